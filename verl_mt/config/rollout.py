@@ -1,0 +1,100 @@
+"""`actor_rollout_ref.rollout`: how trajectories are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mt.config.knob import Section, knob
+
+
+@dataclass
+class MultiTurnConfig(Section):
+    """`actor_rollout_ref.rollout.multi_turn`; `multi_turn: True` is short for `multi_turn.enable: True`."""
+
+    enable: bool | None = knob(
+        None, "Several turns. null = on exactly when a tools file or an interaction file is given; False with one is refused."
+    )
+    max_assistant_turns: int | None = knob(None, "Assistant turns of one trajectory; null = no limit of its own.", min=1)
+    max_user_turns: int | None = knob(
+        None, "Turns of the interaction (tool rounds are not user turns); null = no limit.", min=1
+    )
+    max_parallel_calls: int = knob(8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1)
+    max_tool_response_tokens: int = knob(512, "Longest tool result in tokens; longer ones are cut and counted.", min=8)
+    tool_response_keep: str = knob(
+        "both", "Which part of an over-long tool result is kept.", choices=("head", "tail", "both")
+    )
+    tool_timeout_s: float = knob(30.0, "Deadline of one tool call in seconds, retries included.", min=0.001)
+    tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0)
+    tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1)
+    tool_parser: str = knob(
+        "hermes", "How tool calls are read from the model's text; a registered name or a dotted path."
+    )
+    tokenization_sanity_check_mode: Any = knob(
+        "strict",
+        "Compares the recorded tokens with the full rendered conversation: strict, ignore_strippable, off.",
+        choices=("strict", "ignore_strippable", "off", "disable", False),
+    )
+    max_mismatch_rate: float | None = knob(
+        None, "Stop the run when more than this share of a step's trajectories mismatch; null = only warn.", min=0, max=1
+    )
+    use_inference_chat_template: bool = knob(
+        False, "Show the model what production would show it (old reasoning dropped), in a new record per rewrite."
+    )
+
+
+@dataclass
+class ToolKwargs(Section):
+    """`actor_rollout_ref.rollout.tool_kwargs`."""
+
+    tools_config_file: str | None = knob(None, "YAML file that declares the tools; null = no tools.")
+
+
+@dataclass
+class ValSampling(Section):
+    """`actor_rollout_ref.rollout.val_kwargs`: how validation samples."""
+
+    n: int = knob(1, "Samples per validation prompt.", min=1)
+    temperature: float = knob(1.0, "Sampling temperature of validation.", min=0)
+    top_p: float = knob(1.0, "Nucleus of validation.", min=0, max=1)
+    top_k: int = knob(-1, "-1 = off.")
+    min_p: float = knob(0.0, "0 = off.", min=0, max=1)
+    greedy_too: bool = knob(True, "Also validate greedily (`val/accuracy_greedy`).")
+
+
+@dataclass
+class RolloutConfig(Section):
+    """`actor_rollout_ref.rollout`."""
+
+    name: str = knob("local", "Inference engine.", choices=("local", "sglang", "scripted"))
+    n: int = knob(8, "Samples per prompt (the group).", min=1)
+    temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
+    top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
+    top_k: int = knob(-1, "-1 = off; other values are refused for training.")
+    min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, max=1)
+    stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
+    stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
+    prompt_length: int | None = knob(None, "Longest prompt in tokens; null = `data.max_prompt_length`.", min=1)
+    response_length: int = knob(128, "Everything after the first prompt, observations included, in tokens.", min=1)
+    max_tokens_per_turn: int | None = knob(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
+    max_model_len: int | None = knob(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
+    max_seconds: float | None = knob(
+        None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001
+    )
+    request_timeout_s: float = knob(600.0, "Deadline of one engine request in seconds.", min=0.001)
+    max_concurrent: int | None = knob(
+        None, "Trajectories that live at once; null = all of a step.", min=1
+    )
+    max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
+    max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
+    tensor_model_parallel_size: int = knob(1, "Ranks of one engine; needs SGLang.", min=1)
+    gpu_memory_utilization: float = knob(0.5, "Share of the device's memory for a SGLang engine.", min=0.01, max=1)
+    free_cache_engine: bool = knob(True, "SGLang: release the KV cache while training.")
+    dtype: str | None = knob(
+        None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
+    )
+    engine_kwargs: dict[str, Any] = knob({}, "Passed to the SGLang engine as they are; other engines refuse them.")
+    multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
+    tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
+    interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
+    val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.")

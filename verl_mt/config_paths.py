@@ -1,0 +1,50 @@
+"""Where the YAML files live: beside the package in a checkout, inside it in a wheel.
+
+Paths are absolute, so the trainer works from any working directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verl_mt.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent
+_IN_WHEEL = _PACKAGE / "_configs"
+
+
+def configs_root() -> Path:
+    """The folder that holds `config/`, `tools_configs/` and `interaction_configs/`."""
+    return _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
+
+
+def config_dir() -> Path:
+    """The folder of the Hydra configs (`ppo_trainer.yaml`, ...).
+
+    Raises:
+        ConfigError: neither an installed copy nor a checkout's folder exists.
+    """
+    folder = configs_root() / "config"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"no config folder at {folder}: install verl_mt as a wheel, in editable mode, or run it from a checkout"
+        )
+    return folder
+
+
+def find_config_file(path: str | Path, *, key: str) -> Path:
+    """Resolve a YAML file named in a config: absolute, relative to the working directory, or shipped with verl_mt.
+
+    Args:
+        path: what the user wrote.
+        key: the config key it came from, for the error.
+
+    Raises:
+        ConfigError: no such file; lists the places that were tried.
+    """
+    given = Path(path).expanduser()
+    tried = [given] if given.is_absolute() else [Path.cwd() / given, configs_root() / given]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise ConfigError(f"{key}: no file {str(path)!r}; looked at {', '.join(str(t) for t in tried)}")

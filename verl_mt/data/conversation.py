@@ -1,0 +1,103 @@
+"""Messages, tool calls and tool schemas: the OpenAI chat shapes that templates and plug-in authors know.
+
+A message is a plain dict (`{"role": ..., "content": ..., "tool_calls": [...]}`), because that is what chat
+templates render and what every user's code already handles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+Message = dict[str, Any]
+"""`role` (system | user | assistant | tool | ...), `content` (str, or a list of typed parts), and for an assistant
+optionally `reasoning_content` (str) and `tool_calls` (list of `ToolCall.to_message()`); for a tool `tool_call_id`, `name`."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model wrote, parsed.
+
+    `arguments` is always a dict: parsers decode JSON strings.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+    def to_message(self) -> dict[str, Any]:
+        """The OpenAI shape, arguments as a dict (the chat room turns them into a string where a template wants it)."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """A call that the model tried to write and that cannot be parsed; `error` is what the model is told."""
+
+    text: str
+    error: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What one assistant turn says, read by a tool parser.
+
+    `content` + `reasoning` are what goes into the message; `calls` and `malformed` in the order written.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+
+
+class _Open(BaseModel):
+    """Keeps every keyword it does not know: JSON Schema has many."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionPropertySchema(_Open):
+    """One property of a function's parameters. Every other JSON-Schema keyword is kept as given."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(_Open):
+    """The parameters of a function: a JSON Schema of type object."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
+
+
+class OpenAIFunctionSchema(_Open):
+    """A function as OpenAI's tool schema describes it."""
+
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(_Open):
+    """`{"type": "function", "function": {...}}`. `to_template()` is what chat templates get."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def to_template(self) -> dict[str, Any]:
+        """The dict as the author wrote it: only keys that were set, none invented."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
+
+
+ToolSchema = OpenAIFunctionToolSchema

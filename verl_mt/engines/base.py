@@ -1,0 +1,122 @@
+"""The contract of every inference engine: exact ids in, exact ids and log-probs out.
+
+Log-probs everywhere (engines and trainer) are `log_softmax(logits / T)` over the full vocabulary; T = 0 counts as 1.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from verl_mt.data.requests import GenerationOutput, GenerationRequest
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do; checked at start, so that nothing degrades silently."""
+
+    transports: frozenset[str]
+    """Names of the `WeightUpdate` classes it takes: in_place, tensor_buckets, broadcast, disk."""
+    deterministic: bool
+    """The same requests give the same bits, whatever the timing."""
+    overlaps_training: bool
+    """It may generate while the actor updates its own weights."""
+    returns_token_ids: bool = True
+    """False: it yields text only, and the chat room's delta method finds the ids."""
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The engine shares the actor's module: nothing moves, caches are dropped."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class TensorBuckets:
+    """Named tensors in flattened buckets."""
+
+    version: int
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    bucket_bytes: int = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A collective over a process group (gloo, NCCL) that trainer and engine joined."""
+
+    version: int
+    names: tuple[str, ...]
+    group: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A Hugging Face folder that the engine reads."""
+
+    version: int
+    path: str
+
+
+WeightUpdate = InPlace | TensorBuckets | Broadcast | Disk
+PauseMode = Literal["abort", "in_place", "retract"]
+
+
+class InferenceEngine(abc.ABC):
+    """One inference engine. Methods are awaited on the rollout's event loop; an engine may work in threads or processes."""
+
+    capabilities: Capabilities
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int:
+        """Version of the weights that the next token would come from."""
+
+    @abc.abstractmethod
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Sample one assistant turn.
+
+        Raises:
+            EngineGoneError: the engine died or is closed.
+            EngineError: the request cannot be served (too long for the model, an unknown option, ...).
+        """
+
+    @abc.abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its `generate` returns what was sampled, finish_reason `abort`. Unknown ids are ignored."""
+
+    @abc.abstractmethod
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop sampling (running requests wait, or are aborted) until `resume`."""
+
+    @abc.abstractmethod
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    @abc.abstractmethod
+    async def apply(self, update: WeightUpdate) -> None:
+        """Take new weights; every token sampled afterwards carries `update.version`.
+
+        Raises:
+            EngineError: this engine does not take that kind of update.
+        """
+
+    async def release_memory(self) -> None:  # noqa: B027 - engines that hold nothing have nothing to do
+        """Free what the engine holds on the device while training runs."""
+
+    async def resume_memory(self) -> None:  # noqa: B027
+        """Take it back before the next rollout."""
+
+    def open_session(self, session_id: str, order: int) -> None:  # noqa: B027
+        """A conversation begins. `order` ranks live sessions where an engine must be deterministic."""
+
+    def close_session(self, session_id: str) -> None:  # noqa: B027
+        """A conversation is over: its KV cache may go. Every `open_session` is followed by exactly one of these."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """End the engine; waiting requests raise `EngineGoneError`. Idempotent."""

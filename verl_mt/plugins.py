@@ -1,0 +1,153 @@
+"""From a name to an object: dotted paths, file paths, registered names. One mechanism for every plug-in.
+
+Forms that `load_object` takes:
+
+- a registered name, where the caller passes a registry: `math_tip_trick`
+- a dotted path: `my_package.my_module.MyTool` or `my_package.my_module:MyTool`
+- a file and a name: `/path/to/my_tools.py:MyTool` (or relative to the working directory)
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from verl_mt.errors import PluginError
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, T], Generic[T]):
+    """A dict of named plug-ins of one kind; assignment registers: `rewards['mine'] = MyReward`.
+
+    Raises:
+        PluginError: on assigning another object to a name that is taken (assigning the same object again,
+            or one of the same qualified name from a re-imported file, is fine).
+    """
+
+    def __init__(self, kind: str, items: dict[str, T] | None = None):
+        super().__init__(items or {})
+        self.kind = kind
+
+    def __setitem__(self, name: str, value: T) -> None:
+        old = self.get(name)
+        if old is not None and old is not value and _identity(old) != _identity(value):
+            raise PluginError(
+                f"{self.kind} {name!r} is already registered as {_identity(old)}; "
+                f"got {_identity(value)}. Choose another name, or delete the old one first."
+            )
+        super().__setitem__(name, value)
+
+    def find(self, name: str) -> T:
+        """The plug-in of that name.
+
+        Raises:
+            PluginError: unknown name; lists what exists.
+        """
+        if name in self:
+            return self[name]
+        raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Sorted names for an error text."""
+    return ", ".join(sorted(names)) or "(none)"
+
+
+def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) -> Any:
+    """The object that a config names.
+
+    Args:
+        path: registered name, dotted path, or `file.py:name`.
+        what: what is being loaded, for the error ("tool class of search in tools.yaml").
+        registry: registered names tried first.
+
+    Raises:
+        PluginError: names `what`, `path`, the part that failed, and what exists instead.
+    """
+    if not isinstance(path, str) or not path.strip():
+        raise PluginError(f"{what}: expected a dotted path, got {path!r}")
+    if registry is not None and path in registry:
+        return registry[path]
+    if registry is not None and "." not in path and ":" not in path:
+        raise PluginError(
+            f"{what}: unknown {registry.kind} {path!r}{suggest(path, registry)}. Registered: {listing(registry)}. "
+            "A dotted path (package.module.Name) or file.py:Name also works."
+        )
+    module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_name:
+        raise PluginError(f"{what}: {path!r} is not a dotted path; write package.module.Name or file.py:Name")
+    module = import_file(module_name) if module_name.endswith(".py") else _import_module(module_name, what, path)
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            names = [n for n in vars(target) if not n.startswith("_")]
+            raise PluginError(f"{what}: {module_name} has no {part!r}{suggest(part, names)} (from {path!r})")
+        target = getattr(target, part)
+    return target
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a plug-in file once; the same file given twice is the same module.
+
+    Raises:
+        PluginError: no such file, or it failed to import (names the file and line).
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise PluginError(f"plug-in file {str(path)!r} does not exist (looked at {file})")
+    name = "verl_mt_plugin_" + "_".join(file.with_suffix("").parts[1:])
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {error!r}") from error
+    return module
+
+
+def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
+    """Import `external_plugins`: files or dotted module names, in order."""
+    return [import_file(p) if p.endswith(".py") else _import_module(p, "external_plugins", p) for p in paths]
+
+
+def _import_module(name: str, what: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise PluginError(
+                f"{what}: no module {error.name!r} (from {path!r}); is it installed, or missing on PYTHONPATH?"
+            ) from error
+        raise PluginError(f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise PluginError(f"{what}: importing {name} failed: {error!r}") from error
+
+
+def _identity(value: Any) -> str:
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
+
+
+def _where(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
+    return f"line {lines[-1]}" if lines else "an unknown line"
