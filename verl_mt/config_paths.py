@@ -48,3 +48,11 @@ def find_config_file(path: str | Path, *, key: str) -> Path:
         if candidate.is_file():
             return candidate.resolve()
     raise ConfigError(f"{key}: no file {str(path)!r}; looked at {', '.join(str(t) for t in tried)}")
+
+
+TINY_MODEL = "verl_mt://tiny"
+
+
+def resolve_model_path(path: str) -> str:
+    """What `from_pretrained` gets: `verl_mt://tiny` becomes the folder of the shipped model, anything else stays."""
+    return str(_PACKAGE / "tiny" / "checkpoint") if path == TINY_MODEL else str(Path(path).expanduser()) if path.startswith("~") else path
