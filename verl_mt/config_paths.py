@@ -55,4 +55,10 @@ TINY_MODEL = "verl_mt://tiny"
 
 def resolve_model_path(path: str) -> str:
     """What `from_pretrained` gets: `verl_mt://tiny` becomes the folder of the shipped model, anything else stays."""
-    return str(_PACKAGE / "tiny" / "checkpoint") if path == TINY_MODEL else str(Path(path).expanduser()) if path.startswith("~") else path
+    return (
+        str(_PACKAGE / "tiny" / "checkpoint")
+        if path == TINY_MODEL
+        else str(Path(path).expanduser())
+        if path.startswith("~")
+        else path
+    )

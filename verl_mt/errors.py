@@ -44,7 +44,16 @@ class PluginError(VerlMTError):
 
 
 class TemplateError(VerlMTError):
-    """A tokenizer or chat template that cannot do what is asked of it."""
+    """A tokenizer or chat template that cannot do what is asked of it.
+
+    `cause` is the number of the known pitfall (docs/templates.md), or None.
+    """
+
+    cause: str | None = None
+
+    def __init__(self, message: str, *, cause: str | None = None):
+        super().__init__(f"{message} [{cause}]" if cause else message)
+        self.cause = cause
 
 
 class CheckpointError(VerlMTError):

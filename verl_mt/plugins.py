@@ -137,7 +137,9 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
             raise PluginError(
                 f"{what}: no module {error.name!r} (from {path!r}); is it installed, or missing on PYTHONPATH?"
             ) from error
-        raise PluginError(f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed") from error
+        raise PluginError(
+            f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed"
+        ) from error
     except Exception as error:
         raise PluginError(f"{what}: importing {name} failed: {error!r}") from error
 

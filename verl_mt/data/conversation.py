@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 Message = dict[str, Any]
-"""`role` (system | user | assistant | tool | ...), `content` (str, or a list of typed parts), and for an assistant
-optionally `reasoning_content` (str) and `tool_calls` (list of `ToolCall.to_message()`); for a tool `tool_call_id`, `name`."""
+"""`role` (system | user | assistant | tool | ...), `content` (str, or a list of typed parts); for an assistant
+optionally `reasoning_content` (str) and `tool_calls` (list of `ToolCall.to_message()`); for a tool `tool_call_id`
+and `name`."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class GenerationOutput:
     log_probs: list[float] | None
     """log_softmax(logits / T) of each sampled id; None from a text-only engine."""
     finish_reason: FinishReason
-    """stop: an end-of-turn token, stop id or stop string (all kept); length: the token limit; abort: cut from outside."""
+    """stop: an end-of-turn token, stop id or stop string (all kept); length: the token limit; abort: cut off."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     """How many of `input_ids` needed no prefill."""

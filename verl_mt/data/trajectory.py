@@ -51,7 +51,7 @@ class StopReason(enum.StrEnum):
     MAX_MODEL_LEN = "max_model_len"
     """The model's context was full in the middle of a turn."""
     CONTEXT_FULL = "context_full"
-    """The next observation, the generation prompt and one more token do not fit; the observation is in `messages` only."""
+    """The next observation, generation prompt and one more token do not fit; it is in `messages` only."""
     TIME_LIMIT = "time_limit"
     """`max_seconds` of the trajectory were over; the tokens sampled so far are kept."""
     SCHEDULER = "scheduler"
@@ -111,9 +111,7 @@ class TrajectoryRecord:
         """Length of the first prompt, its generation prompt included."""
         return self.turns[0].end if self.turns and self.turns[0].kind == "prompt" else 0
 
-    def append_sampled(
-        self, ids: list[int], log_probs: list[float] | None, versions: list[int], *, turn: int
-    ) -> None:
+    def append_sampled(self, ids: list[int], log_probs: list[float] | None, versions: list[int], *, turn: int) -> None:
         """Append what the engine produced: sampled 1, mask 1.
 
         Raises:
@@ -166,7 +164,13 @@ class TrajectoryRecord:
             raise LedgerError(f"turn spans cover {edge} of {len(self.token_ids)} tokens")
 
     def _append(
-        self, ids: list[int], sampled: int, log_probs: list[float], versions: list[int], kind: SpanKind, turn: int
+        self,
+        ids: list[int],
+        sampled: int,
+        log_probs: list[float],
+        versions: list[int],
+        kind: SpanKind,
+        turn: int,
     ) -> None:
         start = len(self.token_ids)
         self.token_ids += ids
@@ -218,7 +222,7 @@ class Trajectory:
     num_turns: int = 0
     """Assistant turns."""
     counters: dict[str, float] = field(default_factory=dict)
-    """Counted events: `tools/<name>/calls`, `tools/<name>/errors`, `tools/<name>/latency_s`, `retries`, `dropped_tokens`, ..."""
+    """Counted events: `tools/<name>/calls`, `tools/<name>/errors`, `tools/<name>/latency_s`, `retries`, ..."""
     time_spans: list[TimeSpan] = field(default_factory=list)
     sanity: dict[str, Any] | None = None
     """The tokenization sanity check's finding; None where it was off or found nothing."""

@@ -67,7 +67,7 @@ PauseMode = Literal["abort", "in_place", "retract"]
 
 
 class InferenceEngine(abc.ABC):
-    """One inference engine. Methods are awaited on the rollout's event loop; an engine may work in threads or processes."""
+    """One inference engine. Methods are awaited on the rollout's event loop; it may work in threads or processes."""
 
     capabilities: Capabilities
 
@@ -87,7 +87,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what was sampled, finish_reason `abort`. Unknown ids are ignored."""
+        """End a request now; its `generate` returns what was sampled, finish_reason `abort`. Unknown ids are fine."""
 
     @abc.abstractmethod
     async def pause(self, mode: PauseMode = "in_place") -> None:

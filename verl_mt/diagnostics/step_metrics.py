@@ -1,0 +1,135 @@
+"""What one rollout batch did, as numbers. Counts are exact: what failed, was dropped or was cut is in here."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
+    """Metrics of the training rollouts of one step.
+
+    `stop/<reason>`, `rollout/failed`, `rollout/aborted`, `tools/<name>/calls|errors|...` are counts of the step,
+    `tools/<name>/latency_s` is the mean per call; everything named `mean` is a mean over trajectories.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    scored = [t for t in trajectories if t.reward is not None]
+    metrics: dict[str, float] = {"rollout/trajectories": len(trajectories)}
+    rewards = [t.reward for t in scored if t.reward is not None]
+    if rewards:
+        metrics |= {
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/max": max(rewards),
+            "reward/min": min(rewards),
+        }
+        for part in sorted({k for t in scored for k in t.reward_parts}):
+            metrics[f"reward/{part}"] = fmean(t.reward_parts[part] for t in scored if part in t.reward_parts)
+    metrics |= _shape(scored)
+    metrics |= _outcomes(trajectories)
+    metrics |= tool_metrics(trajectories, tool_names)
+    metrics |= _groups(groups)
+    return metrics
+
+
+def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[str, float]:
+    """`val/accuracy<suffix>` (mean score), by data source too, with pass@k where there are several samples.
+
+    A trajectory that failed or was aborted counts as score 0: leaving it out would flatter the model.
+    """
+    by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_source[group.data_source].append(group)
+    metrics = {f"val/accuracy{suffix}": _accuracy(groups)}
+    for source, members in sorted(by_source.items()):
+        metrics[f"val/{source}/accuracy{suffix}"] = _accuracy(members)
+    if any(len(g.trajectories) > 1 for g in groups):
+        k = min(len(g.trajectories) for g in groups)
+        metrics[f"val/pass_at_{k}{suffix}"] = fmean(pass_at_k(len(g.trajectories), _num_right(g), k) for g in groups)
+    trajectories = [t for g in groups for t in g.trajectories]
+    calls = sum(v for t in trajectories for name, v in t.counters.items() if _is_call_count(name))
+    metrics[f"val/tool_calls_mean{suffix}"] = calls / max(1, len(trajectories))
+    metrics[f"val/truncated{suffix}"] = sum(t.status is Status.TRUNCATED for t in trajectories) / max(
+        1, len(trajectories)
+    )
+    metrics[f"val/failed{suffix}"] = sum(t.status in (Status.FAILED, Status.ABORTED) for t in trajectories)
+    return metrics
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate that one of k samples is right, from c right ones of n (Chen et al. 2021, eq. 1)."""
+    if n - c < k:
+        return 1.0
+    miss = 1.0
+    for i in range(n - c + 1, n + 1):
+        miss *= 1.0 - k / i
+    return 1.0 - miss
+
+
+def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
+    """`tools/<name>/<event>` summed; `latency_s` per call. Every configured tool has its calls and errors, even 0."""
+    totals: Counter[str] = Counter()
+    for name in tool_names:
+        totals[f"tools/{name}/calls"] += 0
+        totals[f"tools/{name}/errors"] += 0
+        totals[f"tools/{name}/latency_s"] += 0
+    for trajectory in trajectories:
+        totals.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})  # type: ignore[misc]
+    for key in [k for k in totals if k.endswith("/latency_s")]:
+        totals[key] = totals[key] / max(1, totals[key.removesuffix("latency_s") + "calls"])  # type: ignore[assignment]
+    return dict(totals)
+
+
+def _shape(scored: Sequence[Trajectory]) -> dict[str, float]:
+    if not scored:
+        return {}
+    response = [sum(len(r.token_ids) - r.num_prompt_tokens for r in t.records) for t in scored]
+    sampled = [t.num_sampled_tokens for t in scored]
+    prompts = [t.records[0].num_prompt_tokens for t in scored]
+    return {
+        "prompt/tokens_mean": fmean(prompts),
+        "response/tokens_mean": fmean(response),
+        "response/tokens_max": max(response),
+        "response/sampled_tokens_mean": fmean(sampled),
+        "turns/mean": fmean(t.num_turns for t in scored),
+        "turns/max": max(t.num_turns for t in scored),
+    }
+
+
+def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    stops = Counter(t.stop_reason for t in trajectories if t.stop_reason is not None)
+    metrics: dict[str, float] = {f"stop/{reason}": stops[reason] for reason in StopReason if stops[reason]}
+    metrics["rollout/failed"] = sum(t.status is Status.FAILED for t in trajectories)
+    metrics["rollout/aborted"] = sum(t.status is Status.ABORTED for t in trajectories)
+    totals: Counter[str] = Counter()
+    for trajectory in trajectories:
+        totals.update({k: v for k, v in trajectory.counters.items() if "/" not in k})  # type: ignore[misc]
+    for name in ("retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks"):
+        if totals[name]:
+            metrics[f"rollout/{name}"] = totals[name]
+    if totals["input_tokens"]:
+        metrics["rollout/prefix_cache_hit_rate"] = totals["cached_tokens"] / totals["input_tokens"]
+    return metrics
+
+
+def _groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    rewards = [[t.reward for t in g.trajectories if t.reward is not None] for g in groups]
+    counted = [r for r in rewards if r]
+    flat = sum(max(r) == min(r) for r in counted)
+    return {"group/zero_variance": flat / len(counted)} if counted else {}
+
+
+def _accuracy(groups: Sequence[TrajectoryGroup]) -> float:
+    scores = [t.reward_parts.get("score", 0.0) for g in groups for t in g.trajectories]
+    return fmean(scores) if scores else 0.0
+
+
+def _num_right(group: TrajectoryGroup) -> int:
+    return sum(t.reward_parts.get("score", 0.0) >= 1.0 for t in group.trajectories)
+
+
+def _is_call_count(name: str) -> bool:
+    return name.startswith("tools/") and name.endswith("/calls")

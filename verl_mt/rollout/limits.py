@@ -1,0 +1,62 @@
+"""The limits of one trajectory: turns, tokens, seconds. The smallest wins, each has its own stop reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_mt.config.schema import Config
+from verl_mt.data.trajectory import StopReason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """See `actor_rollout_ref.rollout` for each field; None = no limit of its own."""
+
+    response_length: int
+    """Everything after the first prompt, observations included, in tokens."""
+    max_model_len: int
+    """Longest sequence in tokens."""
+    max_tokens_per_turn: int | None = None
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_seconds: float | None = None
+    request_timeout_s: float = 600.0
+
+    @classmethod
+    def from_config(cls, config: Config) -> Limits:
+        """Without several turns there is one assistant turn."""
+        rollout = config.actor_rollout_ref.rollout
+        multi_turn = rollout.multi_turn
+        prompt_length = rollout.prompt_length or config.data.max_prompt_length
+        return cls(
+            response_length=rollout.response_length,
+            max_model_len=rollout.max_model_len or prompt_length + rollout.response_length,
+            max_tokens_per_turn=rollout.max_tokens_per_turn,
+            max_assistant_turns=multi_turn.max_assistant_turns if is_multi_turn(config) else 1,
+            max_user_turns=multi_turn.max_user_turns,
+            max_seconds=rollout.max_seconds,
+            request_timeout_s=rollout.request_timeout_s,
+        )
+
+    def room(self, num_tokens: int, num_prompt_tokens: int) -> tuple[int, StopReason]:
+        """Tokens that still fit after `num_tokens` of a record, and what is hit when they are used up."""
+        in_response = self.response_length - (num_tokens - num_prompt_tokens)
+        in_model = self.max_model_len - num_tokens
+        if in_response <= in_model:
+            return in_response, StopReason.RESPONSE_LENGTH
+        return in_model, StopReason.MAX_MODEL_LEN
+
+    def next_turn(self, num_tokens: int, num_prompt_tokens: int) -> tuple[int, StopReason]:
+        """Like `room`, for one assistant turn: `max_tokens_per_turn` counts too."""
+        room, reason = self.room(num_tokens, num_prompt_tokens)
+        if self.max_tokens_per_turn is not None and self.max_tokens_per_turn <= room:
+            return self.max_tokens_per_turn, StopReason.MAX_TOKENS_PER_TURN
+        return room, reason
+
+
+def is_multi_turn(config: Config) -> bool:
+    """The one switch: `multi_turn.enable`, or (null) whether tools or an interaction are configured."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.multi_turn.enable is not None:
+        return rollout.multi_turn.enable
+    return bool(rollout.tool_kwargs.tools_config_file or rollout.interaction_config_file)

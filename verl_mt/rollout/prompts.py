@@ -1,0 +1,87 @@
+"""From data rows to prompts: messages, tools of the row, token ids; over-long ones filtered and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.conversation import Message
+from verl_mt.data.dataset import DataRow
+from verl_mt.errors import DataError
+from verl_mt.tools.registry import ToolSet
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row, ready to roll out."""
+
+    row: DataRow
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    ids: list[int]
+    """First prompt, generation prompt included."""
+
+
+@dataclass
+class PromptBuilder:
+    """Renders rows. One instance per run."""
+
+    chat: ChatTemplate
+    tools: ToolSet | None
+    max_prompt_length: int
+    filter_overlong: bool
+    truncation: str
+    num_filtered: int = 0
+    num_truncated: int = 0
+    _cache: dict[int, Prompt] = field(default_factory=dict)
+
+    def build(self, row: DataRow) -> Prompt | None:
+        """The prompt of a row, or None if it is too long and over-long rows are filtered.
+
+        Raises:
+            DataError: too long, and `data.truncation` is `error`; or the template cannot render it.
+        """
+        known = self._cache.get(id(row))
+        if known is not None:
+            return known
+        tools = self.tools.for_row(row) if self.tools is not None else []
+        ids = self.chat.prompt_ids(row.prompt, tools or None)
+        if len(ids) > self.max_prompt_length:
+            if self.filter_overlong:
+                return None
+            ids = self._truncate(row, ids)
+        prompt = Prompt(row, row.prompt, tools, ids)
+        self._cache[id(row)] = prompt
+        return prompt
+
+    def keep(self, rows: Sequence[DataRow]) -> list[DataRow]:
+        """The rows whose prompt fits; the others are counted in `num_filtered`.
+
+        Raises:
+            DataError: no row is left.
+        """
+        kept = [row for row in rows if self.build(row) is not None]
+        self.num_filtered += len(rows) - len(kept)
+        if rows and not kept:
+            raise DataError(
+                f"{rows[0].file}: all {len(rows)} prompts are longer than data.max_prompt_length="
+                f"{self.max_prompt_length} tokens; raise it, or check the chat template and the tools' schemas (they are part of the prompt)"
+            )
+        return kept
+
+    def _truncate(self, row: DataRow, ids: list[int]) -> list[int]:
+        limit = self.max_prompt_length
+        if self.truncation == "error":
+            raise DataError(
+                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
+                "raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
+            )
+        self.num_truncated += 1
+        if self.truncation == "left":
+            return ids[-limit:]
+        if self.truncation == "right":
+            return ids[:limit]
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]

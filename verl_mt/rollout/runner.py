@@ -1,0 +1,277 @@
+"""Many conversations at once: `runner.run(prompts)` yields finished, scored groups.
+
+One bad sample never kills the batch: what a plug-in raised marks its trajectory FAILED, an engine that went away
+makes it start again, and both are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
+from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError
+from verl_mt.interactions.session import InteractionSession
+from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
+from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.session import RolloutSession, SessionContext, session_error
+from verl_mt.rollout.tool_loop import run_tool_loop
+from verl_mt.tools.executor import ToolExecutor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RolloutProgress:
+    """Counts of the rollout in flight, for a display. Written by the runner, read by anyone."""
+
+    num_trajectories: int = 0
+    num_finished: int = 0
+    num_sampled_tokens: int = 0
+    num_tool_calls: int = 0
+    started_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """One batch of prompts to roll out."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    """Samples per prompt."""
+    name: str
+    """Prefix of all ids: the step, or the validation pass."""
+    sampling: SamplingParams | None = None
+    """None = the run's own."""
+
+
+@dataclass
+class RolloutRunner:
+    """Runs conversations on one event loop."""
+
+    context: SessionContext
+    reward: Reward
+    tools: ToolExecutor | None = None
+    interactions: dict[str, object] = field(default_factory=dict)
+    interaction_timeout_s: float = 60.0
+    max_concurrent: int | None = None
+    max_retries: int = 2
+    tool_reward_weight: float = 0.0
+    turn_score_weight: float = 0.0
+    progress: RolloutProgress = field(default_factory=RolloutProgress)
+
+    async def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
+        """Yield each group when its last trajectory is scored, in the order they finish.
+
+        Raises:
+            DeadlineError: a deadline fired in a deterministic run.
+        """
+        self.progress.num_trajectories = len(plan.prompts) * plan.n
+        self.progress.num_finished = self.progress.num_sampled_tokens = self.progress.num_tool_calls = 0
+        self.progress.started_s = time.monotonic()
+        gate = _Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
+        tasks = [
+            asyncio.create_task(self._run_group(plan, position, prompt, gate), name=f"group {position}")
+            for position, prompt in enumerate(plan.prompts)
+        ]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: _Gate) -> TrajectoryGroup:
+        prompt_id = f"{plan.name}.{position:05d}"
+        context = self.context if plan.sampling is None else replace(self.context, sampling=plan.sampling)
+        trajectories = [
+            Trajectory(
+                trajectory_id=f"{prompt_id}.{sample:02d}",
+                prompt_id=prompt_id,
+                group_id=prompt_id,
+                episode_id=f"{prompt_id}.{sample:02d}",
+                data_source=prompt.row.data_source,
+                row_index=prompt.row.index,
+            )
+            for sample in range(plan.n)
+        ]
+        runs = [
+            self._run_one(context, trajectory, prompt, gate, order=position * plan.n + sample)
+            for sample, trajectory in enumerate(trajectories)
+        ]
+        group = TrajectoryGroup(
+            prompt_id, prompt_id, list(await asyncio.gather(*runs)), prompt.row.data_source, prompt.row.index
+        )
+        await self._score(group, prompt)
+        return group
+
+    async def _run_one(
+        self, context: SessionContext, trajectory: Trajectory, prompt: Prompt, gate: _Gate, order: int
+    ) -> Trajectory:
+        blank, session_id, engine = trajectory, trajectory.trajectory_id, context.engine
+        await gate.enter(order, lambda: engine.open_session(session_id, order))
+        try:
+            for attempt in range(self.max_retries + 1):
+                trajectory = replace(
+                    blank,
+                    messages=[],
+                    tools=[],
+                    records=[],
+                    tool_rewards={},
+                    turn_scores=[],
+                    counters={},
+                    time_spans=[],
+                    info={},
+                )
+                session = RolloutSession(context, trajectory, order=order, attempt=attempt)
+                error = await self._attempt(session, prompt)
+                if attempt:
+                    trajectory.counters["retries"] = attempt
+                if not isinstance(error, EngineGoneError):
+                    break
+        finally:
+            gate.leave()
+            engine.close_session(session_id)
+        self.progress.num_finished += 1
+        return trajectory
+
+    async def _attempt(self, session: RolloutSession, prompt: Prompt) -> BaseException | None:
+        """One try at a conversation; whatever is raised is attributed and stored, except cancellation and deadlines
+        of deterministic runs."""
+        trajectory, extra = session.trajectory, prompt.row.extra_info
+        tools = interaction = None
+        try:
+            session.start(prompt.ids, prompt.messages, prompt.tools)
+            if self.tools is not None:
+                tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"))
+                await tools.start()
+            if self.interactions:
+                interaction = InteractionSession.open(
+                    self.interactions,
+                    extra.get("interaction_kwargs"),
+                    trajectory_id=trajectory.trajectory_id,
+                    timeout_s=self.interaction_timeout_s,
+                )
+                await interaction.start()
+            await run_tool_loop(session, tools, interaction)
+            session.finish()
+            return None
+        except (asyncio.CancelledError, KeyboardInterrupt, DeadlineError):
+            raise
+        except EngineGoneError as error:
+            trajectory.stop_reason = StopReason.ENGINE
+            trajectory.error = session_error(trajectory, error)
+            return error
+        except Exception as error:
+            trajectory.stop_reason = StopReason.ERROR
+            trajectory.error = traceback.format_exc()
+            log.warning("trajectory failed: %s", session_error(trajectory, error))
+            return error
+        finally:
+            await self._close(session, tools, interaction)
+
+    async def _close(self, session: RolloutSession, tools, interaction) -> None:  # type: ignore[no-untyped-def]
+        trajectory = session.trajectory
+        if tools is not None:
+            trajectory.tool_rewards = await tools.close()
+            trajectory.counters.update(tools.counters)
+            trajectory.time_spans += tools.time_spans
+            self.progress.num_tool_calls += sum(int(v) for k, v in tools.counters.items() if k.endswith("/calls"))
+        if interaction is not None:
+            await interaction.finish()
+            trajectory.time_spans += interaction.time_spans
+        self.progress.num_sampled_tokens += trajectory.num_sampled_tokens
+
+    async def _score(self, group: TrajectoryGroup, prompt: Prompt) -> None:
+        """Reward every trajectory that was not aborted or failed; a reward that raises fails its own trajectory."""
+        scored = [t for t in group.trajectories if t.status in ("completed", "truncated")]
+        if not scored:
+            return
+        begun = time.monotonic()
+        outcomes = await self.reward.score([_reward_input(t, prompt) for t in scored])
+        ended = time.monotonic()
+        for trajectory, outcome in zip(scored, outcomes):
+            trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))
+            if isinstance(outcome, RewardFailure):
+                trajectory.stop_reason = StopReason.ERROR
+                trajectory.error = outcome.traceback
+                trajectory.counters["reward_errors"] = 1
+                log.warning("reward failed: %s: %s", trajectory.trajectory_id, outcome.error)
+                continue
+            trajectory.reward_parts = dict(outcome)
+            trajectory.reward = (
+                outcome["score"]
+                + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
+                + self.turn_score_weight * sum(trajectory.turn_scores)
+            )
+
+
+class _Gate:
+    """Lets `limit` conversations live at once, by rank; a conversation's engine session is opened as it is let in.
+
+    A deterministic engine steps only when every open session waits for it. Two things keep timing out of that: no one
+    begins before all `expected` have arrived, and the next session is opened before the one it replaces is closed.
+    """
+
+    def __init__(self, limit: int, expected: int):
+        if limit < 1:
+            raise ConfigError(f"rollout.max_concurrent must be at least 1, got {limit}")
+        self._free = limit
+        self._missing = expected
+        self._waiting: list[tuple[int, Callable[[], None], asyncio.Future[None]]] = []
+
+    async def enter(self, order: int, open_session: Callable[[], None]) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((order, open_session, future))
+        self._missing -= 1
+        if self._missing == 0:
+            while self._free and self._admit():
+                self._free -= 1
+        await future
+
+    def leave(self) -> None:
+        if not self._admit():
+            self._free += 1
+
+    def _admit(self) -> bool:
+        self._waiting = [w for w in self._waiting if not w[2].done()]
+        if not self._waiting:
+            return False
+        first = min(self._waiting, key=lambda w: w[0])
+        self._waiting.remove(first)
+        first[1]()
+        first[2].set_result(None)
+        return True
+
+
+def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
+    texts = [_text(m) for m in trajectory.messages[len(prompt.messages) :] if m["role"] == "assistant"]
+    row = prompt.row
+    return RewardInput(
+        data_source=row.data_source,
+        solution_str="\n".join(texts),
+        completion=texts[-1] if texts else "",
+        ground_truth=row.ground_truth,
+        extra_info={
+            **row.extra_info,
+            "messages": trajectory.messages,
+            "turn_scores": trajectory.turn_scores,
+            "tool_rewards": trajectory.tool_rewards,
+            "num_turns": trajectory.num_turns,
+            "stop_reason": str(trajectory.stop_reason),
+            "rollout_infos": trajectory.info,
+            "trajectory_id": trajectory.trajectory_id,
+        },
+        row=row.raw,
+    )
+
+
+def _text(message: dict) -> str:  # type: ignore[type-arg]
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

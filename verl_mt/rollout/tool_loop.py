@@ -1,0 +1,59 @@
+"""The default loop: the model speaks; its tool calls are answered; then the interaction, if there is one, reacts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verl_mt.data.trajectory import StopReason
+from verl_mt.interactions.session import InteractionSession
+from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.tools.executor import ToolSession
+
+
+async def run_tool_loop(
+    session: RolloutSession, tools: ToolSession | None, interaction: InteractionSession | None
+) -> None:
+    """Drive one conversation to its stop reason.
+
+    An assistant turn cut by length ends the trajectory: its tools are not run. When no assistant turn remains,
+    tools are not executed (`max_assistant_turns`), while the interaction still scores the last answer.
+    """
+    while True:
+        turn = await session.generate()
+        if turn is None or session.ended:
+            return
+        if tools is not None and (turn.parsed.calls or turn.parsed.malformed):
+            if session.turns_left == 0:
+                session.end(StopReason.MAX_ASSISTANT_TURNS)
+                return
+            await _answer_calls(session, tools, turn)
+        elif interaction is not None:
+            if await _interaction_is_over(session, interaction):
+                return
+        else:
+            session.end(StopReason.FINISHED)
+            return
+
+
+async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: AssistantTurn) -> None:
+    ids = [call["id"] for call in turn.message.get("tool_calls", [])]
+    calls = [replace(call, id=id_) for call, id_ in zip(turn.parsed.calls, ids)]
+    results = await tools.run([*calls, *turn.parsed.malformed], turn=session.trajectory.num_turns)
+    session.extend([result.to_message() for result in results])
+
+
+async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession) -> bool:
+    trajectory = session.trajectory
+    reply = await interaction.respond(session.messages)
+    trajectory.turn_scores.append(reply.score)
+    limit = session.context.limits.max_user_turns
+    user_turns = len(trajectory.turn_scores) - 1
+    if reply.done:
+        session.end(StopReason.INTERACTION)
+    elif limit is not None and user_turns >= limit:
+        session.end(StopReason.MAX_USER_TURNS)
+    elif session.turns_left == 0:
+        session.end(StopReason.MAX_ASSISTANT_TURNS)
+    else:
+        session.extend([{"role": "user", "content": reply.text}])
+    return session.ended

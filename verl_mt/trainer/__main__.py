@@ -1,0 +1,22 @@
+"""`python -m verl_mt.trainer [overrides]`: train a policy on multi-turn rollouts."""
+
+from __future__ import annotations
+
+import logging
+
+from verl_mt.config.compose import hydra_main
+from verl_mt.config.schema import Config
+
+
+def train(config: Config) -> None:
+    """Build and run."""
+    from verl_mt.trainer.build import (
+        build_trainer,  # after the config is known to be right: torch takes seconds
+    )
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    build_trainer(config).fit()
+
+
+if __name__ == "__main__":
+    hydra_main(train)

@@ -1,0 +1,294 @@
+"""From a config to a trainer: every choice that depends on the config is made here, once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from verl_mt import engines
+from verl_mt.algorithms.advantages import by_name as advantage_estimators
+from verl_mt.chat.loading import load_chat
+from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.sanity import SanityMonitor, parse_mode
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.checks import check
+from verl_mt.config.normalize import redact
+from verl_mt.config.schema import AlgorithmConfig, Config
+from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
+from verl_mt.data.dataset import DataRow, load_rows
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.sampler import RowSampler, build_sampler
+from verl_mt.interactions.registry import load_interactions
+from verl_mt.modeling.load import export_hf
+from verl_mt.plugins import import_plugins
+from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.limits import Limits, is_multi_turn
+from verl_mt.rollout.prompts import Prompt, PromptBuilder
+from verl_mt.rollout.runner import RolloutRunner
+from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
+from verl_mt.tools.executor import ToolExecutor
+from verl_mt.tools.registry import ToolSet, load_tools
+from verl_mt.trainer import checkpoint
+from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.display import Display
+from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
+from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.tracking import JsonLines, build_trackers
+from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
+
+
+def build_trainer(config: Config) -> PPOTrainer:
+    """Put a trainer together. Everything that can be wrong with the input is found here, before any training step.
+
+    Raises:
+        VerlMTError: one of its subclasses; the text names the key, file or row.
+    """
+    check(config)
+    import_plugins(config.external_plugins)
+    prepare_process(config)
+    chat = build_chat(config)
+    tools = build_tools(config, chat)
+    prompts = PromptBuilder(
+        chat, tools, _prompt_length(config), config.data.filter_overlong_prompts, config.data.truncation
+    )
+    sampler, val_prompts = _build_data(config, prompts)
+    plan = _build_plan(config, sampler)
+    workers = build_workers(config, total_steps=plan.total_steps)
+    snapshot = redact(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    run = RunDirectory.open(config.trainer, snapshot)
+    state = None if run.resume_from is None else checkpoint.load(run.resume_from)
+    sanity_mode = parse_mode(config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode)
+    runner = build_runner(config, chat, tools, workers.policy_module)
+    trainer = PPOTrainer(
+        config=config.trainer,
+        plan=plan,
+        sampler=sampler,
+        prompts=prompts,
+        val_prompts=val_prompts,
+        stream=RolloutStream(runner),
+        engine=runner.context.engine,
+        workers=workers,
+        estimate_advantages=_advantage_estimator(config.algorithm),
+        checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
+        sanity=SanityMonitor(sanity_mode, config.actor_rollout_ref.rollout.multi_turn.max_mismatch_rate),
+        log=_build_log(config, run, snapshot, plan.total_steps, tools, resume_step=state["step"] if state else None),
+        pad_token_id=_pad_token_id(chat),
+    )
+    if config.trainer.export_at_end:
+        trainer.export = lambda: export_hf(workers.policy_module, chat.tokenizer, run.path / "hf")
+    if state is not None:
+        trainer.load_state_dict(state)
+        trainer.log.display.resume_at(trainer.step_number)
+        trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")
+    _announce(trainer, workers, prompts)
+    return trainer
+
+
+def prepare_process(config: Config) -> None:
+    """Threads, seeds and determinism of this process."""
+    torch.set_num_threads(config.trainer.num_threads or _idle_cores())
+    torch.manual_seed(config.trainer.seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def build_chat(config: Config) -> ChatTemplate:
+    """Tokenizer and template, probed for what the config asks of them."""
+    model = config.actor_rollout_ref.model
+    chat = load_chat(
+        model.path,
+        revision=model.revision,
+        tokenizer_path=model.tokenizer_path,
+        custom_chat_template=model.custom_chat_template,
+        template_kwargs=model.template_kwargs,
+        trust_prompts=model.trust_prompts,
+        trust_remote_code=model.trust_remote_code,
+    )
+    rollout = config.actor_rollout_ref.rollout
+    chat.require(tools=bool(rollout.tool_kwargs.tools_config_file), interaction=bool(rollout.interaction_config_file))
+    return chat
+
+
+def build_tools(config: Config, chat: ChatTemplate) -> ToolSet | None:
+    """The tools that the YAML declares; None where there is no file."""
+    path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
+    return load_tools(path) if path else None
+
+
+def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
+    """The actor / ref worker group that the YAML declares."""
+    trainer = config.trainer
+    return build_worker_group(
+        config.actor_rollout_ref,
+        train_batch_size=config.data.train_batch_size,
+        total_steps=total_steps,
+        device=_device(trainer.device),
+        seed=trainer.seed,
+        placement=trainer.placement,
+    )
+
+
+def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, policy_module: Any) -> RolloutRunner:
+    """Engine, parser, tool executor, interactions and reward around one session context."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn = rollout.multi_turn
+    limits = Limits.from_config(config)
+    engine = engines.build(
+        rollout,
+        policy_module,
+        end_token_ids=chat.end_token_ids,
+        decode=chat.decode,
+        max_model_len=limits.max_model_len,
+        deterministic=config.trainer.deterministic,
+        seed=config.trainer.seed,
+    )
+    executor = None
+    if tools is not None and is_multi_turn(config):
+        executor = ToolExecutor.from_config(tools, multi_turn, chat.tokenizer)
+    reward = config.reward
+    return RolloutRunner(
+        context=SessionContext(
+            chat=chat,
+            engine=engine,
+            limits=limits,
+            parser=get_parser(multi_turn.tool_parser) if executor is not None else None,
+            sampling=training_sampling(config),
+            sanity_mode=parse_mode(multi_turn.tokenization_sanity_check_mode),
+            use_inference_chat_template=multi_turn.use_inference_chat_template,
+            deterministic=config.trainer.deterministic,
+            seed=config.trainer.seed,
+        ),
+        reward=load_reward(reward.path, name=reward.name, kwargs=reward.kwargs, timeout_s=reward.timeout_s),
+        tools=executor,
+        interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
+        interaction_timeout_s=multi_turn.tool_timeout_s,
+        max_concurrent=rollout.max_concurrent,
+        max_retries=rollout.max_retries,
+        tool_reward_weight=reward.tool_reward_weight,
+        turn_score_weight=reward.turn_score_weight,
+    )
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    """How training rollouts sample; `max_new_tokens` is set turn by turn."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+
+
+def _build_data(config: Config, prompts: PromptBuilder) -> tuple[RowSampler, list[Prompt]]:
+    data = config.data
+    train = load_rows(data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed)
+    for source in train:
+        source.rows = prompts.keep(source.rows)
+    val_rows: list[DataRow] = []
+    if data.val_files is not None:
+        for source in load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed):
+            val_rows += prompts.keep(source.rows)
+    val_prompts = [p for p in map(prompts.build, val_rows) if p is not None]
+    return build_sampler(data, train, seed=data.seed), val_prompts
+
+
+def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
+    data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
+    by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
+    total = by_epochs if trainer.total_training_steps is None else min(by_epochs, trainer.total_training_steps)
+    return BatchPlan(
+        data.train_batch_size,
+        rollout.n,
+        training_sampling(config),
+        rollout.val_kwargs,
+        data.val_batch_size,
+        total,
+    )
+
+
+def _build_log(
+    config: Config,
+    run: RunDirectory,
+    snapshot: dict[str, Any],
+    total_steps: int,
+    tools: ToolSet | None,
+    *,
+    resume_step: int | None,
+) -> RunLog:
+    trainer = config.trainer
+    # A run that is resumed at step 0 validates again: its old line goes.
+    resume_step = resume_step or None
+    live = trainer.progress == "on" or (trainer.progress == "auto" and sys.stdout.isatty())
+    return RunLog(
+        run,
+        Display(total_steps=total_steps, live=live, enabled="console" in trainer.logger),
+        build_trackers(
+            trainer.logger,
+            run.path,
+            project=trainer.project_name,
+            name=run.path.name,
+            config=snapshot,
+            resume_step=resume_step,
+        ),
+        JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
+        tool_names=tools.names if tools is not None else (),
+        write_rollouts=trainer.rollout_rows,
+    )
+
+
+def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None]:
+    estimate = advantage_estimators[config.adv_estimator]
+
+    def fill(batch: TensorDict) -> None:
+        rewards_N, group_index_N = trajectory_rewards(batch)
+        advantages_N = estimate(
+            rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo, eps=config.adv_eps
+        )
+        batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
+
+    return fill
+
+
+def _announce(trainer: PPOTrainer, workers: WorkerGroup, prompts: PromptBuilder) -> None:
+    note, run = trainer.log.display.note, trainer.log.run
+    num_parameters = sum(p.numel() for p in workers.policy_module.parameters())
+    note(
+        f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
+        f"{trainer.plan.total_steps} steps, "
+        f"{num_parameters / 1e6:.2f}M parameters on {next(workers.policy_module.parameters()).device}, "
+        f"{torch.get_num_threads()} thread(s); writing to {run.path}"
+    )
+    if prompts.num_filtered:
+        note(f"[yellow]{prompts.num_filtered} prompt(s) longer than {prompts.max_prompt_length} tokens left out[/]")
+
+
+def _prompt_length(config: Config) -> int:
+    return config.actor_rollout_ref.rollout.prompt_length or config.data.max_prompt_length
+
+
+def _pad_token_id(chat: ChatTemplate) -> int:
+    pad = chat.tokenizer.pad_token_id
+    return pad if pad is not None else min(chat.end_token_ids)
+
+
+def _device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _idle_cores() -> int:
+    """Cores that nobody else is using, at most 4: on busy cores a second thread makes everything slower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(4, round(cores - busy)))

@@ -1,0 +1,112 @@
+"""What a person sees while a run goes on: a live line, one tidy line per step, a closing summary."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verl_mt.rollout.runner import RolloutProgress
+
+# (metric, heading, format): the columns of a step's line, left out where the metric is absent.
+_COLUMNS = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("turns/mean", "turns", "{:.2f}"),
+    ("response/tokens_mean", "tokens", "{:.0f}"),
+    ("actor/entropy", "entropy", "{:.3f}"),
+    ("actor/clipfrac", "clip", "{:.3f}"),
+    ("actor/grad_norm", "grad", "{:.2f}"),
+    ("group/zero_variance", "flat", "{:.2f}"),
+    ("rollout/logprob_diff_max", "Δlogp", "{:.0e}"),
+    ("rollout/tokens_per_s", "tok/s", "{:.0f}"),
+    ("time/step_s", "s", "{:.2f}"),
+)
+
+
+class Display(AbstractContextManager["Display"]):
+    """Prints to the console; `live` adds a progress bar that a pipe or a log file would not want."""
+
+    def __init__(self, *, total_steps: int, live: bool, enabled: bool, console: Console | None = None):
+        self.console = console or Console()
+        self._enabled = enabled
+        self._total_steps = total_steps
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        if live and enabled:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[phase]}"),
+                console=self.console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Display:
+        if self._progress is not None:
+            self._task = self._progress.add_task("train", total=self._total_steps, phase="starting")
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        if self._enabled:
+            self.console.print(text, highlight=False)
+
+    def resume_at(self, step: int) -> None:
+        """Set the bar where a resumed run begins."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def phase(self, text: str) -> None:
+        """What is going on right now."""
+        if self._progress is not None:
+            self._progress.update(self._task, phase=text)
+
+    def rollout(self, progress: RolloutProgress) -> None:
+        """Trajectories, tokens per second and tool calls of the rollout in flight."""
+        seconds = max(time.monotonic() - progress.started_s, 1e-9)
+        self.phase(
+            f"rollout {progress.num_finished}/{progress.num_trajectories} trajectories, "
+            f"{progress.num_sampled_tokens / seconds:.0f} tok/s, {progress.num_tool_calls} tool calls"
+        )
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """One line for a finished step."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+        cells = [f"{head} [bold]{form.format(metrics[key])}[/]" for key, head, form in _COLUMNS if key in metrics]
+        warn = [
+            f"[yellow]{key.split('/')[1]} {metrics[key]:.0f}[/]"
+            for key in ("rollout/failed", "rollout/aborted")
+            if metrics.get(key)
+        ]
+        self.note(f"[dim]step[/] {step:>{len(str(self._total_steps))}}/{self._total_steps}  " + "  ".join(cells + warn))
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """One line for a validation pass."""
+        shown = {k: v for k, v in metrics.items() if k.startswith("val/") and k.count("/") == 1}
+        self.note(
+            f"[cyan]validation after step {step}:[/] "
+            + "  ".join(f"{k[4:]} [bold]{v:.3f}[/]" for k, v in shown.items())
+        )
+
+    def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """The closing box."""
+        table = Table.grid(padding=(0, 2))
+        for name, value in rows:
+            table.add_row(f"[dim]{name}[/]", value)
+        if self._enabled:
+            self.console.print(Panel(table, title=title, expand=False))

@@ -1,0 +1,240 @@
+"""The loop: roll out, score, estimate advantages, update, validate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_mt.chat.sanity import SanityMonitor
+from verl_mt.config.rollout import ValSampling
+from verl_mt.config.schema import TrainerConfig
+from verl_mt.data.batch import build_batch
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.sampler import RowSampler
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.diagnostics.step_metrics import rollout_metrics, validation_metrics
+from verl_mt.engines.base import InferenceEngine, InPlace
+from verl_mt.rollout.prompts import Prompt, PromptBuilder
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
+from verl_mt.trainer import checkpoint
+from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.interrupts import Interrupted, Interrupts
+from verl_mt.trainer.run_log import RunLog
+from verl_mt.workers.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How large a step is, and how validation samples."""
+
+    num_prompts: int
+    n: int
+    sampling: SamplingParams
+    validation: ValSampling
+    val_batch_size: int | None
+    total_steps: int
+
+
+@dataclass
+class PPOTrainer:
+    """Trains a policy; `build.build_trainer(config)` puts it together.
+
+    `step_number` counts finished steps. A checkpoint holds everything at a step's end: weights, optimizer, schedule,
+    generators and the position in the data.
+    """
+
+    config: TrainerConfig
+    plan: BatchPlan
+    sampler: RowSampler
+    prompts: PromptBuilder
+    val_prompts: list[Prompt]
+    stream: RolloutStream
+    engine: InferenceEngine
+    workers: WorkerGroup
+    estimate_advantages: Callable[[TensorDict], None]
+    checkpoints: CheckpointStore
+    sanity: SanityMonitor
+    log: RunLog
+    pad_token_id: int
+    step_number: int = 0
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    export: Callable[[], None] = lambda: None
+    _score: float | None = None
+    _unlogged: dict[str, float] | None = None
+    _at_boundary: dict[str, Any] = field(default_factory=dict)
+
+    def fit(self) -> None:
+        """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
+        with self.log, self.interrupts:
+            try:
+                if self.step_number == 0 and (self.config.val_before_train or self.config.val_only):
+                    self.log.metrics(0, self.validate())
+                if not self.config.val_only:
+                    self._train()
+                    self.export()
+                self.log.finish(self.step_number)
+            except Interrupted:
+                self._save_boundary()
+                self.log.interrupted(self.step_number)
+            finally:
+                self.close()
+
+    def step(self) -> dict[str, float]:
+        """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
+        timing: dict[str, float] = {}
+        with _timed(timing, "step"):
+            with _timed(timing, "rollout"):
+                groups = self._rollout()
+            batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
+            metrics = rollout_metrics(groups, self.log.tool_names) | self._observe(groups)
+            if batch is None:
+                metrics["actor/skipped_empty_batches"] = 1
+            else:
+                with _timed(timing, "ref"):
+                    self.workers.add_ref_log_probs(batch)
+                self.estimate_advantages(batch)
+                with _timed(timing, "update"):
+                    metrics |= self.workers.update(batch)
+            with _timed(timing, "weights"):
+                self.stream.call(self.engine.apply(InPlace(self.step_number + 1)))
+            self.sampler.update(groups)
+            self.log.rollouts(self.step_number + 1, groups, batch)
+        metrics["rollout/tokens_per_s"] = _sampled_tokens(groups) / timing["time/rollout_s"]
+        return metrics | timing
+
+    def validate(self) -> dict[str, float]:
+        """Sample (and greedily decode) every validation prompt; `val/accuracy`, `val/accuracy_greedy`, by data source."""
+        if not self.val_prompts:
+            return {}
+        timing: dict[str, float] = {}
+        validation = self.plan.validation
+        sampling = replace(
+            self.plan.sampling,
+            temperature=validation.temperature,
+            top_p=validation.top_p,
+            top_k=validation.top_k,
+            min_p=validation.min_p,
+        )
+        with _timed(timing, "validate"):
+            groups = self._validate_once("val", sampling, validation.n)
+            metrics = validation_metrics(groups, "")
+            if validation.greedy_too:
+                greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+                metrics |= validation_metrics(self._validate_once("val_greedy", greedy, 1), "_greedy")
+        self._score = metrics["val/accuracy"]
+        self.log.validation(self.step_number, metrics, groups)
+        return metrics | timing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on as if nothing had happened."""
+        return {
+            "step": self.step_number,
+            "score": self._score,
+            "unlogged": self._unlogged,
+            "workers": self.workers.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "random": checkpoint.random_state(),
+            "num_threads": torch.get_num_threads(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
+        self.workers.load_state_dict(state["workers"])
+        self.sampler.load_state_dict(state["sampler"])
+        checkpoint.set_random_state(state["random"])
+        self.stream.call(self.engine.apply(InPlace(self.step_number)))
+
+    def close(self) -> None:
+        """End the rollout thread and the engine. Idempotent."""
+        self.stream.close(self.engine.close)
+
+    def _train(self) -> None:
+        while True:
+            if self._unlogged is not None:
+                self._conclude_step(self._unlogged)
+            if self.step_number >= self.plan.total_steps:
+                return
+            self.interrupts.check()
+            self._remember_boundary()
+            self._unlogged = self.step()
+            self._at_boundary = {}
+            self.step_number += 1
+
+    def _conclude_step(self, metrics: dict[str, float]) -> None:
+        """Validate, log, save. Broken off by Ctrl-C, it is done by the resumed run: `_unlogged` is in the checkpoint."""
+        last = self.plan.total_steps
+        if _due(self.config.test_freq, self.step_number, last):
+            metrics = metrics | self.validate()
+        self.log.step(self.step_number, metrics)
+        self._unlogged = None
+        if _due(self.config.save_freq, self.step_number, last):
+            self._save()
+
+    def _rollout(self) -> list[TrajectoryGroup]:
+        """Start the plans that `max_staleness` allows; collect this step's."""
+        for number in range(self.step_number, self.step_number + self.config.max_staleness + 1):
+            name = f"s{number + 1:06d}"
+            if not self.stream.started(name):
+                rows = self.sampler.next_batch(self.plan.num_prompts)
+                prompts = [p for p in map(self.prompts.build, rows) if p is not None]
+                self.stream.start(RolloutPlan(prompts, self.plan.n, name, self.plan.sampling))
+        return self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+
+    def _validate_once(self, name: str, sampling: SamplingParams, n: int) -> list[TrajectoryGroup]:
+        size = self.plan.val_batch_size or len(self.val_prompts)
+        groups: list[TrajectoryGroup] = []
+        for start in range(0, len(self.val_prompts), size):
+            plan_name = f"{name}.s{self.step_number:06d}.{start:06d}"
+            self.stream.start(RolloutPlan(self.val_prompts[start : start + size], n, plan_name, sampling))
+            groups += self.stream.collect(plan_name, self._while_waiting)
+        return groups
+
+    def _while_waiting(self) -> None:
+        self.interrupts.check()
+        self.log.display.rollout(self.stream.runner.progress)
+
+    def _observe(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """The sanity check's metrics; stops the run when its budget is exceeded."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                self.sanity.observe(trajectory.sanity)
+        return self.sanity.metrics()
+
+    def _remember_boundary(self) -> None:
+        """A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that."""
+        self._at_boundary = {"sampler": self.sampler.state_dict(), "random": checkpoint.random_state()}
+
+    def _save_boundary(self) -> None:
+        if self.config.val_only:
+            return
+        self._save(self._at_boundary)
+
+    def _save(self, overrides: dict[str, Any] | None = None) -> None:
+        begun = time.monotonic()
+        self.checkpoints.save(self.step_number, self.state_dict() | (overrides or {}), score=self._score)
+        self.log.saved(time.monotonic() - begun)
+
+
+@contextmanager
+def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    begun = time.monotonic()
+    try:
+        yield
+    finally:
+        timing[f"time/{name}_s"] = time.monotonic() - begun
+
+
+def _due(every: int, step: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _sampled_tokens(groups: list[TrajectoryGroup]) -> int:
+    return sum(t.num_sampled_tokens for g in groups for t in g.trajectories)

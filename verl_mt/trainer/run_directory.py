@@ -1,0 +1,159 @@
+"""The run directory: which one this run uses, whether it resumes, and who holds it.
+
+`runs/<experiment>/` holds `config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `tensorboard/`, `hf/` and,
+once the run is over, `FINISHED`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_mt.config.schema import TrainerConfig
+from verl_mt.errors import CheckpointError
+from verl_mt.trainer.checkpoint import CheckpointStore
+
+# Keys that change what a person sees or how often, never what is computed.
+_HARMLESS = {
+    "trainer": {
+        "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
+        "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end",
+    }
+}  # fmt: skip
+
+
+@dataclass
+class RunDirectory:
+    """An opened (locked) run directory."""
+
+    path: Path
+    resume_from: Path | None
+    """The checkpoint to load, or None for a new run."""
+    _lock: Any = None
+
+    @classmethod
+    def open(cls, trainer: TrainerConfig, config: dict[str, Any]) -> RunDirectory:
+        """Choose, lock and prepare the directory.
+
+        Args:
+            trainer: the trainer's section.
+            config: the whole resolved config as plain data, secrets redacted.
+
+        Raises:
+            CheckpointError: an unfinished run there has another config (shows the difference), or the checkpoint
+                named by `resume_from_path` does not exist.
+        """
+        wanted = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name).expanduser()
+        if trainer.resume_mode == "resume_path":
+            return cls._resume_path(trainer, wanted, config)
+        for path in _numbered(wanted):
+            if _is_fresh(path):
+                return cls._fresh(path, config)
+            if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
+                continue
+            lock = _try_lock(path)
+            if lock is None:
+                continue  # Another process is training there right now.
+            if not (path / "config.yaml").exists():
+                raise CheckpointError(
+                    f"{path} is not empty and not a run directory (no config.yaml); choose another "
+                    "trainer.default_local_dir or trainer.experiment_name"
+                )
+            _refuse_changed_config(path, config)
+            return cls(path, CheckpointStore(path / "checkpoints").latest(), lock)
+        raise AssertionError("unreachable: the numbers do not end")
+
+    @classmethod
+    def _fresh(cls, path: Path, config: dict[str, Any]) -> RunDirectory:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _try_lock(path)
+        if lock is None:
+            raise CheckpointError(f"{path} is in use by another process; choose another trainer.experiment_name")
+        partial = path / ".config.yaml"
+        partial.write_text(yaml.safe_dump(config, sort_keys=False))
+        partial.rename(path / "config.yaml")
+        return cls(path, None, lock)
+
+    @classmethod
+    def _resume_path(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
+        source = Path(trainer.resume_from_path or "").expanduser()
+        if not trainer.resume_from_path or not (source / "meta.json").is_file():
+            raise CheckpointError(
+                f"trainer.resume_mode=resume_path needs trainer.resume_from_path to name a checkpoint folder "
+                f"(runs/<experiment>/checkpoints/step_...); got {trainer.resume_from_path!r}"
+            )
+        fresh = next(path for path in _numbered(wanted) if _is_fresh(path))
+        opened = cls._fresh(fresh, config)
+        opened.resume_from = source.resolve()
+        return opened
+
+    def finish(self) -> None:
+        """Mark the run as over: the next one starts a new numbered directory."""
+        (self.path / "FINISHED").write_text("")
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _numbered(path: Path):  # type: ignore[no-untyped-def]
+    yield path
+    number = 2
+    while True:
+        yield path.with_name(f"{path.name}-{number}")
+        number += 1
+
+
+def _is_fresh(path: Path) -> bool:
+    """Absent, empty, or left by a process that was killed before it had written its config."""
+    return not path.exists() or all(p.name in (".lock", ".config.yaml") for p in path.iterdir())
+
+
+def _try_lock(path: Path) -> int | None:
+    """The lock dies with its process, also under SIGKILL."""
+    handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
+    old = _comparable(yaml.safe_load((path / "config.yaml").read_text()) or {})
+    new = _comparable(config)
+    if old == new:
+        return
+    lines = difflib.unified_diff(
+        yaml.safe_dump(old).splitlines(),
+        yaml.safe_dump(new).splitlines(),
+        "the unfinished run",
+        "this command",
+        lineterm="",
+        n=0,
+    )
+    shown = "\n".join(line for line in lines if not line.startswith("@@"))
+    raise CheckpointError(
+        f"{path} holds an unfinished run with another config:\n{shown}\n"
+        "Give the same command to resume it, or start anew with trainer.experiment_name=<another name> "
+        "or trainer.resume_mode=disable."
+    )
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that may change on resume."""
+    return {
+        section: {k: v for k, v in value.items() if k not in _HARMLESS.get(section, ())}
+        if isinstance(value, dict)
+        else value
+        for section, value in config.items()
+    }

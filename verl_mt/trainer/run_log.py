@@ -1,0 +1,137 @@
+"""Everything a run writes and prints, in one place: metrics, rollout rows, trackers, display, closing summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from tensordict import TensorDict
+
+from verl_mt.data import batch as columns
+from verl_mt.data.run_files import trajectory_to_row, write_rows
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.trainer.display import Display
+from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.tracking import JsonLines, Tracker
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """Files under the run directory, trackers and the console."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        display: Display,
+        trackers: list[Tracker],
+        json_lines: JsonLines,
+        *,
+        tool_names: Sequence[str],
+        write_rollouts: bool,
+    ):
+        self.run = run
+        self.display = display
+        self.tool_names = tuple(tool_names)
+        self._trackers = trackers
+        self._json_lines = json_lines
+        self._write_rollouts = write_rollouts
+        self._carried: dict[str, float] = {}
+        self._begun = (time.monotonic(), _cpu_s())
+
+    def __enter__(self) -> RunLog:
+        self.display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.display.__exit__(kind, error, trace)
+        for tracker in self._trackers:
+            tracker.close()
+        self.run.close()
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the numbers of one step."""
+        metrics = metrics | self._carried
+        self._carried = {}
+        self._json_lines.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write and show a finished step."""
+        self.metrics(step, metrics)
+        self.display.step(step, metrics)
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint was written after the step's line: its time goes into the next one."""
+        self._carried["time/checkpoint_s"] = seconds
+
+    def validation(self, step: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup]) -> None:
+        """Show a validation pass and write its rollouts."""
+        self.display.validation(step, metrics)
+        if self._write_rollouts:
+            rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
+            write_rows(self.run.path / "rollouts" / f"val_{step:06d}.jsonl", rows)
+
+    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
+        """Write the training rollouts of a step, with what the update computed for each token."""
+        if not self._write_rollouts:
+            return
+        rows = []
+        per_record = columns.per_record(batch) if batch is not None else {}
+        for trajectory in (t for g in groups for t in g.trajectories):
+            extras = [per_record.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
+            rows.append(
+                trajectory_to_row(
+                    trajectory,
+                    step=step,
+                    advantages=[e.get("advantages") for e in extras],
+                    old_log_probs=[e.get("old_log_probs") for e in extras],
+                )
+            )
+        write_rows(self.run.path / "rollouts" / f"step_{step:06d}.jsonl", rows)
+
+    def interrupted(self, step: int) -> None:
+        """Say where the run stands and how to go on."""
+        self.display.note(
+            f"stopped after step {step}; give the same command to go on from the checkpoint in {self.run.path}"
+        )
+
+    def finish(self, step: int) -> None:
+        """Mark the run as over and print the closing summary."""
+        self.run.finish()
+        wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
+        rows = [*self._before_after(), ("time", f"{wall_s:.0f} s wall, {cpu_s:.0f} s CPU, {step} steps")]
+        folder = self.run.path
+        rows += [
+            (p.name, f"{folder}/{p.name}")
+            for p in sorted(folder.iterdir())
+            if not p.name.startswith(".") and p.name != "FINISHED"
+        ]
+        self.display.summary("done", rows)
+
+    def _before_after(self) -> list[tuple[str, str]]:
+        lines = [json.loads(line) for line in (self.run.path / "metrics.jsonl").read_text().splitlines()]
+        validated = [line for line in lines if "val/accuracy" in line]
+        if not validated:
+            return []
+        first, last = validated[0], validated[-1]
+        return [
+            (
+                key,
+                f"{first[key]:.3f} -> [bold green]{last[key]:.3f}[/]"
+                if len(validated) > 1
+                else f"[bold]{last[key]:.3f}[/]",
+            )
+            for key in ("val/accuracy", "val/accuracy_greedy")
+            if key in first and key in last
+        ]
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system

@@ -1,0 +1,151 @@
+"""Where numbers go: `metrics.jsonl` always; TensorBoard, W&B and MLflow by config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl_mt.data.run_files import append_metrics, truncate_metrics
+from verl_mt.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Takes one flat dict of numbers per step."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric depends on the clock: `time/*`, `*_s` and rates per second."""
+    return name.startswith("time/") or name.endswith(("_s", "_per_s"))
+
+
+class JsonLines:
+    """`metrics.jsonl`, one object per step, on disk before `log` returns.
+
+    In a deterministic run what the clock says goes to `timings.jsonl`, so that `metrics.jsonl` is the same, byte for
+    byte, in every run of the same config.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None, split_timings: bool):
+        self._metrics, self._timings = folder / "metrics.jsonl", folder / "timings.jsonl"
+        self._split_timings = split_timings
+        for path in (self._metrics, self._timings):
+            if path.exists():
+                truncate_metrics(path, after_step=-1 if resume_step is None else resume_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if not self._split_timings:
+            append_metrics(self._metrics, {"step": step, **metrics})
+            return
+        append_metrics(self._timings, {"step": step, **{k: v for k, v in metrics.items() if is_timing(k)}})
+        append_metrics(self._metrics, {"step": step, **{k: v for k, v in metrics.items() if not is_timing(k)}})
+
+    def close(self) -> None:
+        """Every line is on disk already."""
+
+
+class TensorBoard:
+    """Event files under `tensorboard/`."""
+
+    def __init__(self, folder: Path, *, resume_step: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; `WANDB_MODE=offline` works. The key comes from the environment."""
+
+    def __init__(self, folder: Path, *, project: str, name: str, config: dict[str, Any], resume_step: int | None):
+        wandb = _import("wandb")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=_run_id(folder),
+            dir=str(folder),
+            config=config,
+            resume="allow" if resume_step is not None else None,
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow; `MLFLOW_TRACKING_URI` says where."""
+
+    def __init__(self, *, project: str, name: str, config: dict[str, Any]):
+        self._mlflow = _import("mlflow")
+        self._mlflow.set_experiment(project)
+        self._mlflow.start_run(run_name=name)
+        self._mlflow.log_dict(config, "config.yaml")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # MLflow's names allow letters, digits and _-./ only.
+        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def build_trackers(
+    names: list[str],
+    folder: Path,
+    *,
+    project: str,
+    name: str,
+    config: dict[str, Any],
+    resume_step: int | None,
+) -> list[Tracker]:
+    """The trackers that `trainer.logger` names (`console` is the display's business).
+
+    Raises:
+        ConfigError: an unknown name, or a package that is not installed.
+    """
+    trackers: list[Tracker] = []
+    for wanted in names:
+        if wanted == "tensorboard":
+            trackers.append(TensorBoard(folder, resume_step=resume_step))
+        elif wanted == "wandb":
+            trackers.append(Wandb(folder, project=project, name=name, config=config, resume_step=resume_step))
+        elif wanted == "mlflow":
+            trackers.append(MLflow(project=project, name=name, config=config))
+        elif wanted != "console":
+            raise ConfigError(f"trainer.logger: got {wanted!r}, expected console, tensorboard, wandb or mlflow")
+    return trackers
+
+
+def _run_id(folder: Path) -> str:
+    """The same on resume, so that the curves continue: kept beside the metrics."""
+    import secrets
+
+    file = folder / ".wandb_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
+
+
+def _import(package: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger names {package!r}, which is not installed: pip install 'verl_mt[{package}]'"
+        ) from error
