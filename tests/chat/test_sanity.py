@@ -1,0 +1,328 @@
+"""The sanity check on streams whose mismatches are known, with pinned numbers of the toy ChatML."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_chat import END, ToyChat, assistant, chatml, encode, stream, user
+
+from verl_mt.chat.sanity import WARNING, Cause, SanityMode, SanityMonitor, check, parse_mode
+from verl_mt.errors import ConfigError, TemplateError
+
+STRICT, IGNORE, OFF = SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE, SanityMode.OFF
+U1, GEN = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+U2 = "\n<|im_start|>user\nU2<|im_end|>\n" + GEN
+TWO_TURNS = [user("Hi"), assistant("A1"), user("U2"), assistant("A2")]
+
+
+def strip_old_think(messages, tools=None, **kw):
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    kept = [
+        {**m, "content": re.sub(r"<think>.*?</think>\s*", "", m["content"], flags=re.DOTALL)}
+        if m["role"] == "assistant" and i < last
+        else m
+        for i, m in enumerate(messages)
+    ]
+    return chatml(kept, tools, **kw)
+
+
+def run(chat, messages, parts, mode=STRICT, tools=None, **kw):
+    token_ids, sampled = stream(*parts)
+    return check(chat, messages=messages, tools=tools, token_ids=token_ids, sampled=sampled, mode=mode, **kw)
+
+
+@pytest.mark.cap("V6")
+@pytest.mark.parametrize("mode", SanityMode)
+def test_two_turns_of_the_toy_chatml_are_clean_in_every_mode(mode):
+    parts = (U1 + GEN, "A1<|im_end|>", U2, "A2<|im_end|>")
+    token_ids, sampled = stream(*parts)
+    assert (len(token_ids), sum(sampled)) == (49, 6)
+    assert run(ToyChat(), TWO_TURNS, parts, mode) is None
+
+
+def test_a_dangling_user_message_is_behind_the_last_sampled_token_and_not_looked_at():
+    messages = [user("Hi"), assistant("A1"), user("U2")]
+    assert run(ToyChat(strip_old_think), messages, (U1 + GEN, "A1<|im_end|>", U2)) is None
+    assert run(ToyChat(strip_old_think), messages, (U1 + GEN, "A1<|im_end|>")) is None
+
+
+def test_a_stream_without_sampled_tokens_is_not_rendered():
+    chat = ToyChat()
+    assert run(chat, [user("Hi")], (U1 + GEN,)) is None
+    assert chat.renders == 0
+
+
+@pytest.mark.cap("V7")
+@pytest.mark.parametrize("value", ["off", "disable", False])
+def test_off_renders_nothing(value):
+    chat = ToyChat()
+    parts = ("other prompt", "A1<|im_end|>")
+    assert run(chat, TWO_TURNS, parts, parse_mode(value)) is None
+    assert chat.renders == 0
+
+
+@pytest.mark.cap("V7")
+def test_modes_are_read_and_anything_else_is_refused():
+    assert parse_mode("strict") is STRICT
+    assert parse_mode("ignore_strippable") is IGNORE
+    for value in ("STRICT", True, None, 0, "none", 1.5, []):
+        with pytest.raises(ConfigError, match="tokenization_sanity_check_mode"):
+            parse_mode(value)
+
+
+@pytest.mark.cap("V7", "P5")
+def test_dropped_old_reasoning_is_found_in_both_modes_and_named():
+    messages = [user("Hi"), assistant("<think>r1</think>\n\nA1"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "<think>r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
+    for mode in (STRICT, IGNORE):
+        finding = run(ToyChat(strip_old_think), messages, parts, mode)
+        assert finding.cause is Cause.STRIPPED_REASONING
+        assert finding.causes == (Cause.STRIPPED_REASONING,)
+        assert finding.spans[0].recorded == "<think>r1</think>\n\n"
+        assert finding.spans[0].rendered == ""
+        assert finding.in_budget
+        assert "A1" in finding.recorded and "A1" in finding.rendered
+    assert run(ToyChat(strip_old_think), messages, parts, OFF) is None
+
+
+@pytest.mark.cap("P7")
+def test_prefilled_reasoning_that_the_rendering_drops_is_stripped_reasoning():
+    messages = [user("Hi"), assistant("A1"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN + "<think>\n", "r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
+    assert run(ToyChat(), messages, parts).causes == (Cause.STRIPPED_REASONING,)
+
+
+@pytest.mark.cap("V7")
+def test_white_space_drift_warns_in_strict_and_is_silent_in_ignore_strippable():
+    def drift(messages, tools=None, **kw):
+        return chatml(messages, tools, **kw).replace("assistant\nA1", "assistant\n\nA1")
+
+    parts = (U1 + GEN, "A1<|im_end|>", U2, "A2<|im_end|>")
+    finding = run(ToyChat(drift), TWO_TURNS, parts)
+    assert finding.cause is Cause.TURN_SEPARATOR
+    assert (finding.spans[0].recorded, finding.spans[0].rendered) == ("", "\n")
+    assert run(ToyChat(drift), TWO_TURNS, parts, IGNORE) is None
+
+
+def test_content_that_the_template_strips_rewrites_history():
+    def strips(messages, tools=None, **kw):
+        return chatml([{**m, "content": m["content"].strip()} for m in messages], tools, **kw)
+
+    messages = [user("Hi"), assistant("\n A1"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "\n A1<|im_end|>", U2, "A2<|im_end|>")
+    assert run(ToyChat(strips), messages, parts).cause is Cause.REWRITES_HISTORY
+    assert run(ToyChat(strips), messages, parts, IGNORE) is None
+
+
+def test_a_separator_that_the_record_lacks_is_a_turn_separator():
+    parts = (U1 + GEN, "A1<|im_end|>", U2.removeprefix("\n"), "A2<|im_end|>")
+    assert run(ToyChat(), TWO_TURNS, parts).cause is Cause.TURN_SEPARATOR
+
+
+@pytest.mark.cap("P2", "V6")
+def test_the_same_text_in_other_ids_is_retokenized_and_not_against_the_budget():
+    messages = [user("Hi"), assistant("Hello you"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, encode("Hello you<|im_end|>", merge=False), U2, "A2<|im_end|>")
+    for mode in (STRICT, IGNORE):
+        finding = run(ToyChat(), messages, parts, mode)
+        assert finding.cause is Cause.RETOKENIZED
+        assert finding.spans[0].recorded == "H|e|l|l|o"
+        assert finding.spans[0].rendered == "Hello"
+        assert not finding.in_budget
+
+
+def test_other_ids_for_a_given_text_count_against_the_budget():
+    messages = [user("Hello"), assistant("A1")]
+    prompt = encode("<|im_start|>user\nHello<|im_end|>\n" + GEN, merge=False)
+    finding = run(ToyChat(), messages, (prompt, "A1<|im_end|>"))
+    assert (finding.cause, finding.in_budget) == (Cause.RETOKENIZED, True)
+
+
+@pytest.mark.cap("P13")
+def test_rewritten_arguments_are_told_apart_from_rewritten_text():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+    messages = [user("Hi"), assistant("ok", tool_calls=[call]), {"role": "tool", "content": "3"}, assistant("A2")]
+    tool = "\n<|im_start|>tool\n3<|im_end|>\n" + GEN
+    for written in (
+        '{"name":"add", "arguments":{"b":[2],"a":1}}',
+        '{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": [2]}"}',
+    ):
+        turn = f"ok\n<tool_call>\n{written}\n</tool_call><|im_end|>"
+        finding = run(ToyChat(), messages, (U1 + GEN, turn, tool, "A2<|im_end|>"))
+        assert finding.causes == (Cause.RESERIALIZED_ARGUMENTS,)
+    xml = "ok\n<tool_call>\n<function=add>\n<parameter=a>1</parameter></function>\n</tool_call><|im_end|>"
+    finding = run(ToyChat(), messages, (U1 + GEN, xml, tool, "A2<|im_end|>"))
+    assert finding.causes == (Cause.RESERIALIZED_ARGUMENTS,)
+    other = 'no\n<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call><|im_end|>'
+    finding = run(ToyChat(), messages, (U1 + GEN, other, tool, "A2<|im_end|>"))
+    assert finding.causes == (Cause.REWRITES_HISTORY,)
+
+
+def test_one_turn_can_have_two_causes():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [user("Hi"), assistant("", tool_calls=[call]), {"role": "tool", "content": "3"}, assistant("A2")]
+    turn = '<think>x</think>\n<tool_call>\n{"name":"add","arguments":{"a":1}}\n</tool_call><|im_end|>'
+    parts = (U1 + GEN, turn, "\n<|im_start|>tool\n3<|im_end|>\n" + GEN, "A2<|im_end|>")
+    finding = run(ToyChat(), messages, parts)
+    assert finding.causes == (Cause.STRIPPED_REASONING, Cause.RESERIALIZED_ARGUMENTS)
+    row = finding.to_row()
+    assert row["causes"] == ["stripped_reasoning", "reserialized_arguments"]
+    assert json.loads(json.dumps(row)) == {**row, "spans": list(row["spans"])}
+
+
+@pytest.mark.cap("P11")
+def test_a_tool_list_that_moves_to_the_last_user_turn_rewrites_history():
+    def moves(messages, tools=None, **kw):
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        moved = [
+            {**m, "content": f"[TOOLS] calculator {m['content']}"} if i == last else m for i, m in enumerate(messages)
+        ]
+        return chatml(moved, tools, **kw)
+
+    parts = ("<|im_start|>user\n[TOOLS] calculator Hi<|im_end|>\n" + GEN, "A1<|im_end|>", U2, "A2<|im_end|>")
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    finding = run(ToyChat(moves), TWO_TURNS, parts, tools=tools)
+    assert finding.causes == (Cause.REWRITES_HISTORY,)
+    assert len(finding.spans) == 2
+
+
+@pytest.mark.cap("P6", "P12")
+@pytest.mark.parametrize("added", ["<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", ""])
+def test_text_of_the_template_alone_is_template_default_text(added):
+    def adds(messages, tools=None, **kw):
+        text = added + chatml(messages, tools, **kw)
+        return text if added else text.replace("assistant\nA2", "assistant\n<think>\n\n</think>\n\nA2")
+
+    parts = (U1 + GEN, "A1<|im_end|>", U2, "A2<|im_end|>")
+    assert run(ToyChat(adds), TWO_TURNS, parts).causes == (Cause.TEMPLATE_DEFAULT_TEXT,)
+
+
+@pytest.mark.cap("P19")
+def test_a_turn_cut_by_length_is_compared_without_an_invented_end():
+    parts = (U1 + GEN, "A1<|im_end|>", U2, "A2 is not fin")
+    messages = [*TWO_TURNS[:3], assistant("A2 is not fin")]
+    assert run(ToyChat(), messages, parts, stop_length=True) is None
+    lost = [*TWO_TURNS[:3], assistant("A2")]
+    assert run(ToyChat(), lost, parts, stop_length=True).cause is Cause.TRUNCATION
+
+
+@pytest.mark.cap("P18")
+def test_a_stop_token_that_the_template_writes_only_before_the_next_role_is_no_mismatch():
+    def open_ended(messages, tools=None, **kw):
+        return chatml(messages, tools, **kw).removesuffix("<|im_end|>\n")
+
+    parts = (U1 + GEN, "A1<|im_end|>", U2, "A2<|im_end|>")
+    assert run(ToyChat(open_ended), TWO_TURNS, parts) is None
+
+
+def test_control_token_text_written_as_plain_text_is_neutralised_text():
+    class Neutral(ToyChat):
+        def full_ids(self, messages, tools=None, *, add_generation_prompt=False):
+            head, tail = self.full_text(messages, tools).split("A<|im_start|>B")
+            return encode(head) + self.encode_text("A<|im_start|>B", neutral=True) + encode(tail)
+
+    messages = [user("Hi"), assistant("A<|im_start|>B"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "A<|im_start|>B<|im_end|>", U2, "A2<|im_end|>")
+    finding = run(Neutral(), messages, parts, neutralised=True)
+    assert (finding.cause, finding.in_budget) == (Cause.NEUTRALISED_TEXT, False)
+
+
+@pytest.mark.cap("P24")
+def test_a_template_that_raises_is_a_finding_of_its_own(caplog):
+    def raises(messages, tools=None, **kw):
+        raise TypeError("'NoneType' object is not iterable")
+
+    finding = run(ToyChat(raises), TWO_TURNS, (U1 + GEN, "A1<|im_end|>"))
+    assert (finding.cause, finding.in_budget) == (Cause.RENDER_FAILED, False)
+    assert "NoneType" in finding.rendered
+    monitor = SanityMonitor(STRICT, 0.0)
+    with caplog.at_level(logging.WARNING):
+        monitor.observe(finding)
+    assert "NoneType" in caplog.text and WARNING not in caplog.text
+    assert monitor.metrics(True) == {"sanity/mismatch_rate": 0.0, "sanity/render_failed": 1.0}
+
+
+@pytest.mark.cap("V6", "V7")
+def test_the_documented_sentence_is_logged_once_per_cause_with_the_substring(caplog):
+    assert WARNING == (
+        "Inconsistent training and inference tokenization detected. This may lead to unexpected behavior during "
+        "training. Please review your chat template to determine if this is intentional. For more information, "
+        "refer to the multiturn README.md."
+    )
+    messages = [user("Hi"), assistant("<think>r1</think>\n\nA1"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "<think>r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
+    stripped = run(ToyChat(strip_old_think), messages, parts)
+    separator = run(ToyChat(), TWO_TURNS, (U1 + GEN, "A1<|im_end|>", U2[1:], "A2<|im_end|>"))
+    monitor = SanityMonitor(STRICT)
+    with caplog.at_level(logging.WARNING):
+        for finding in (None, stripped, stripped, separator, stripped):
+            monitor.observe(finding)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert all(text.startswith(WARNING) for text in texts)
+    assert "stripped_reasoning" in texts[0] and "<think>r1</think>" in texts[0]
+    assert "turn_separator" in texts[1]
+    assert (
+        monitor.metrics(False)
+        == monitor.metrics(True)
+        == {
+            "sanity/mismatch_rate": 0.8,
+            "sanity/stripped_reasoning": 3.0,
+            "sanity/turn_separator": 1.0,
+        }
+    )
+    assert monitor.metrics(True)["sanity/mismatch_rate"] == 0.0
+
+
+def test_the_budget_stops_a_step_and_the_models_own_sampling_does_not_count_against_it():
+    odd = [user("Hi"), assistant("Hello"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, encode("Hello<|im_end|>", merge=False), U2, "A2<|im_end|>")
+    retokenized = run(ToyChat(), odd, parts)
+    separator = run(ToyChat(), TWO_TURNS, (U1 + GEN, "A1<|im_end|>", U2[1:], "A2<|im_end|>"))
+    monitor = SanityMonitor(STRICT, max_mismatch_rate=0.5)
+    for finding in (retokenized, retokenized, separator, None):
+        monitor.observe(finding)
+    assert monitor.metrics(True)["sanity/mismatch_rate"] == 0.75
+    for finding in (separator, separator, None):
+        monitor.observe(finding)
+    monitor.metrics(False)
+    with pytest.raises(TemplateError, match=r"2 of 3 trajectories.*turn_separator"):
+        monitor.metrics(True)
+
+
+def test_the_metrics_of_a_run_without_checks_are_empty():
+    assert SanityMonitor(OFF).metrics(True) == {}
+
+
+CONTENT = st.text(alphabet='abHelo \n<>{}[]"\\|', max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CONTENT, min_size=1, max_size=4), CONTENT, st.sampled_from([STRICT, IGNORE]))
+def test_a_stream_built_as_the_template_renders_is_clean_and_any_other_prompt_is_not(texts, prompt, mode):
+    messages, parts = [user(prompt)], [chatml([user(prompt)], add_generation_prompt=True)]
+    for text in texts:
+        messages += [assistant(text), user("next")]
+        parts += [f"{text}<|im_end|>", U2.replace("U2", "next")]
+    assert run(ToyChat(), messages, parts, mode) is None
+    finding = run(ToyChat(), [user(prompt + "?"), *messages[1:]], parts, mode)
+    assert finding is not None and finding.spans[0].rendered == "?"
+
+
+@settings(max_examples=60, deadline=None)
+@given(CONTENT, st.text(alphabet=" \n\t\r", min_size=1, max_size=4), st.integers(0, 12))
+def test_ignore_strippable_is_silent_exactly_for_white_space(text, blanks, at):
+    drifted = text[:at] + blanks + text[at:]
+    messages = [user("Hi"), assistant(drifted), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, [*encode(text, merge=False), END], U2, "A2<|im_end|>")
+    chat = ToyChat()
+    chat.full_ids = lambda m, tools=None, **kw: encode(chat.full_text(m, tools, **kw), merge=False)
+    assert run(chat, messages, parts, STRICT) is not None
+    assert run(chat, messages, parts, IGNORE) is None
+    messages[1] = assistant(drifted + "!")
+    assert run(chat, messages, parts, IGNORE) is not None

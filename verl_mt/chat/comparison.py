@@ -1,0 +1,247 @@
+"""Two token streams of one conversation, recorded and rendered, compared: every mismatch with its cause."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from verl_mt.chat.mismatch_causes import (
+    Cause,
+    TurnTexts,
+    cause_of_given,
+    causes_of_turn,
+    differing_text,
+    squeeze,
+)
+from verl_mt.chat.token_diff import DiffSpan, differing_chunks, end_of_last_turn
+from verl_mt.data.conversation import Message
+
+if TYPE_CHECKING:
+    from verl_mt.chat.template import ChatTemplate
+
+_CONTEXT_CHARS = 20
+_MAX_ROW_CHARS = 2000
+_MAX_LOG_CHARS = 300
+_MIN_KNOWN_CHARS = 4
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One place where the two streams differ, and one cause for it."""
+
+    cause: Cause
+    start: int
+    """First differing token of the recorded stream; `[start, end)` is empty where text was only added."""
+    end: int
+    rendered_start: int
+    rendered_end: int
+    recorded: str
+    """Exactly the differing text; for equal text the tokens, set apart by `|`."""
+    rendered: str
+    in_budget: bool
+    """False where only the model's sampling is the reason, or where there was nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the check found in one trajectory: its most serious mismatch, and all of them."""
+
+    cause: Cause
+    recorded: str
+    """The mismatched text as recorded, with a little of what stands around it."""
+    rendered: str
+    """The same place in the full rendering."""
+    start: int
+    """First differing token of the recorded stream."""
+    in_budget: bool
+    spans: tuple[Mismatch, ...]
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """All causes, each once, in order of appearance."""
+        return tuple(dict.fromkeys(span.cause for span in self.spans))
+
+    def describe(self) -> str:
+        """One line for a person: cause, place, both texts."""
+        return describe(self.cause, self.start, self.recorded, self.rendered)
+
+    def to_row(self) -> dict[str, Any]:
+        """Plain values for the rollout rows (`Trajectory.sanity`)."""
+        row = asdict(self)
+        row["cause"] = self.cause.value
+        row["causes"] = [cause.value for cause in self.causes]
+        row["spans"] = [{**span, "cause": span["cause"].value} for span in row["spans"]]
+        return row
+
+
+def describe(cause: Cause, start: int, recorded: str, rendered: str) -> str:
+    """The part of a message that names cause, place and texts; long texts lose their middle."""
+    if cause is Cause.RENDER_FAILED:
+        return f"cause: {cause.value}; {_short(rendered)}"
+    return f"cause: {cause.value} at token {start}; recorded {_short(recorded)!r}, rendered {_short(rendered)!r}"
+
+
+def render_failure(error: Exception) -> Finding:
+    """The finding where the template could not render the conversation at all."""
+    text = f"{type(error).__name__}: {error}"[:_MAX_ROW_CHARS]
+    span = Mismatch(Cause.RENDER_FAILED, 0, 0, 0, 0, "", text, in_budget=False)
+    return Finding(Cause.RENDER_FAILED, "", text, 0, False, (span,))
+
+
+class Comparison:
+    """The two streams of one trajectory.
+
+    Args:
+        messages: the conversation, its last message being the last assistant message.
+        recorded: ids up to the last sampled one.
+        rendered: ids of the full rendering of `messages`.
+        sampled: provenance of `recorded`, at least as long.
+    """
+
+    def __init__(
+        self,
+        chat: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        recorded: list[int],
+        rendered: list[int],
+        sampled: Sequence[int],
+    ) -> None:
+        self.chat = chat
+        self.messages = messages
+        self.ends = chat.end_token_ids
+        cut = end_of_last_turn(rendered, recorded[-1], self.ends, self._is_blank)
+        self.recorded, self.rendered, self.sampled = recorded, rendered[:cut], list(sampled[: len(recorded)])
+        self.end_texts = tuple(chat.decode([token]) for token in sorted(self.ends))
+        self.known_texts = _known_texts(messages, tools)
+
+    def finding(self, *, ignore_blanks: bool, neutralised: bool, stop_length: bool) -> Finding | None:
+        """All mismatches as one finding; None where none is left."""
+        spans = self.mismatches(ignore_blanks=ignore_blanks, neutralised=neutralised, stop_length=stop_length)
+        if not spans:
+            return None
+        main = next((span for span in spans if span.in_budget), spans[0])
+        near, far = self.recorded[: main.start], self.recorded[main.end :][:_CONTEXT_CHARS]
+        before = self.chat.decode(near[-_CONTEXT_CHARS:])[-_CONTEXT_CHARS:]
+        after = self.chat.decode(far)[:_CONTEXT_CHARS]
+        far = self.rendered[main.rendered_end :][:_CONTEXT_CHARS]
+        after_rendered = self.chat.decode(far)[:_CONTEXT_CHARS]
+        recorded, rendered = main.recorded, main.rendered
+        if main.cause not in (Cause.RETOKENIZED, Cause.NEUTRALISED_TEXT):
+            span = DiffSpan(main.start, main.end, main.rendered_start, main.rendered_end)
+            recorded, rendered = (text[:_MAX_ROW_CHARS] for text in self._texts(span))
+        return Finding(
+            cause=main.cause,
+            recorded=before + recorded + after,
+            rendered=before + rendered + after_rendered,
+            start=main.start,
+            in_budget=main.in_budget,
+            spans=tuple(spans),
+        )
+
+    def mismatches(self, *, ignore_blanks: bool, neutralised: bool, stop_length: bool) -> list[Mismatch]:
+        """Every differing chunk, once per cause."""
+        if self.recorded[-1] in self.ends and self.rendered == self.recorded[:-1]:
+            # Closes a turn only when another follows: in GLM the stop token is the next role's header.
+            return []
+        found: list[Mismatch] = []
+        for chunk in differing_chunks(self.recorded, self.rendered, self.ends):
+            recorded, rendered = self._texts(chunk)
+            core = chunk.core(self.recorded, self.rendered)
+            if recorded == rendered:
+                if not (ignore_blanks and not squeeze(self.chat.decode(core.recorded_ids(self.recorded)))):
+                    found.append(self._same_text(core, neutralised))
+            elif not (ignore_blanks and squeeze(recorded) == squeeze(rendered)):
+                found += self._other_text(chunk, recorded, rendered, stop_length)
+        return found
+
+    def _is_blank(self, token: int) -> bool:
+        return not squeeze(self.chat.decode([token]))
+
+    def _texts(self, span: DiffSpan) -> tuple[str, str]:
+        return (
+            self._text(self.recorded, span.start, span.end),
+            self._text(self.rendered, span.rendered_start, span.rendered_end),
+        )
+
+    def _text(self, ids: list[int], start: int, end: int) -> str:
+        """Decoded behind the token before it: sentencepiece drops a leading space otherwise."""
+        anchor = self.chat.decode(ids[start - 1 : start]) if start else ""
+        text = self.chat.decode(ids[max(start - 1, 0) : end])
+        return text[len(anchor) :] if text.startswith(anchor) else self.chat.decode(ids[start:end])
+
+    def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
+        mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
+        by_model = any(self.sampled[core.start : core.end])
+        control = frozenset(getattr(self.chat.tokenizer, "added_tokens_decoder", ()))
+        as_control_token = not control.isdisjoint(mine) and control.isdisjoint(theirs)
+        plain = as_control_token or (neutralised and not by_model)
+        return _mismatch(
+            Cause.NEUTRALISED_TEXT if plain else Cause.RETOKENIZED,
+            core,
+            "|".join(self.chat.decode([token]) for token in mine),
+            "|".join(self.chat.decode([token]) for token in theirs),
+            in_budget=not by_model,
+        )
+
+    def _other_text(self, chunk: DiffSpan, recorded: str, rendered: str, stop_length: bool) -> list[Mismatch]:
+        core = chunk.core(self.recorded, self.rendered)
+        sampled_at = [i for i in range(chunk.start, chunk.end) if self.sampled[i]]
+        turn = TurnTexts(recorded, rendered, ends=self.end_texts, known_texts=self.known_texts)
+        if not sampled_at:
+            causes = [cause_of_given(turn)]
+        elif stop_length and chunk.end == len(self.recorded):
+            causes = [Cause.TRUNCATION]
+        else:
+            given = self._text(self.recorded, chunk.start, sampled_at[0])
+            call = self._call_offset(sampled_at[0], recorded)
+            causes = causes_of_turn(replace(turn, given=given, call_starts_at=call))
+        _, mine, theirs = differing_text(recorded, rendered)
+        return [_mismatch(cause, core, mine, theirs, in_budget=True) for cause in causes]
+
+    def _call_offset(self, position: int, recorded: str) -> int | None:
+        """Where the call begins in `recorded`, if the message sampled at `position` holds calls."""
+        starts = [i for i, (a, b) in enumerate(itertools.pairwise([0, *self.sampled])) if b and not a]
+        turns_behind = sum(start > position for start in starts)
+        assistants = [m for m in self.messages if m.get("role") == "assistant"]
+        if turns_behind >= len(assistants):
+            return None
+        message = assistants[-1 - turns_behind]
+        if not message.get("tool_calls"):
+            return None
+        content = message.get("content")
+        text = content.strip() if isinstance(content, str) else ""
+        at = recorded.rfind(text)
+        return (at + len(text) if text else 0) if at >= 0 else None
+
+
+def _mismatch(cause: Cause, core: DiffSpan, mine: str, theirs: str, *, in_budget: bool) -> Mismatch:
+    return Mismatch(
+        cause,
+        core.start,
+        core.end,
+        core.rendered_start,
+        core.rendered_end,
+        mine[:_MAX_ROW_CHARS],
+        theirs[:_MAX_ROW_CHARS],
+        in_budget,
+    )
+
+
+def _known_texts(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[str, ...]:
+    texts: list[Any] = []
+    for message in messages:
+        content = message.get("content")
+        texts += [part.get("text") for part in content] if isinstance(content, list) else [content]
+        texts.append(message.get("reasoning_content"))
+    texts += [tool.get("function", tool).get("name") for tool in tools or ()]
+    stripped = (text.strip() for text in texts if isinstance(text, str))
+    return tuple(text for text in stripped if len(text) >= _MIN_KNOWN_CHARS)
+
+
+def _short(text: str) -> str:
+    half = _MAX_LOG_CHARS // 2
+    return text if len(text) <= _MAX_LOG_CHARS else f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,197 @@
+"""Why a rendered turn differs from the recorded one: pure functions on the two texts.
+
+Causes are peeled off one after the other: reasoning is taken out of both sides, then every JSON value is
+written in one canonical way; what is left decides the rest. So one turn can have more than one cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mt.chat.token_diff import common_prefix
+
+
+class Cause(enum.StrEnum):
+    """Why the recorded stream and the rendered conversation differ."""
+
+    RETOKENIZED = "retokenized"
+    """Same text, other ids: the sampled sequence is not the one that the tokenizer would write."""
+    STRIPPED_REASONING = "stripped_reasoning"
+    """The template drops reasoning that the model wrote."""
+    REWRITES_HISTORY = "rewrites_history"
+    """The template writes earlier messages in another way once the conversation has gone on."""
+    TURN_SEPARATOR = "turn_separator"
+    """White space or an end-of-turn token between two turns differs."""
+    RESERIALIZED_ARGUMENTS = "reserialized_arguments"
+    """A tool call is written in another way than the model wrote it."""
+    TRUNCATION = "truncation"
+    """The last turn was cut by a length limit, and its rest cannot be rendered as it is."""
+    TEMPLATE_DEFAULT_TEXT = "template_default_text"
+    """The template adds text that stands in no message (a default system prompt, an empty think block)."""
+    NEUTRALISED_TEXT = "neutralised_text"
+    """Control-token text was encoded as plain text on one of the two sides."""
+    RENDER_FAILED = "render_failed"
+    """The template cannot render the conversation, so there was nothing to compare with."""
+
+
+_REASONING = re.compile(
+    r"<think>.*?(?:</think>|\Z)"
+    r"|\[THINK\].*?(?:\[/THINK\]|\Z)"
+    r"|<seed:think>.*?(?:</seed:think>|\Z)"
+    r"|<reasoning>.*?(?:</reasoning>|\Z)"
+    r"|<\|inner_prefix\|>.*?(?:<\|inner_suffix\|>|\Z)"
+    r"|◁think▷.*?(?:◁/think▷|\Z)"
+    r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)",
+    re.DOTALL,
+)
+_TAG = re.compile(
+    r"</?think>|\[/?THINK\]|</?seed:think>|</?reasoning>|<\|inner_(?:prefix|suffix)\|>|◁/?think▷"
+    r"|<\|(?:channel|message|end|start)\|>"
+)
+_BLANKS = str.maketrans("", "", " \n\t\r")
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """One chunk of the conversation as recorded and as rendered, with what is known about it."""
+
+    recorded: str
+    rendered: str
+    given: str = ""
+    """The head of `recorded` that was not sampled (separator, role header, prefilled reasoning)."""
+    ends: tuple[str, ...] = ()
+    """Texts of the end-of-turn tokens."""
+    known_texts: tuple[str, ...] = ()
+    """Contents of messages and names of tools; text unlike all of them is the template's own."""
+    call_starts_at: int | None = None
+    """Where, in `recorded`, the text behind the message's content begins, if the message holds tool calls."""
+
+
+def squeeze(text: str) -> str:
+    """`text` without spaces, tabs and line breaks."""
+    return text.translate(_BLANKS)
+
+
+def differing_text(recorded: str, rendered: str) -> tuple[int, str, str]:
+    """`(offset, recorded part, rendered part)`: the two texts without what they share at both ends."""
+    head = common_prefix(recorded, rendered)
+    left, right = recorded[head:], rendered[head:]
+    tail = common_prefix(left[::-1], right[::-1])
+    return head, left[: len(left) - tail], right[: len(right) - tail]
+
+
+def causes_of_turn(turn: TurnTexts) -> list[Cause]:
+    """The causes for a chunk that holds sampled tokens and whose texts differ; never empty."""
+    causes: list[Cause] = []
+    recorded, rendered = turn.recorded, turn.rendered
+    if _reasoning_text(recorded) != _reasoning_text(rendered):
+        causes.append(_cause_of_reasoning(recorded, rendered))
+        recorded, rendered = _REASONING.sub("", recorded), _REASONING.sub("", rendered)
+    if squeeze(recorded) == squeeze(rendered):
+        if _json_texts(recorded) != _json_texts(rendered):
+            return [*causes, Cause.RESERIALIZED_ARGUMENTS]
+        return causes or [_cause_of_blanks(turn)]
+    if _arguments_differ(turn, recorded, rendered):
+        return [*causes, Cause.RESERIALIZED_ARGUMENTS]
+    return [*causes, _cause_of_rest(turn, recorded, rendered)]
+
+
+def cause_of_given(turn: TurnTexts) -> Cause:
+    """The cause for a chunk without sampled tokens (prompt, observation) whose texts differ."""
+    if squeeze(turn.recorded) == squeeze(turn.rendered):
+        return Cause.TURN_SEPARATOR
+    return _cause_of_rest(turn, turn.recorded, turn.rendered)
+
+
+def _reasoning_text(text: str) -> str | None:
+    """All reasoning without its tags and white space; None where there is no reasoning block at all."""
+    blocks = _REASONING.findall(text)
+    return squeeze(_TAG.sub("", "".join(blocks))) if blocks else None
+
+
+def _cause_of_reasoning(recorded: str, rendered: str) -> Cause:
+    if _REASONING.search(recorded):
+        return Cause.STRIPPED_REASONING
+    return Cause.REWRITES_HISTORY if _reasoning_text(rendered) else Cause.TEMPLATE_DEFAULT_TEXT
+
+
+def _cause_of_blanks(turn: TurnTexts) -> Cause:
+    """White space only: the template's between turns, or a rewriting of what the model wrote."""
+    offset, mine, _ = differing_text(turn.recorded, turn.rendered)
+    if offset < len(turn.given) or (offset == len(turn.given) and not mine):
+        return Cause.TURN_SEPARATOR
+    return Cause.REWRITES_HISTORY
+
+
+def _arguments_differ(turn: TurnTexts, recorded: str, rendered: str) -> bool:
+    """Whether a tool call written in another way explains what is left."""
+    if squeeze(canonical_json(recorded)) == squeeze(canonical_json(rendered)):
+        return True
+    if turn.call_starts_at is None:
+        return False
+    # Formats that are not JSON (XML parameters, Python calls): what stands before the call is as written
+    offset, _, theirs = differing_text(turn.recorded, turn.rendered)
+    return offset >= turn.call_starts_at and bool(squeeze(theirs))
+
+
+def _cause_of_rest(turn: TurnTexts, recorded: str, rendered: str) -> Cause:
+    _, mine, theirs = differing_text(recorded, rendered)
+    if _only_ends(mine, turn.ends) and _only_ends(theirs, turn.ends):
+        return Cause.TURN_SEPARATOR
+    added = theirs.strip()
+    if added and not squeeze(mine) and not any(added in text or text in added for text in turn.known_texts):
+        return Cause.TEMPLATE_DEFAULT_TEXT
+    return Cause.REWRITES_HISTORY
+
+
+def _only_ends(text: str, ends: tuple[str, ...]) -> bool:
+    for end in ends:
+        text = text.replace(end, "")
+    # A difference may begin inside the token's text: `<|end|>` and `<|return|>` share their first characters.
+    return not squeeze(text) or any(squeeze(text) in end for end in ends)
+
+
+def canonical_json(text: str) -> str:
+    """`text` with every JSON object and array in it written in one way (sorted keys, nested JSON decoded)."""
+    return "".join(written for _, written in _json_pieces(html.unescape(text)))
+
+
+def _json_texts(text: str) -> list[str]:
+    """Every JSON object and array as it stands in `text`."""
+    return [raw for raw, written in _json_pieces(text) if len(raw) > 1]
+
+
+def _json_pieces(text: str) -> Iterator[tuple[str, str]]:
+    """`(as it stands, in one way)` for each JSON value; single characters stand for themselves."""
+    decoder = json.JSONDecoder()
+    at = 0
+    while at < len(text):
+        end, written = at + 1, text[at]
+        if text[at] in "{[" or text.startswith(('"{', '"['), at):
+            # Text that is no JSON, or is nested too deeply to be a call, stays as it is.
+            with contextlib.suppress(ValueError, RecursionError):
+                value, stop = decoder.raw_decode(text, at)
+                written, end = json.dumps(_decoded(value), sort_keys=True, separators=(",", ":")), stop
+        yield text[at:end], written
+        at = end
+
+
+def _decoded(value: Any) -> Any:
+    """JSON text inside JSON strings becomes the value it stands for: arguments are often encoded twice."""
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return _decoded(json.loads(value))
+        except ValueError:
+            return value
+    return value
