@@ -67,7 +67,8 @@ class PromptBuilder:
         if rows and not kept:
             raise DataError(
                 f"{rows[0].file}: all {len(rows)} prompts are longer than data.max_prompt_length="
-                f"{self.max_prompt_length} tokens; raise it, or check the chat template and the tools' schemas (they are part of the prompt)"
+                f"{self.max_prompt_length} tokens; raise it, or check the chat template and the tools' schemas "
+                "(they are part of the prompt)"
             )
         return kept
 

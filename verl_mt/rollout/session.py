@@ -216,7 +216,8 @@ class RolloutSession:
             if context.deterministic:
                 raise DeadlineError(
                     f"{request.request_id}: the deadline of {deadline_s:.1f} s fired, and "
-                    "trainer.deterministic=True allows none; raise rollout.request_timeout_s / rollout.max_seconds or switch determinism off"
+                    "trainer.deterministic=True allows none; raise rollout.request_timeout_s / rollout.max_seconds "
+                    "or switch determinism off"
                 )
             self._count("deadlines", 1)
         return output

@@ -21,7 +21,7 @@ from verl_mt.config.checks import check
 from verl_mt.config.normalize import redact
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
-from verl_mt.data.dataset import DataRow, load_rows
+from verl_mt.data.dataset import load_rows
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.interactions.registry import load_interactions
@@ -55,10 +55,8 @@ def build_trainer(config: Config) -> PPOTrainer:
     import_plugins(config.external_plugins)
     prepare_process(config)
     chat = build_chat(config)
-    tools = build_tools(config, chat)
-    prompts = PromptBuilder(
-        chat, tools, _prompt_length(config), config.data.filter_overlong_prompts, config.data.truncation
-    )
+    tools = build_tools(config)
+    prompts = build_prompts(config, chat, tools)
     sampler, val_prompts = _build_data(config, prompts)
     plan = _build_plan(config, sampler)
     workers = build_workers(config, total_steps=plan.total_steps)
@@ -117,7 +115,7 @@ def build_chat(config: Config) -> ChatTemplate:
     return chat
 
 
-def build_tools(config: Config, chat: ChatTemplate) -> ToolSet | None:
+def build_tools(config: Config) -> ToolSet | None:
     """The tools that the YAML declares; None where there is no file."""
     path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
     return load_tools(path) if path else None
@@ -130,7 +128,7 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,
         total_steps=total_steps,
-        device=_device(trainer.device),
+        device=device_of(trainer.device),
         seed=trainer.seed,
         placement=trainer.placement,
     )
@@ -191,17 +189,28 @@ def training_sampling(config: Config) -> SamplingParams:
     )
 
 
+def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
+    """What turns rows into prompts."""
+    data = config.data
+    length = config.actor_rollout_ref.rollout.prompt_length or data.max_prompt_length
+    return PromptBuilder(chat, tools, length, data.filter_overlong_prompts, data.truncation)
+
+
+def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
+    """The prompts of `data.val_files`; empty where there are none."""
+    data = config.data
+    if data.val_files is None:
+        return []
+    sources = load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed)
+    return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
+
+
 def _build_data(config: Config, prompts: PromptBuilder) -> tuple[RowSampler, list[Prompt]]:
     data = config.data
     train = load_rows(data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed)
     for source in train:
         source.rows = prompts.keep(source.rows)
-    val_rows: list[DataRow] = []
-    if data.val_files is not None:
-        for source in load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed):
-            val_rows += prompts.keep(source.rows)
-    val_prompts = [p for p in map(prompts.build, val_rows) if p is not None]
-    return build_sampler(data, train, seed=data.seed), val_prompts
+    return build_sampler(data, train, seed=data.seed), load_val_prompts(config, prompts)
 
 
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
@@ -274,16 +283,13 @@ def _announce(trainer: PPOTrainer, workers: WorkerGroup, prompts: PromptBuilder)
         note(f"[yellow]{prompts.num_filtered} prompt(s) longer than {prompts.max_prompt_length} tokens left out[/]")
 
 
-def _prompt_length(config: Config) -> int:
-    return config.actor_rollout_ref.rollout.prompt_length or config.data.max_prompt_length
-
-
 def _pad_token_id(chat: ChatTemplate) -> int:
     pad = chat.tokenizer.pad_token_id
     return pad if pad is not None else min(chat.end_token_ids)
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
+    """`trainer.device` with `auto` resolved."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 

@@ -110,7 +110,7 @@ class PPOTrainer:
         return metrics | timing
 
     def validate(self) -> dict[str, float]:
-        """Sample (and greedily decode) every validation prompt; `val/accuracy`, `val/accuracy_greedy`, by data source."""
+        """Sample every validation prompt, then decode it greedily: `val/accuracy`, `val/accuracy_greedy`."""
         if not self.val_prompts:
             return {}
         timing: dict[str, float] = {}
@@ -169,7 +169,7 @@ class PPOTrainer:
             self.step_number += 1
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
-        """Validate, log, save. Broken off by Ctrl-C, it is done by the resumed run: `_unlogged` is in the checkpoint."""
+        """Validate, log, save. If Ctrl-C breaks it off, the resumed run does it (`_unlogged` is saved)."""
         last = self.plan.total_steps
         if _due(self.config.test_freq, self.step_number, last):
             metrics = metrics | self.validate()
