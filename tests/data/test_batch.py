@@ -1,0 +1,173 @@
+"""The table of batch columns: one row per record, ids with every row, one reward per trajectory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.data import batch as col
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
+from verl_mt.errors import DataError, LedgerError
+
+
+def make_record(prompt: list[int], turns: list[tuple[list[int], list[int]]], lp: float = -0.5) -> TrajectoryRecord:
+    """`turns` = (sampled ids, observation ids) of each assistant turn."""
+    record = TrajectoryRecord()
+    record.append_given(prompt, kind="prompt", turn=0)
+    for turn, (sampled, observation) in enumerate(turns, 1):
+        record.append_sampled(sampled, [lp] * len(sampled), [3] * len(sampled), turn=turn)
+        if observation:
+            record.append_given(observation, kind="observation", turn=turn)
+    return record
+
+
+def make_trajectory(name: str, group: str, reward: float | None, records: list[TrajectoryRecord]) -> Trajectory:
+    return Trajectory(
+        trajectory_id=name,
+        prompt_id=group,
+        group_id=group,
+        episode_id=name,
+        data_source="toy",
+        records=records,
+        reward=reward,
+        stop_reason=StopReason.FINISHED,
+    )
+
+
+def two_turns() -> TrajectoryRecord:
+    return make_record([1, 2, 3], [([10, 11], [50, 51, 52]), ([12], [])])
+
+
+def test_a_row_holds_the_record_as_it_was_recorded_and_padding_behind_it():
+    short = make_record([1], [([7], [])])
+    batch = col.build_batch(
+        [make_trajectory("a", "g", 1.0, [two_turns()]), make_trajectory("b", "g", 0.0, [short])],
+        pad_token_id=99,
+    )
+    assert batch.batch_size == torch.Size([2])
+    assert batch[col.INPUT_IDS].tolist() == [
+        [1, 2, 3, 10, 11, 50, 51, 52, 12],
+        [1, 7, 99, 99, 99, 99, 99, 99, 99],
+    ]
+    assert batch[col.ATTENTION_MASK].sum(1).tolist() == [9, 2]
+    assert batch[col.LOSS_MASK][0].tolist() == [False] * 3 + [True] * 2 + [False] * 3 + [True]
+    assert torch.equal(batch[col.LOSS_MASK], batch[col.SAMPLED])
+    assert batch[col.ROLLOUT_LOG_PROBS][1].tolist() == [0.0, -0.5] + [0.0] * 7
+    assert batch[col.POLICY_VERSIONS][1].tolist() == [-1, 3] + [-1] * 7
+    assert list(batch[col.TRAJECTORY_ID]) == ["a", "b"]
+    assert batch[col.HAS_LOG_PROBS].tolist() == [True, True]
+
+
+def test_indices_are_factorised_in_order_of_first_appearance():
+    rows = [("z", "G2"), ("y", "G1"), ("x", "G2")]
+    batch = col.build_batch([make_trajectory(n, g, 0.0, [two_turns()]) for n, g in rows], pad_token_id=0)
+    assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 1, 2]
+    assert batch[col.GROUP_INDEX].tolist() == [0, 1, 0]
+    assert batch[col.PROMPT_INDEX].tolist() == [0, 1, 0]
+
+
+def test_records_of_one_trajectory_share_its_index_and_count_once_among_the_rewards():
+    forked = make_trajectory("a", "g", 1.0, [two_turns(), two_turns(), two_turns()])
+    batch = col.build_batch([forked, make_trajectory("b", "g", 0.0, [two_turns()])], pad_token_id=0)
+    assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 0, 0, 1]
+    assert batch[col.RECORD_INDEX].tolist() == [0, 1, 2, 0]
+    rewards, groups = col.trajectory_rewards(batch)
+    assert rewards.tolist() == [1.0, 0.0]
+    assert groups.tolist() == [0, 0]
+
+
+@pytest.mark.cap("C21")
+def test_different_rewards_inside_one_trajectory_id_are_an_error_that_names_it():
+    parts = [make_trajectory("call-7", "g", reward, [two_turns()]) for reward in (1.0, 0.5)]
+    with pytest.raises(DataError, match=r"inconsistent rewards for trajectory 'call-7'.*1\.0 and 0\.5"):
+        col.build_batch(parts, pad_token_id=0)
+
+
+@pytest.mark.cap("C21")
+def test_several_parts_with_one_id_and_one_reward_are_one_trajectory():
+    parts = [
+        make_trajectory("a", "g", 1.0, [two_turns()]),
+        make_trajectory("a", "g", 1.0 + 1e-7, [two_turns()]),
+    ]
+    batch = col.build_batch(parts, pad_token_id=0)
+    assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 0]
+    assert batch[col.RECORD_INDEX].tolist() == [0, 1]
+    assert batch[col.REWARDS].tolist() == [1.0, 1.0]
+
+
+def test_one_trajectory_id_in_two_groups_is_refused():
+    parts = [make_trajectory("a", g, 1.0, [two_turns()]) for g in ("g", "h")]
+    with pytest.raises(DataError, match="'a' appears with group_id 'g' and 'h'"):
+        col.build_batch(parts, pad_token_id=0)
+
+
+def test_failed_aborted_and_fully_masked_trajectories_are_skipped():
+    failed = make_trajectory("f", "g", None, [two_turns()])
+    failed.stop_reason = StopReason.ERROR
+    masked = make_trajectory("m", "g", 1.0, [two_turns()])
+    masked.records[0].clear_mask(list(range(9)))
+    good = make_trajectory("a", "g", 1.0, [two_turns()])
+    kept, skipped = col.split_trainable([failed, masked, good])
+    assert ([t.trajectory_id for t in kept], len(skipped)) == (["a"], 2)
+    assert list(col.build_batch([failed, masked, good], pad_token_id=0)[col.TRAJECTORY_ID]) == ["a"]
+
+
+def test_a_batch_of_nothing_is_empty_and_has_all_columns():
+    batch = col.build_batch([], pad_token_id=0)
+    assert batch.batch_size == torch.Size([0])
+    assert batch[col.INPUT_IDS].shape == (0, 0)
+    assert list(batch[col.GROUP_ID]) == []
+    rewards, groups = col.trajectory_rewards(batch)
+    assert rewards.shape == groups.shape == (0,)
+    assert col.expand_to_tokens(rewards, batch).shape == (0, 0)
+
+
+def test_a_trajectory_without_reward_is_named():
+    with pytest.raises(DataError, match=r"'a'.*has no reward"):
+        col.build_batch([make_trajectory("a", "g", None, [two_turns()])], pad_token_id=0)
+
+
+def test_a_nan_reward_is_never_equal_to_anything():
+    with pytest.raises(DataError, match="inconsistent rewards"):
+        col.build_batch([make_trajectory("a", "g", float("nan"), [two_turns()])], pad_token_id=0)
+
+
+def test_a_first_token_in_the_loss_is_refused_because_nothing_predicts_it():
+    with pytest.raises(LedgerError, match="trajectory 'a', record 0: its first token is in the loss"):
+        col.build_batch([make_trajectory("a", "g", 1.0, [make_record([], [([5], [])])])], pad_token_id=0)
+
+
+def test_a_broken_record_is_named():
+    record = two_turns()
+    record.loss_mask.pop()
+    with pytest.raises(LedgerError, match="trajectory 'a', record 0: columns of one record differ"):
+        col.build_batch([make_trajectory("a", "g", 1.0, [record])], pad_token_id=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_a_trajectorys_value_reaches_exactly_the_tokens_of_its_loss_mask(shape, seed):
+    trajectories = [
+        make_trajectory(f"t{i}", f"g{group}", float(i), [two_turns() for _ in range(records)])
+        for i, (group, records) in enumerate(shape)
+    ]
+    batch = col.build_batch(trajectories, pad_token_id=0)
+    shuffled = batch[torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))]
+    rewards, groups = col.trajectory_rewards(shuffled)
+    assert rewards.tolist() == [float(i) for i in range(len(shape))]
+    names = [f"g{g}" for g, _ in shape]
+    assert [[a == b for b in groups.tolist()] for a in groups.tolist()] == [[a == b for b in names] for a in names]
+    tokens = col.expand_to_tokens(rewards, shuffled)
+    for row, name in enumerate(shuffled[col.TRAJECTORY_ID]):
+        assert tokens[row].tolist() == [float(name[1:]) * m for m in shuffled[col.LOSS_MASK][row].tolist()]
+
+
+def test_expanding_the_wrong_number_of_values_is_refused():
+    batch = col.build_batch([make_trajectory("a", "g", 1.0, [two_turns()])], pad_token_id=0)
+    with pytest.raises(DataError, match="for a batch of 1 trajectories"):
+        col.expand_to_tokens(torch.zeros(2), batch)

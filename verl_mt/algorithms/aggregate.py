@@ -1,0 +1,83 @@
+"""How token losses become one number.
+
+Every mode is a weighted sum of token losses. The weights are computed once over a whole mini-batch, so any
+split into micro-batches gives the same sum and the same gradient. "Sequence" means trajectory: the records
+of one trajectory (equal `trajectory_index`) count once together, however many there are. A trajectory
+without a token in the mask does not count; a mini-batch without one has loss 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_mt.algorithms.masked import masked_sum
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def token_weights(
+    mask_BT: Tensor, trajectory_index_B: Tensor, *, mode: str, norm_constant: float | None = None
+) -> Tensor:
+    """The weight of each token, so that `loss = (token_losses * weights).sum()`.
+
+    With n the tokens in the mask, n_i those of trajectory i and N the trajectories that have any::
+
+        token-mean               1 / n           every token the same (DAPO, arXiv:2503.14476, section 3.3)
+        seq-mean-token-mean      1 / (N n_i)     every trajectory the same (GRPO, arXiv:2402.03300, eq. 3)
+        seq-mean-token-sum       1 / N
+        seq-mean-token-sum-norm  1 / (N L)       L = norm_constant (Dr. GRPO, arXiv:2503.20783, section 3.2)
+
+    Args:
+        mask_BT: tokens of the loss in the WHOLE mini-batch.
+        trajectory_index_B: int64, the trajectory of each row; any numbers.
+        mode: one of `MODES`.
+        norm_constant: L, a constant number of tokens such as the longest response; only the last mode uses
+            it.
+
+    Returns:
+        float32 [B, T], 0 where masked out.
+
+    Raises:
+        ValueError: unknown mode, or a missing or non-positive `norm_constant`.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(MODES)}")
+    weights = mask_BT.bool().float()
+    if mode == "token-mean":
+        return weights / weights.sum().clamp(min=1)
+    tokens_N, row_B = tokens_per_trajectory(mask_BT, trajectory_index_B)
+    num_trajectories = (tokens_N > 0).sum().clamp(min=1)
+    if mode == "seq-mean-token-mean":
+        return weights / tokens_N[row_B].clamp(min=1).unsqueeze(1) / num_trajectories
+    if mode == "seq-mean-token-sum":
+        return weights / num_trajectories
+    if norm_constant is None or norm_constant <= 0:
+        raise ValueError(f"{mode} needs a positive norm_constant (the longest response in tokens), got {norm_constant}")
+    return weights / (num_trajectories * norm_constant)
+
+
+def tokens_per_trajectory(mask_BT: Tensor, trajectory_index_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of the mask each trajectory has over all its records.
+
+    Returns:
+        float32 [N] counts, and int64 [B] the place of each row's trajectory in them.
+    """
+    _, row_B = torch.unique(trajectory_index_B, return_inverse=True)
+    counts = torch.zeros(int(row_B.max()) + 1 if len(row_B) else 0, device=mask_BT.device)
+    return counts.index_add(0, row_B, mask_BT.bool().float().sum(1)), row_B
+
+
+def aggregate_loss(
+    losses_BT: Tensor,
+    mask_BT: Tensor,
+    trajectory_index_B: Tensor,
+    *,
+    mode: str,
+    norm_constant: float | None = None,
+) -> Tensor:
+    """One number from token losses; see `token_weights`. 0 (with a gradient of 0) if everything is masked
+    out.
+    """
+    weights = token_weights(mask_BT, trajectory_index_B, mode=mode, norm_constant=norm_constant)
+    return masked_sum(losses_BT * weights.to(losses_BT.dtype), mask_BT)

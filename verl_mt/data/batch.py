@@ -1,0 +1,205 @@
+"""The training batch: a TensorDict with one row per record, and the table of its columns.
+
+No other file spells a column name. Shape suffixes: `B` rows (records), `T` tokens of the longest row, `N`
+trajectories. Rows are right-padded. Position t of a log-prob column holds log p(token t | tokens < t). Ids
+travel with every row; nothing is ever regrouped by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
+from verl_mt.errors import DataError, LedgerError
+
+INPUT_IDS = "input_ids"
+"""int64 [B, T]; the pad token beyond a row's end."""
+ATTENTION_MASK = "attention_mask"
+"""bool [B, T]; the row's own tokens."""
+SAMPLED = "sampled"
+"""bool [B, T]; the engine produced the token in this rollout."""
+LOSS_MASK = "loss_mask"
+"""bool [B, T]; the token is trained."""
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
+"""float32 [B, T]; by the sampler, 0 where nothing was sampled."""
+OLD_LOG_PROBS = "old_log_probs"
+"""float32 [B, T]; by the trainer's policy before this batch's first update."""
+REF_LOG_PROBS = "ref_log_probs"
+"""float32 [B, T]; by the frozen reference policy."""
+POLICY_VERSIONS = "policy_versions"
+"""int64 [B, T]; version of the weights that sampled the token, -1 elsewhere."""
+ADVANTAGES = "advantages"
+"""float32 [B, T]; 0 outside the loss mask."""
+REWARDS = "rewards"
+"""float32 [B]; the trajectory's reward, the same on all its records."""
+TRAJECTORY_INDEX = "trajectory_index"
+"""int64 [B]; 0..N-1, trajectory ids in order of first appearance."""
+GROUP_INDEX = "group_index"
+"""int64 [B]; the same of group ids."""
+PROMPT_INDEX = "prompt_index"
+"""int64 [B]; the same of prompt ids."""
+RECORD_INDEX = "record_index"
+"""int64 [B]; place of the record in its trajectory."""
+HAS_LOG_PROBS = "has_log_probs"
+"""bool [B]; False where a text-only engine gave no log-probs."""
+TRAJECTORY_ID = "trajectory_id"
+GROUP_ID = "group_id"
+PROMPT_ID = "prompt_id"
+DATA_SOURCE = "data_source"
+
+TOKEN_COLUMNS = (
+    INPUT_IDS,
+    ATTENTION_MASK,
+    SAMPLED,
+    LOSS_MASK,
+    ROLLOUT_LOG_PROBS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    POLICY_VERSIONS,
+    ADVANTAGES,
+)
+"""Columns of shape [B, T]."""
+ROW_COLUMNS = (REWARDS, TRAJECTORY_INDEX, GROUP_INDEX, PROMPT_INDEX, RECORD_INDEX, HAS_LOG_PROBS)
+"""Columns of shape [B]."""
+ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE)
+"""Non-tensor columns: one string per row."""
+
+_REWARD_TOLERANCE = 1e-6
+
+
+def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Those that a batch takes (completed or truncated, with a token in the loss), and those it skips."""
+    kept = [t for t in trajectories if t.trainable]
+    return kept, [t for t in trajectories if not t.trainable]
+
+
+def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> TensorDict:
+    """One row per record of every trainable trajectory, in the order given; the others are skipped.
+
+    Args:
+        trajectories: scored; several with one id (a loop that returned its records one by one) are one
+            trajectory.
+        pad_token_id: fills `input_ids` beyond a row's end.
+
+    Returns:
+        All columns of the table but old_log_probs, ref_log_probs and advantages; [0, 0] if nothing is
+        trainable.
+
+    Raises:
+        DataError: a trajectory without reward, or one id with different rewards, groups or prompts.
+        LedgerError: a record whose columns do not fit, or whose first token is in the loss (nothing comes
+            before it).
+    """
+    rows: list[tuple[Trajectory, TrajectoryRecord]] = []
+    first: dict[str, Trajectory] = {}
+    record_index: list[int] = []
+    num_records: dict[str, int] = {}
+    for trajectory in split_trainable(trajectories)[0]:
+        _check_same(first.setdefault(trajectory.trajectory_id, trajectory), trajectory)
+        for record in trajectory.records:
+            rows.append((trajectory, record))
+            place = num_records.get(trajectory.trajectory_id, 0)
+            _check_record(record, f"trajectory {trajectory.trajectory_id!r}, record {place}")
+            record_index.append(place)
+            num_records[trajectory.trajectory_id] = place + 1
+    records = [record for _, record in rows]
+    owners = [trajectory for trajectory, _ in rows]
+    ids: dict[str, list[str]] = {
+        TRAJECTORY_ID: [t.trajectory_id for t in owners],
+        GROUP_ID: [t.group_id for t in owners],
+        PROMPT_ID: [t.prompt_id for t in owners],
+        DATA_SOURCE: [t.data_source for t in owners],
+    }
+    columns: dict[str, Any] = {
+        INPUT_IDS: _pad([r.token_ids for r in records], torch.int64, pad_token_id),
+        ATTENTION_MASK: _pad([[1] * len(r.token_ids) for r in records], torch.bool, False),
+        SAMPLED: _pad([r.sampled for r in records], torch.bool, False),
+        LOSS_MASK: _pad([r.loss_mask for r in records], torch.bool, False),
+        ROLLOUT_LOG_PROBS: _pad([r.rollout_log_probs for r in records], torch.float32, 0.0),
+        POLICY_VERSIONS: _pad([r.policy_versions for r in records], torch.int64, -1),
+        REWARDS: torch.tensor([first[t.trajectory_id].reward for t in owners], dtype=torch.float32),
+        TRAJECTORY_INDEX: _factorise(ids[TRAJECTORY_ID]),
+        GROUP_INDEX: _factorise(ids[GROUP_ID]),
+        PROMPT_INDEX: _factorise(ids[PROMPT_ID]),
+        RECORD_INDEX: torch.tensor(record_index, dtype=torch.int64),
+        HAS_LOG_PROBS: torch.tensor([r.has_log_probs for r in records], dtype=torch.bool),
+    }
+    batch = TensorDict(columns, batch_size=[len(rows)])
+    for name, values in ids.items():
+        batch[name] = NonTensorStack(*values)
+    return batch
+
+
+def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:
+    """(rewards_N, group_index_N) of the batch's trajectories in order of `trajectory_index`: each counts
+    once, however many records it has."""
+    rows_N = _first_row_of_each(batch[TRAJECTORY_INDEX])
+    return batch[REWARDS][rows_N], batch[GROUP_INDEX][rows_N]
+
+
+def expand_to_tokens(values_N: Tensor, batch: TensorDict) -> Tensor:
+    """[B, T]: a trajectory's value on every token of its loss mask, on all its records; 0 elsewhere.
+
+    Args:
+        values_N: one value per trajectory, in the order of `trajectory_rewards`.
+        batch: made by `build_batch`.
+
+    Raises:
+        DataError: not as many values as trajectories.
+    """
+    _, place_B = torch.unique(batch[TRAJECTORY_INDEX], return_inverse=True)
+    expected = int(place_B.max()) + 1 if len(place_B) else 0
+    if values_N.shape != (expected,):
+        raise DataError(f"got values of shape {tuple(values_N.shape)} for a batch of {expected} trajectories")
+    return values_N[place_B].unsqueeze(1) * batch[LOSS_MASK].to(values_N.dtype)
+
+
+def _first_row_of_each(index_B: Tensor) -> Tensor:
+    values, place_B = torch.unique(index_B, return_inverse=True)
+    rows = torch.arange(len(index_B), device=index_B.device)
+    start = torch.full((len(values),), len(index_B), dtype=torch.int64, device=index_B.device)
+    return start.scatter_reduce(0, place_B, rows, "amin")
+
+
+def _pad(rows: list[list[Any]], dtype: torch.dtype, filler: float) -> Tensor:
+    width = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
+
+
+def _factorise(ids: Sequence[str]) -> Tensor:
+    places: dict[str, int] = {}
+    return torch.tensor([places.setdefault(i, len(places)) for i in ids], dtype=torch.int64)
+
+
+def _check_same(first: Trajectory, other: Trajectory) -> None:
+    if other.reward is None:
+        raise DataError(
+            f"trajectory {other.trajectory_id!r} (stop reason {other.stop_reason}) has no reward; "
+            "score every trajectory before building a batch, or mark it failed"
+        )
+    assert first.reward is not None
+    if not abs(first.reward - other.reward) <= _REWARD_TOLERANCE:
+        raise DataError(
+            f"inconsistent rewards for trajectory {other.trajectory_id!r}: {first.reward} and "
+            f"{other.reward}; all records of one trajectory share one reward"
+        )
+    for name in ("group_id", "prompt_id"):
+        if getattr(first, name) != getattr(other, name):
+            raise DataError(
+                f"trajectory {other.trajectory_id!r} appears with {name} {getattr(first, name)!r} "
+                f"and {getattr(other, name)!r}; an id belongs to one of each"
+            )
+
+
+def _check_record(record: TrajectoryRecord, where: str) -> None:
+    try:
+        record.check()
+    except LedgerError as error:
+        raise LedgerError(f"{where}: {error}") from error
+    if record.loss_mask[:1] == [1]:
+        raise LedgerError(f"{where}: its first token is in the loss, but no token comes before it to predict it from")
