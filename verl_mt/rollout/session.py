@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
-from verl_mt.chat.sanity import SanityMode, check
+from verl_mt.chat.sanity import SanityMonitor, check
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
@@ -37,7 +37,7 @@ class SessionContext:
     parser: ToolParser | None
     sampling: SamplingParams
     """`max_new_tokens` and `seed` are set per turn."""
-    sanity_mode: SanityMode
+    sanity: SanityMonitor
     use_inference_chat_template: bool = False
     deterministic: bool = False
     seed: int = 0
@@ -156,10 +156,11 @@ class RolloutSession:
             tools=self.trajectory.tools or None,
             token_ids=self.record.token_ids,
             sampled=self.record.sampled,
-            mode=self.context.sanity_mode,
+            mode=self.context.sanity.mode,
             neutralised=self._neutralised,
             stop_length=self.trajectory.stop_reason is not None and self.trajectory.stop_reason.status == "truncated",
         )
+        self.context.sanity.observe(finding)
         self.trajectory.sanity = finding.to_row() if finding is not None else None
 
     def _flush(self) -> bool:

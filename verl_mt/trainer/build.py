@@ -63,7 +63,6 @@ def build_trainer(config: Config) -> PPOTrainer:
     snapshot = redact(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
     run = RunDirectory.open(config.trainer, snapshot)
     state = None if run.resume_from is None else checkpoint.load(run.resume_from)
-    sanity_mode = parse_mode(config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode)
     runner = build_runner(config, chat, tools, workers.policy_module)
     trainer = PPOTrainer(
         config=config.trainer,
@@ -76,7 +75,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         workers=workers,
         estimate_advantages=_advantage_estimator(config.algorithm),
         checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
-        sanity=SanityMonitor(sanity_mode, config.actor_rollout_ref.rollout.multi_turn.max_mismatch_rate),
+        sanity=runner.context.sanity,
         log=_build_log(config, run, snapshot, plan.total_steps, tools, resume_step=state["step"] if state else None),
         pad_token_id=_pad_token_id(chat),
     )
@@ -159,7 +158,7 @@ def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, poli
             limits=limits,
             parser=get_parser(multi_turn.tool_parser) if executor is not None else None,
             sampling=training_sampling(config),
-            sanity_mode=parse_mode(multi_turn.tokenization_sanity_check_mode),
+            sanity=SanityMonitor(parse_mode(multi_turn.tokenization_sanity_check_mode), multi_turn.max_mismatch_rate),
             use_inference_chat_template=multi_turn.use_inference_chat_template,
             deterministic=config.trainer.deterministic,
             seed=config.trainer.seed,
@@ -265,7 +264,7 @@ def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None
         advantages_N = estimate(
             rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo, eps=config.adv_eps
         )
-        batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
+        batch[ADVANTAGES] = expand_to_tokens(advantages_N, batch)
 
     return fill
 

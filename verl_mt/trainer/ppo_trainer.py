@@ -93,8 +93,8 @@ class PPOTrainer:
             with _timed(timing, "rollout"):
                 groups = self._rollout()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
-            metrics = rollout_metrics(groups, self.log.tool_names) | self._observe(groups)
-            if batch is None:
+            metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics()
+            if len(batch) == 0:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
                 with _timed(timing, "ref"):
@@ -128,6 +128,9 @@ class PPOTrainer:
             if validation.greedy_too:
                 greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
                 metrics |= validation_metrics(self._validate_once("val_greedy", greedy, 1), "_greedy")
+        # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
+        if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
+            metrics["val/mismatch_rate"] = checked["sanity/mismatch_rate"]
         self._score = metrics["val/accuracy"]
         self.log.validation(self.step_number, metrics, groups)
         return metrics | timing
@@ -200,13 +203,6 @@ class PPOTrainer:
     def _while_waiting(self) -> None:
         self.interrupts.check()
         self.log.display.rollout(self.stream.runner.progress)
-
-    def _observe(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """The sanity check's metrics; stops the run when its budget is exceeded."""
-        for group in groups:
-            for trajectory in group.trajectories:
-                self.sanity.observe(trajectory.sanity)
-        return self.sanity.metrics()
 
     def _remember_boundary(self) -> None:
         """A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that."""

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from tensordict import TensorDict
 
-from verl_mt.data import batch as columns
+from verl_mt.data.batch import ADVANTAGES, ATTENTION_MASK, OLD_LOG_PROBS, RECORD_INDEX, TRAJECTORY_ID
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.trainer.display import Display
@@ -77,20 +77,20 @@ class RunLog(AbstractContextManager["RunLog"]):
             rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
             write_rows(self.run.path / "rollouts" / f"val_{step:06d}.jsonl", rows)
 
-    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
+    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
         if not self._write_rollouts:
             return
         rows = []
-        per_record = columns.per_record(batch) if batch is not None else {}
+        per_record = _per_record(batch)
         for trajectory in (t for g in groups for t in g.trajectories):
             extras = [per_record.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
             rows.append(
                 trajectory_to_row(
                     trajectory,
                     step=step,
-                    advantages=[e.get("advantages") for e in extras],
-                    old_log_probs=[e.get("old_log_probs") for e in extras],
+                    advantages=[e.get(ADVANTAGES) for e in extras],
+                    old_log_probs=[e.get(OLD_LOG_PROBS) for e in extras],
                 )
             )
         write_rows(self.run.path / "rollouts" / f"step_{step:06d}.jsonl", rows)
@@ -130,6 +130,17 @@ class RunLog(AbstractContextManager["RunLog"]):
             for key in ("val/accuracy", "val/accuracy_greedy")
             if key in first and key in last
         ]
+
+
+def _per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """(trajectory id, record) -> what the update computed for each of its tokens."""
+    if len(batch) == 0:
+        return {}
+    lengths = batch[ATTENTION_MASK].sum(1).tolist()
+    keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist(), strict=True)
+    present = [name for name in (ADVANTAGES, OLD_LOG_PROBS) if name in batch.keys()]
+    values = {name: batch[name].tolist() for name in present}
+    return {key: {name: values[name][row][: lengths[row]] for name in present} for row, key in enumerate(keys)}
 
 
 def _cpu_s() -> float:
