@@ -138,7 +138,7 @@ def _per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float
         return {}
     lengths = batch[ATTENTION_MASK].sum(1).tolist()
     keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist(), strict=True)
-    present = [name for name in (ADVANTAGES, OLD_LOG_PROBS) if name in batch.keys()]
+    present = [name for name in (ADVANTAGES, OLD_LOG_PROBS) if name in set(batch.keys())]
     values = {name: batch[name].tolist() for name in present}
     return {key: {name: values[name][row][: lengths[row]] for name in present} for row, key in enumerate(keys)}
 

@@ -1,0 +1,63 @@
+"""Counts are exact."""
+
+from __future__ import annotations
+
+import pytest
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
+from verl_mt.diagnostics.step_metrics import pass_at_k, rollout_metrics, tool_metrics, validation_metrics
+
+
+def trajectory(reward: float | None, reason: StopReason = StopReason.FINISHED, **counters: float) -> Trajectory:
+    record = TrajectoryRecord()
+    record.append_given([1, 2, 3], kind="prompt", turn=0)
+    record.append_sampled([4, 5], [-0.1, -0.2], [0, 0], turn=1)
+    made = Trajectory("t", "p", "g", "t", stop_reason=reason, reward=reward, num_turns=1, records=[record])
+    made.reward_parts = {} if reward is None else {"score": reward}
+    made.counters = {k.replace("__", "/"): v for k, v in counters.items()}
+    return made
+
+
+def group(*trajectories: Trajectory, source: str = "a") -> TrajectoryGroup:
+    return TrajectoryGroup("g", "p", list(trajectories), source)
+
+
+def test_rewards_are_averaged_over_scored_trajectories_and_failures_are_counted():
+    metrics = rollout_metrics([group(trajectory(1.0), trajectory(0.0), trajectory(None, StopReason.ERROR))])
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["rollout/failed"] == 1
+    assert metrics["stop/error"] == 1
+    assert metrics["stop/finished"] == 2
+    assert metrics["response/tokens_mean"] == 2
+
+
+def test_tool_latency_is_per_call_and_configured_tools_always_appear():
+    metrics = tool_metrics(
+        [trajectory(1.0, tools__calc__calls=2, tools__calc__latency_s=1.0), trajectory(1.0, tools__calc__calls=2)],
+        ["calc", "search"],
+    )
+    assert metrics["tools/calc/calls"] == 4
+    assert metrics["tools/calc/latency_s"] == 0.25
+    assert metrics["tools/search/calls"] == 0
+    assert metrics["tools/search/errors"] == 0
+
+
+def test_groups_whose_rewards_are_all_equal_are_counted():
+    metrics = rollout_metrics([group(trajectory(1.0), trajectory(1.0)), group(trajectory(1.0), trajectory(0.0))])
+    assert metrics["group/zero_variance"] == 0.5
+
+
+def test_validation_counts_a_failed_trajectory_as_wrong():
+    metrics = validation_metrics([group(trajectory(1.0), trajectory(None, StopReason.ERROR))], "")
+    assert metrics["val/accuracy"] == 0.5
+    assert metrics["val/failed"] == 1
+
+
+def test_validation_is_also_reported_by_data_source():
+    metrics = validation_metrics([group(trajectory(1.0)), group(trajectory(0.0), source="b/c")], "_greedy")
+    assert metrics["val/a/accuracy_greedy"] == 1.0
+    assert metrics["val/b/c/accuracy_greedy"] == 0.0
+
+
+@pytest.mark.parametrize(("n", "c", "k", "expected"), [(4, 2, 2, 0.8333333), (4, 0, 2, 0.0), (4, 4, 1, 1.0), (5, 1, 5, 1.0)])
+def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
