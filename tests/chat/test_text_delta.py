@@ -1,0 +1,140 @@
+"""Ids from text: both forms of verl's delta method, without their errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
+
+from verl_mt.chat.text_delta import turn_ids
+from verl_mt.errors import TemplateError
+
+HISTORY = [user("Hi"), assistant("A1"), user("U2")]
+
+
+def think_on_last_turn(messages, tools=None, **kw):
+    """Like Qwen3: old reasoning is dropped, the last turn gets a think block in a fixed layout."""
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    out = []
+    for i, m in enumerate(messages):
+        if m["role"] == "assistant":
+            found = re.match(r"<think>\s*(.*?)\s*</think>\s*", m["content"], re.DOTALL)
+            rest = m["content"][found.end() :] if found else m["content"]
+            block = f"<think>\n{found[1] if found else ''}\n</think>\n\n" if i > last else ""
+            m = {**m, "content": block + rest}
+        out.append(m)
+    return chatml(out, tools, **kw)
+
+
+def prefilled(messages, tools=None, *, add_generation_prompt=False):
+    """Like QwQ: the generation prompt opens the reasoning, finished turns show none of it."""
+    bare = [{**m, "content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages]
+    return chatml(bare, tools, add_generation_prompt=add_generation_prompt) + (
+        "<think>\n" if add_generation_prompt else ""
+    )
+
+
+@pytest.mark.cap("V4", "V8", "V13", "P1")
+@pytest.mark.parametrize("method", ["prev_curr", "fixed_base", "auto"])
+def test_a_turn_is_its_text_and_its_end_without_the_separator(method):
+    ids = turn_ids(ToyChat(), HISTORY, assistant("A2"), method=method)
+    assert ids == encode("A2<|im_end|>")
+    assert len(ids) == 3
+
+
+@pytest.mark.cap("P19")
+@pytest.mark.parametrize("method", ["prev_curr", "fixed_base", "auto"])
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_a_turn_that_was_cut_gets_no_end(method, reason):
+    assert turn_ids(ToyChat(), HISTORY, assistant("A2 "), method=method, finish_reason=reason) == encode("A2 ")
+
+
+@pytest.mark.cap("P6", "V8")
+def test_text_that_the_template_adds_to_the_turn_is_never_taken_for_the_models():
+    chat = ToyChat(think_on_last_turn)
+    for method in ("prev_curr", "fixed_base"):
+        with pytest.raises(TemplateError, match=r"rewrites the turn|to the turn"):
+            turn_ids(chat, HISTORY, assistant("A2"), method=method)
+    assert turn_ids(chat, HISTORY, assistant("A2")) == encode("A2<|im_end|>")
+
+
+@pytest.mark.cap("P8")
+def test_reasoning_keeps_the_layout_that_the_model_wrote():
+    text = "<think>x</think> y"
+    assert turn_ids(ToyChat(think_on_last_turn), HISTORY, assistant(text)) == encode(text + "<|im_end|>")
+
+
+@pytest.mark.cap("P7")
+def test_a_prefilled_think_tag_is_prompt_and_the_turn_begins_behind_it():
+    chat, text = ToyChat(prefilled), "user asked</think>\n\n4"
+    for method in ("prev_curr", "fixed_base"):
+        with pytest.raises(TemplateError, match="rewrites the prompt"):
+            turn_ids(chat, HISTORY, assistant(text), method=method)
+    assert turn_ids(chat, HISTORY, assistant(text)) == encode(text + "<|im_end|>")
+
+
+def test_a_history_that_is_rewritten_by_the_new_message_falls_back_to_the_fixed_base():
+    def rewrites(messages, tools=None, **kw):
+        old = len(messages) > 3 and messages[-1]["role"] == "assistant"
+        return chatml(messages, tools, **kw).replace("A1", "A one" if old else "A1")
+
+    chat = ToyChat(rewrites)
+    with pytest.raises(TemplateError, match="prev_curr: the template rewrites the prompt"):
+        turn_ids(chat, HISTORY, assistant("A2"), method="prev_curr")
+    assert turn_ids(chat, HISTORY, assistant("A2")) == encode("A2<|im_end|>")
+
+
+def test_a_template_without_a_system_role_has_a_fixed_base_without_one():
+    def no_system(messages, tools=None, **kw):
+        if messages[0]["role"] == "system":
+            raise TemplateError("System role not supported")
+        return chatml(messages, tools, **kw)
+
+    assert turn_ids(ToyChat(no_system), HISTORY, assistant("A2"), method="fixed_base") == encode("A2<|im_end|>")
+
+
+def test_parsed_tool_calls_are_taken_as_the_template_writes_them():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ids = turn_ids(ToyChat(), HISTORY, assistant("ok", tool_calls=[call]))
+    assert decode(ids) == 'ok\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert turn_ids(ToyChat(), HISTORY, assistant("ok", tool_calls=[call]), finish_reason="length") == ids[:-1]
+
+
+def test_an_end_of_turn_in_the_engines_text_is_not_doubled():
+    assert turn_ids(ToyChat(), HISTORY, assistant("A2<|im_end|>")) == encode("A2<|im_end|>")
+
+
+@pytest.mark.cap("P3")
+def test_a_merge_across_the_generation_prompt_is_not_followed():
+    class Merging(ToyChat):
+        def encode_text(self, text, *, neutral=False):
+            pieces = text.split("\n\n")
+            ids = encode(pieces[0])
+            for piece in pieces[1:]:
+                ids += [ord("\x7f") + 100, *encode(piece)]
+            return ids
+
+        def decode(self, ids):
+            return decode(ids).replace("\x7f", "\n\n")
+
+    assert turn_ids(Merging(), HISTORY, assistant("\n4")) == encode("\n4<|im_end|>")
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(TemplateError, match="unknown delta method 'slice'"):
+        turn_ids(ToyChat(), HISTORY, assistant("A2"), method="slice")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.text(alphabet="aHelo \n<>/thinkA1é中", max_size=20),
+    st.sampled_from([chatml, think_on_last_turn, prefilled]),
+    st.sampled_from(["stop", "length"]),
+)
+def test_the_ids_of_a_turn_decode_to_the_engines_text_and_one_end(text, template, reason):
+    ids = turn_ids(ToyChat(template), HISTORY, assistant(text), finish_reason=reason)
+    assert decode(ids) == text + ("<|im_end|>" if reason == "stop" else "")
+    assert ids.count(END) == (reason == "stop")

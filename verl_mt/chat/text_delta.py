@@ -1,0 +1,187 @@
+"""Ids of an assistant turn of which only the text is known.
+
+An engine that returns ids needs none of this: sampled ids stand as they are. For one that yields only text, verl's
+documentation of multi-turn rollouts renders the conversation twice and tokenizes the difference:
+
+- `prev_curr`: the history with the generation prompt, and the history with the new message;
+- `fixed_base`: the same behind one system and one user message, where no old reasoning can be dropped.
+
+Corrected here: the first rendering must really be the beginning of the second (never a slice by length alone); the
+difference must hold the engine's text as it came; the mask belongs to the difference only; what the template writes
+after the end of the turn (a newline) is no part of it; a turn cut by length has no end; and the prefilled beginning
+of a turn (`<think>`) is prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_mt.chat.token_diff import common_prefix, end_of_last_turn
+from verl_mt.data.conversation import Message
+from verl_mt.data.requests import FinishReason
+from verl_mt.errors import TemplateError
+
+if TYPE_CHECKING:
+    from verl_mt.chat.template import ChatTemplate
+
+DeltaMethod = Literal["prev_curr", "fixed_base", "auto"]
+
+_BASES: tuple[tuple[Message, ...], ...] = (
+    ({"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "I am a user."}),
+    ({"role": "user", "content": "I am a user."},),  # templates without a system role
+)
+_MARKER = "Zqxjkvturn"
+_ANCHOR_CHARS = 64
+"""How much text before the turn is encoded with it; a tokenizer looks back over one word at most."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """`before` is the rendered text up to the turn, `text` is the model's, `closing` the template's."""
+
+    before: str
+    text: str
+    closing: str
+
+
+def turn_ids(
+    chat: ChatTemplate,
+    history: Sequence[Message],
+    message: Message,
+    *,
+    method: DeltaMethod = "auto",
+    tools: Sequence[dict[str, Any]] | None = None,
+    finish_reason: FinishReason = "stop",
+) -> list[int]:
+    """The ids of an assistant turn, its end-of-turn token included, every one with mask 1.
+
+    Args:
+        history: the messages before the turn.
+        message: the turn; best with the engine's raw text as its `content` and nothing parsed out of it, because then
+            the result is held against that text. With `tool_calls` or `reasoning_content` the template's
+            own writing of them has to be taken.
+        method: `auto` tries `prev_curr`, then `fixed_base`; if the template rewrites the turn in both, the
+            engine's text is encoded as it is, with the end of turn that the template writes elsewhere.
+        tools: the schemas that the prompt showed.
+        finish_reason: anything but `stop` means that no end of turn was sampled: none is returned.
+
+    Returns:
+        ids to append right after the recorded prompt; the separator after the end of turn is not among them.
+
+    Raises:
+        TemplateError: the template gives no usable difference; says why, method by method.
+    """
+    ways: dict[str, Callable[[], _Turn]] = {
+        "prev_curr": lambda: _difference(chat, history, message, tools),
+        "fixed_base": lambda: _behind_fixed_base(chat, message),
+    }
+    if method != "auto" and method not in ways:
+        raise TemplateError(f"unknown delta method {method!r}; use prev_curr, fixed_base or auto")
+    if method != "auto":
+        ways = {method: ways[method]}
+    elif _raw_text(message) is not None:
+        ways["as_written"] = lambda: _as_written(chat, message)
+    refused: list[str] = []
+    for name, way in ways.items():
+        try:
+            return _encode(chat, way(), finish_reason)
+        except TemplateError as error:
+            refused.append(f"{name}: {error}")
+    raise TemplateError("no ids for an assistant turn from its text; " + "; ".join(refused))
+
+
+def _raw_text(message: Message) -> str | None:
+    """The engine's text, where nothing was parsed out of it."""
+    content = message.get("content")
+    parsed = message.get("tool_calls") or message.get("reasoning_content")
+    return content if isinstance(content, str) and not parsed else None
+
+
+def _difference(
+    chat: ChatTemplate, history: Sequence[Message], message: Message, tools: Sequence[dict[str, Any]] | None
+) -> _Turn:
+    """What the second rendering adds to the first, split into the model's text and the template's closing."""
+    schemas = list(tools) if tools else None
+    prev = chat.full_text(list(history), schemas, add_generation_prompt=True)
+    curr = chat.full_text([*history, message], schemas, add_generation_prompt=False)
+    if not curr.startswith(prev):
+        at = common_prefix(prev, curr)
+        raise TemplateError(
+            f"the template rewrites the prompt once the turn is there: {prev[at : at + 40]!r} became "
+            f"{curr[at : at + 40]!r}"
+        )
+    delta, text = curr[len(prev) :], _raw_text(message)
+    if text is None:
+        return _Turn(prev, delta, "")
+    if not delta.startswith(text):
+        at = common_prefix(delta, text)
+        raise TemplateError(
+            f"the template rewrites the turn: the model wrote {text[at : at + 40]!r} where the template has "
+            f"{delta[at : at + 40]!r}"
+        )
+    return _Turn(prev, text, delta[len(text) :])
+
+
+def _behind_fixed_base(chat: ChatTemplate, message: Message) -> _Turn:
+    return _first_base(lambda base: _difference(chat, base, message, None))
+
+
+def _as_written(chat: ChatTemplate, message: Message) -> _Turn:
+    """The text itself, with what the template writes behind any turn's last words."""
+
+    def behind(base: Sequence[Message]) -> _Turn:
+        curr = chat.full_text([*base, {"role": "assistant", "content": _MARKER}], None, add_generation_prompt=False)
+        if _MARKER not in curr:
+            raise TemplateError("the template does not show what the assistant said")
+        prev = chat.full_text(list(base), None, add_generation_prompt=True)
+        return _Turn(prev, message["content"], curr.rpartition(_MARKER)[2])
+
+    return _first_base(behind)
+
+
+def _first_base(way: Callable[[Sequence[Message]], _Turn]) -> _Turn:
+    """The result for the first base conversation that the template can render."""
+    first_error: TemplateError | None = None
+    for base in _BASES:
+        try:
+            return way(base)
+        except TemplateError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _encode(chat: ChatTemplate, turn: _Turn, finish_reason: FinishReason) -> list[int]:
+    if turn.closing:
+        ids, closing = _encode_behind(chat, turn.before, turn.text), chat.encode_text(turn.closing, neutral=False)
+    else:
+        whole = _encode_behind(chat, turn.before, turn.text)
+        cut = end_of_last_turn(whole, -1, chat.end_token_ids, lambda i: not chat.decode([i]).strip())
+        ids, closing = whole[:cut], whole[cut:]
+    odd = [i for i in closing if i not in chat.end_token_ids and chat.decode([i]).strip()]
+    if odd:
+        raise TemplateError(f"the template adds {chat.decode(closing)!r} to the turn; the model did not write that")
+    if ids and ids[-1] in chat.end_token_ids:
+        return ids  # the engine's text already held its end of turn
+    return ids + [i for i in closing if i in chat.end_token_ids][: int(finish_reason == "stop")]
+
+
+def _encode_behind(chat: ChatTemplate, before: str, text: str) -> list[int]:
+    """Ids of `text` as it follows `before`.
+
+    Raises:
+        TemplateError: no ids behind `before` decode to `text`.
+    """
+    anchor = before[-_ANCHOR_CHARS:]
+    anchor_ids = list(chat.encode_text(anchor, neutral=False))
+    ids = list(chat.encode_text(anchor + text, neutral=False))
+    if ids[: len(anchor_ids)] == anchor_ids:
+        return ids[len(anchor_ids) :]
+    # The tokenizer merges across the border (a newline after `assistant\n`). The model could not: its prompt ended
+    # there, so the turn is encoded alone.
+    ids = list(chat.encode_text(text, neutral=False))
+    if chat.decode(anchor_ids + ids) != chat.decode(anchor_ids) + text:
+        raise TemplateError(f"the tokenizer cannot write {text[:40]!r} behind {anchor[-40:]!r}")
+    return ids
