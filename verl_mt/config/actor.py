@@ -22,7 +22,9 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = knob(False, "Run Python code that comes with a hub model.")
     dtype: str = knob("float32", "Weights of actor and ref.", choices=("float32", "bfloat16"))
-    attn_implementation: str = knob("sdpa", "Attention kernel of transformers.", choices=("sdpa", "eager", "flash_attention_2"))
+    attn_implementation: str = knob(
+        "sdpa", "Attention kernel of transformers.", choices=("sdpa", "eager", "flash_attention_2")
+    )
     enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
 
 
@@ -30,12 +32,13 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """`actor_rollout_ref.actor.optim`: AdamW."""
 
-    lr: float = knob(3e-4, "Peak learning rate.", min=0)
-    betas: list[float] = knob([0.9, 0.99], "AdamW's betas.")
+    lr: float = knob(1e-6, "Peak learning rate.", min=0)
+    betas: list[float] = knob([0.9, 0.999], "AdamW's betas.")
     weight_decay: float = knob(0.0, "AdamW's decoupled weight decay.", min=0)
-    lr_warmup_steps: int = knob(5, "Optimizer steps of linear warm-up.", min=0)
+    lr_warmup_steps: int = knob(0, "Optimizer steps of linear warm-up.", min=0)
     lr_scheduler_type: str = knob(
-        "linear", "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
+        "linear",
+        "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
         choices=("constant", "linear", "cosine"),
     )
     min_lr_ratio: float = knob(0.0, "Last learning rate as a share of the peak.", min=0, max=1)
@@ -47,12 +50,12 @@ class ActorConfig(Section):
 
     optim: OptimConfig = knob(OptimConfig, "The optimizer.")
     ppo_mini_batch_size: int | None = knob(
-        None, "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy).", min=1
+        None,
+        "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy).",
+        min=1,
     )
     ppo_epochs: int = knob(1, "Passes over a rollout batch.", min=1)
-    ppo_micro_batch_size: int | None = knob(
-        None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1
-    )
+    ppo_micro_batch_size: int | None = knob(None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1)
     ppo_max_token_len: int = knob(16384, "Tokens (padding included) per forward pass.", min=1)
     shuffle: bool = knob(True, "Shuffle trajectories between mini-batches.")
     clip_ratio: float = knob(0.2, "PPO's clip range (Schulman et al. 2017, eq. 7).", min=0)
@@ -60,23 +63,26 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = knob(None, "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.", min=0)
     clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
     loss_agg_mode: str = knob(
-        "token-mean", "How token losses become one number.",
+        "token-mean",
+        "How token losses become one number.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = knob(False, "Add a KL term to the reference policy to the loss.")
     kl_loss_coef: float = knob(0.001, "Its weight.", min=0)
     kl_loss_type: str = knob(
-        "low_var_kl", "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp).",
+        "low_var_kl",
+        "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     )
     grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
     skip_zero_advantage: bool = knob(
-        True, "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms)."
+        True,
+        "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
     )
     use_sampler_log_probs: str = knob(
         "auto",
-        "Old log-probs: auto = none needed on-policy, recomputed otherwise; always = the sampler's; never = recomputed.",
+        "Old log-probs: auto = none needed on-policy, else recomputed; always = the sampler's; never = recomputed.",
         choices=("auto", "always", "never"),
     )
 

@@ -13,13 +13,18 @@ class MultiTurnConfig(Section):
     """`actor_rollout_ref.rollout.multi_turn`; `multi_turn: True` is short for `multi_turn.enable: True`."""
 
     enable: bool | None = knob(
-        None, "Several turns. null = on exactly when a tools file or an interaction file is given; False with one is refused."
+        None,
+        "Several turns. null = on exactly when a tools or interaction file is given; False with one is refused.",
     )
-    max_assistant_turns: int | None = knob(None, "Assistant turns of one trajectory; null = no limit of its own.", min=1)
+    max_assistant_turns: int | None = knob(
+        None, "Assistant turns of one trajectory; null = no limit of its own.", min=1
+    )
     max_user_turns: int | None = knob(
         None, "Turns of the interaction (tool rounds are not user turns); null = no limit.", min=1
     )
-    max_parallel_calls: int = knob(8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1)
+    max_parallel_calls: int = knob(
+        8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1
+    )
     max_tool_response_tokens: int = knob(512, "Longest tool result in tokens; longer ones are cut and counted.", min=8)
     tool_response_keep: str = knob(
         "both", "Which part of an over-long tool result is kept.", choices=("head", "tail", "both")
@@ -36,11 +41,20 @@ class MultiTurnConfig(Section):
         choices=("strict", "ignore_strippable", "off", "disable", False),
     )
     max_mismatch_rate: float | None = knob(
-        None, "Stop the run when more than this share of a step's trajectories mismatch; null = only warn.", min=0, max=1
+        None,
+        "Stop the run when more than this share of a step's trajectories mismatch; null = only warn.",
+        min=0,
+        max=1,
     )
     use_inference_chat_template: bool = knob(
-        False, "Show the model what production would show it (old reasoning dropped), in a new record per rewrite."
+        False,
+        "Show the model what production would show it (old reasoning dropped), in a new record per rewrite.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenization_sanity_check_mode in (False, "disable"):
+            self.tokenization_sanity_check_mode = "off"
 
 
 @dataclass
@@ -75,16 +89,12 @@ class RolloutConfig(Section):
     stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
     prompt_length: int | None = knob(None, "Longest prompt in tokens; null = `data.max_prompt_length`.", min=1)
-    response_length: int = knob(128, "Everything after the first prompt, observations included, in tokens.", min=1)
+    response_length: int = knob(512, "Everything after the first prompt, observations included, in tokens.", min=1)
     max_tokens_per_turn: int | None = knob(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
     max_model_len: int | None = knob(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
-    max_seconds: float | None = knob(
-        None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001
-    )
+    max_seconds: float | None = knob(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
     request_timeout_s: float = knob(600.0, "Deadline of one engine request in seconds.", min=0.001)
-    max_concurrent: int | None = knob(
-        None, "Trajectories that live at once; null = all of a step.", min=1
-    )
+    max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all of a step.", min=1)
     max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
     tensor_model_parallel_size: int = knob(1, "Ranks of one engine; needs SGLang.", min=1)

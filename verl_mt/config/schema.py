@@ -21,12 +21,14 @@ class DataConfig(Section):
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
     val_files: Any = knob("verl_mt.tiny.problems:rows", "Validation data, in the same forms; null = no validation.")
-    train_max_samples: int = knob(4096, "Rows taken from each training entry; -1 = all (a generator needs a number).")
-    val_max_samples: int = knob(200, "Rows taken from each validation entry; -1 = all.")
+    train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
+    val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.")
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
     val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1)
-    max_prompt_length: int = knob(256, "Longest prompt in tokens.", min=1)
-    filter_overlong_prompts: bool = knob(True, "Drop and count rows with a longer prompt; False = `truncation` decides.")
+    max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)
+    filter_overlong_prompts: bool = knob(
+        True, "Drop and count rows with a longer prompt; False = `truncation` decides."
+    )
     truncation: str = knob(
         "error", "An over-long prompt that was not filtered.", choices=("error", "left", "right", "middle")
     )
@@ -35,7 +37,8 @@ class DataConfig(Section):
     seed: int = knob(0, "Seed of the row order and of generated training rows.")
     val_seed: int = knob(1234, "Seed of generated validation rows.")
     mixing: str = knob(
-        "proportional", "With several training entries: by size, or by their weights.",
+        "proportional",
+        "With several training entries: by size, or by their weights.",
         choices=("proportional", "weights"),
     )
     sampler: str | None = knob(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
@@ -47,7 +50,8 @@ class RewardConfig(Section):
     """`reward`. `custom_reward_function.path` and `.name` are aliases of `path` and `name`."""
 
     path: str | None = knob(
-        None, "Reward function: dotted path, file.py:name, or a registered name; null = by the row's data_source."
+        None,
+        "Reward function: dotted path, file.py:name, or a registered name; null = by the row's data_source.",
     )
     name: str | None = knob(None, "Function name, where `path` is a bare file; null = compute_score.")
     kwargs: dict[str, Any] = knob({}, "Extra arguments of every call.")
@@ -69,29 +73,36 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """`trainer`."""
 
-    total_training_steps: int | None = knob(60, "Training steps; null = `total_epochs` decides.", min=0)
-    total_epochs: int = knob(1000, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
+    total_training_steps: int | None = knob(None, "Training steps; null = `total_epochs` decides.", min=0)
+    total_epochs: int = knob(1, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
     project_name: str = knob("verl_mt", "Project, for trackers.")
-    experiment_name: str = knob("tiny", "Run name; the run directory is runs/<experiment_name>.")
+    experiment_name: str = knob("run", "Run name; the run directory is runs/<experiment_name>.")
     default_local_dir: str | None = knob(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
     logger: list[str] = knob(["console", "tensorboard"], "Trackers: console, tensorboard, wandb, mlflow.")
-    test_freq: int = knob(30, "Validate every that many steps and at the end; -1 = only at the end.")
+    test_freq: int = knob(10, "Validate every that many steps and at the end; -1 = only at the end.")
     val_before_train: bool = knob(True, "Validate before the first step.")
     val_only: bool = knob(False, "Validate and stop.")
-    save_freq: int = knob(1, "Checkpoint every that many steps and at the end; -1 = only at the end.")
+    save_freq: int = knob(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
     max_actor_ckpt_to_keep: int | None = knob(2, "Newest checkpoints kept (the best one stays too); null = all.", min=1)
     resume_mode: str = knob(
-        "auto", "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`.",
+        "auto",
+        "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`.",
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path.")
     seed: int = knob(0, "Seed of the run: sampling, shuffling, initial state.")
     deterministic: bool = knob(
-        False, "The same config gives the same weights, bit for bit, also when killed and resumed (local and scripted engines)."
+        False,
+        "The same config gives the same weights, bit for bit, also when killed and resumed (local, scripted).",
     )
     num_threads: int | None = knob(None, "CPU threads of torch; null = all idle cores, at most 4.", min=1)
     device: str = knob("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
-    max_staleness: int = knob(0, "Steps that a rollout's weights may lag behind; 0 = synchronous (the only value yet).", min=0, max=0)
+    max_staleness: int = knob(
+        0,
+        "Steps that a rollout's weights may lag behind; 0 = synchronous (the only value yet).",
+        min=0,
+        max=0,
+    )
     placement: str = knob("inline", "Where the workers live.", choices=("inline", "ray"))
     nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)

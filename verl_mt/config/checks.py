@@ -1,0 +1,176 @@
+"""What no single knob can know: combinations across sections. All problems of a configuration in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_mt.config.schema import Config
+from verl_mt.errors import ConfigError
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
+
+
+def check(config: Config) -> None:
+    """Verify everything that involves more than one knob.
+
+    Raises:
+        ConfigError: lists every problem with its keys, what was got and what to do.
+    """
+    groups = (_multi_turn, _sampling, _batches, _lengths, _engine, _placement, _run, _numbers)
+    problems = [text for group in groups for text in group(config)]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _multi_turn(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    turns, tools = rollout.multi_turn, rollout.tool_kwargs.tools_config_file
+    given = {
+        "tool_kwargs.tools_config_file": tools,
+        "interaction_config_file": rollout.interaction_config_file,
+    }
+    for key, file in given.items():
+        if file is not None and turns.enable is False:
+            yield (
+                f"{_ROLLOUT}.{key} is {file!r} but {_ROLLOUT}.multi_turn.enable is False: "
+                "switch multi-turn on, or leave the file out (=null)"
+            )
+    if tools is not None and turns.max_assistant_turns == 1:
+        yield (
+            f"{_ROLLOUT}.multi_turn.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; "
+            "set it to 2 or more, or to null"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.val_kwargs.top_p == 0 or rollout.top_p == 0:
+        yield f"{_ROLLOUT}: top_p is 0, must be above 0 (1 = off)"
+    for name, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", rollout.val_kwargs.top_k)):
+        if top_k == 0 or top_k < -1:
+            yield f"{_ROLLOUT}.{name} is {top_k}, must be -1 (off) or at least 1"
+    if config.trainer.val_only:
+        return
+    filters = {"top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, -1), "min_p": (rollout.min_p, 0.0)}
+    for name, (value, off) in filters.items():
+        if value != off:
+            yield (
+                f"{_ROLLOUT}.{name} is {value}: training needs the full distribution, because the trainer's log-probs "
+                f"are over the whole vocabulary; set it to {off} (validation may use val_kwargs.{name})"
+            )
+    if rollout.temperature == 0:
+        yield f"{_ROLLOUT}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
+    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
+        yield f"{_ROLLOUT}.n is 1: GRPO compares the samples of one prompt and needs at least 2"
+
+
+def _batches(config: Config) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini is not None and batch % mini:
+        yield (
+            f"{_ACTOR}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}); "
+            f"both count prompts: choose {_divisors(batch)}"
+        )
+        return
+    ranks = config.trainer.nnodes * config.trainer.n_workers_per_node
+    sequences = (mini or batch) * config.actor_rollout_ref.rollout.n
+    if sequences % ranks:
+        yield (
+            f"{sequences} sequences per optimizer step ({mini or batch} prompts x {_ROLLOUT}.n) are not divisible by "
+            f"{ranks} ranks (trainer.nnodes x trainer.n_workers_per_node)"
+        )
+
+
+def _divisors(number: int) -> str:
+    every = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return ", ".join(every if len(every) < 10 else [*every[:3], "...", *every[-4:]])
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    prompt = config.data.max_prompt_length if rollout.prompt_length is None else rollout.prompt_length
+    if prompt != config.data.max_prompt_length:
+        yield (
+            f"{_ROLLOUT}.prompt_length ({prompt}) and data.max_prompt_length ({config.data.max_prompt_length}) are the "
+            "same limit: give the second only"
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len <= prompt:
+        yield (
+            f"{_ROLLOUT}.max_model_len ({rollout.max_model_len}) leaves no room after a prompt of "
+            f"data.max_prompt_length ({prompt}) tokens"
+        )
+        return
+    longest = min(prompt + rollout.response_length, rollout.max_model_len or prompt + rollout.response_length)
+    passes = {f"{_ACTOR}.ppo_max_token_len": actor.ppo_max_token_len if actor.ppo_micro_batch_size is None else longest}
+    if actor.use_kl_loss:
+        passes["actor_rollout_ref.ref.log_prob_max_token_len"] = config.actor_rollout_ref.ref.log_prob_max_token_len
+    for key, limit in passes.items():
+        if limit < longest:
+            yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
+
+
+def _engine(config: Config) -> Iterator[str]:
+    rollout, name = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.name
+    if config.trainer.deterministic and name == "sglang":
+        yield "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
+    if name == "sglang":
+        return
+    only_sglang = {
+        "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
+        "engine_kwargs": (rollout.engine_kwargs, {}),
+        "gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.5),
+        "free_cache_engine": (rollout.free_cache_engine, True),
+    }
+    for key, (value, default) in only_sglang.items():
+        if value != default:
+            yield f"{_ROLLOUT}.{key} is {value}, which only rollout.name=sglang understands; the engine is {name}"
+    model_dtype = config.actor_rollout_ref.model.dtype
+    if name == "local" and rollout.dtype not in (None, model_dtype):
+        yield f"{_ROLLOUT}.dtype is {rollout.dtype}: the local engine uses the actor's weights ({model_dtype}); leave it null"
+
+
+def _placement(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    ranks = {"trainer.nnodes": trainer.nnodes, "trainer.n_workers_per_node": trainer.n_workers_per_node}
+    for key, number in ranks.items():
+        if number > 1 and trainer.placement != "ray":
+            yield f"{key} is {number}, which needs trainer.placement=ray (it is {trainer.placement})"
+    if trainer.placement == "ray" and config.actor_rollout_ref.rollout.name == "local":
+        yield f"{_ROLLOUT}.name=local lives in the trainer's process; with trainer.placement=ray use sglang"
+
+
+def _run(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield f"trainer.resume_from_path is given with trainer.resume_mode={trainer.resume_mode}: set it to resume_path"
+    if trainer.val_only and config.data.val_files is None:
+        yield "trainer.val_only needs data.val_files"
+    for name in trainer.logger:
+        if name not in _TRACKERS:
+            yield f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}"
+    if config.reward.name is not None and config.reward.path is None:
+        yield f"reward.name is {config.reward.name!r} without reward.path: name the file or module too"
+    if config.data.sampler is None and config.data.sampler_kwargs:
+        yield "data.sampler_kwargs are given without data.sampler"
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    """-1 or a positive number."""
+    counts = {
+        "trainer.test_freq": config.trainer.test_freq,
+        "trainer.save_freq": config.trainer.save_freq,
+        "data.train_max_samples": config.data.train_max_samples,
+        "data.val_max_samples": config.data.val_max_samples,
+    }
+    for key, number in counts.items():
+        if number == 0 or number < -1:
+            yield f"{key} is {number}, must be -1 or at least 1"
+    betas = config.actor_rollout_ref.actor.optim.betas
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        yield f"{_ACTOR}.optim.betas is {betas}: expected two numbers in [0, 1)"

@@ -1,0 +1,229 @@
+"""From a command line, YAML files or a Python call to a checked `Config`.
+
+`compose` is what Python users call; `hydra_main` is the body of a command. Both start from the same files::
+
+    schema (base_config) <- config/ppo_trainer.yaml <- config/tiny.yaml or your own YAML <- overrides
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_mt.config.checks import check
+from verl_mt.config.hydra_source import Composition, composing, register
+from verl_mt.config.knob import check_knob
+from verl_mt.config.normalize import Problem, normalise_overrides, normalise_tree, raise_problems, split_argv
+from verl_mt.config.redact import redact
+from verl_mt.config.schema import Config
+from verl_mt.config.tree import leaves, sections
+from verl_mt.config_paths import config_dir as shipped_config_dir
+from verl_mt.config_paths import configs_root
+from verl_mt.errors import ConfigError, VerlMTError
+
+__all__ = ["compose", "config_to_yaml", "hydra_main", "register", "to_config"]
+
+TINY, GENERAL = "tiny", "ppo_trainer"
+
+
+def compose(
+    overrides: Sequence[str] = (), config_name: str | None = None, config_dir: str | Path | None = None
+) -> Config:
+    """The configuration that the command line `overrides` would give.
+
+    Args:
+        overrides: Hydra overrides, in verl's spellings too: `["data.train_batch_size=8"]`.
+        config_name: a YAML file's name (without .yaml), or a path to one. None = `tiny` (the default task), or
+            `ppo_trainer` where the overrides bring both their own model and their own training data, so that nothing
+            of the default task is inherited.
+        config_dir: the folder of that file; None = the shipped one, which is always searched as well.
+
+    Raises:
+        UnknownKeyError, ConfigError: everything that is wrong, in one error.
+    """
+    return _compose(overrides, config_name, config_dir, ())
+
+
+def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+    """Any mapping of keys -> a checked `Config`: what it leaves out has the schema's default.
+
+    Raises:
+        UnknownKeyError, ConfigError: everything that is wrong, in one error.
+    """
+    content = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else dict(tree)
+    assert isinstance(content, dict)
+    content.pop("hydra", None)
+    nested, outcome = normalise_tree({str(k): v for k, v in content.items()}, "configuration")
+    raise_problems(outcome.problems)
+    merged = OmegaConf.merge(OmegaConf.structured(Config), nested)
+    raise_problems(_value_problems(merged))
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).partition("\n")[0]) from None
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, secrets redacted; `compose(config_name=that_file)` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(redact(dataclasses.asdict(config))))
+
+
+def hydra_main(
+    task: Callable[[Config], None], *, config_name: str | None = None, argv: Sequence[str] | None = None
+) -> None:
+    """The body of a command: argv -> `Config` -> `task(config)`.
+
+    Takes Hydra's `--config-path`, `--config-name`, `--config-dir`, `--cfg job` and `--help`; makes no output folder,
+    changes no directory, sets up no logging. An expected error (`VerlMTError`) is printed without a traceback and
+    exits with code 2; the environment variable VERL_MT_TRACEBACK=1 shows the traceback.
+
+    Args:
+        task: what runs with the configuration.
+        config_name: the YAML file where the command line names none; None as in `compose`.
+        argv: words of the command line; None = `sys.argv[1:]`.
+    """
+    try:
+        config = _config_of_command(list(sys.argv[1:] if argv is None else argv), config_name, task.__module__)
+        if config is not None:
+            task(config)
+    except VerlMTError as error:
+        if os.environ.get("VERL_MT_TRACEBACK") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _config_of_command(argv: list[str], config_name: str | None, module: str) -> Config | None:
+    flags, overrides = split_argv(argv)
+    if module == "__main__":
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}" if "." in module else module,
+        usage="%(prog)s [flags] [key=value ...]",
+        description="Keys are dotted: actor_rollout_ref.rollout.n=4. Sections:",
+        epilog="\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())
+        + "\n\nAll keys with their defaults: python -m verl_mt.config.reference, or docs/configuration.md.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config-name", "-cn", help="YAML file to start from (a name without .yaml, or a path)")
+    parser.add_argument("--config-path", "-cp", help="folder of that file (default: the shipped config/)")
+    parser.add_argument("--config-dir", "-cd", help="one more folder to search")
+    parser.add_argument("--cfg", "-c", choices=["job"], help="print the configuration and stop")
+    parser.add_argument(
+        "--resolve", action="store_true", help="accepted beside --cfg: interpolations are always resolved"
+    )
+    try:
+        args, unknown = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; --help lists the flags") from None
+    if unknown:
+        raise ConfigError(f"unknown flag {' '.join(unknown)}; --help lists the flags, overrides are key=value")
+    extra = (_folder(args.config_dir, "--config-dir"),) if args.config_dir else ()
+    path = _folder(args.config_path, "--config-path") if args.config_path else None
+    config = _compose(overrides, args.config_name or config_name, path, extra)
+    if args.cfg:
+        print(config_to_yaml(config), end="")
+        return None
+    return config
+
+
+def _compose(
+    overrides: Sequence[str], config_name: str | None, folder: str | Path | None, extra: tuple[Path, ...]
+) -> Config:
+    lines, outcome = normalise_overrides(list(overrides))
+    notes = list(outcome.notes)
+    if config_name is None:
+        own = {item.key for item in outcome.items}
+        general = {"data.train_files", "actor_rollout_ref.model.path"} <= own
+        config_name = GENERAL if general else TINY
+        if general:
+            notes.append(
+                "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
+            )
+    base, name = _locate(config_name, folder)
+    composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
+    with composing(composition):
+        tree, failure = _hydra_compose(base, name, lines)
+    if failure is not None:
+        composition.problems.append(Problem(failure))
+    raise_problems(composition.problems)
+    _say_once(notes + composition.notes)
+    return to_config(tree)
+
+
+def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig, str | None]:
+    """Hydra's own composition; its errors as one text."""
+    try:
+        with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
+            return hydra.compose(config_name=name, overrides=lines), None
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = f": {error.__cause__}" if error.__cause__ else ""
+        text = " ".join(f"{error}{cause}".split())
+        return OmegaConf.create(), f"{text} (config {name!r} of {base})"
+
+
+def _locate(config_name: str, folder: str | Path | None) -> tuple[Path, str]:
+    """(absolute folder, name without .yaml) of the primary file.
+
+    Raises:
+        ConfigError: no such file; lists what is there.
+    """
+    if folder is None and config_name.endswith((".yaml", ".yml")) and Path(config_name).is_file():
+        file = Path(config_name).resolve()
+        return file.parent, file.stem
+    base = shipped_config_dir() if folder is None else _folder(folder, "config_dir")
+    name = config_name.removesuffix(".yaml")
+    if not any((place / f"{name}.yaml").is_file() for place in (base, shipped_config_dir())):
+        names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
+        raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}")
+    return base, name
+
+
+def _folder(path: str | Path, flag: str) -> Path:
+    """A folder relative to the working directory, else to the shipped files."""
+    given = Path(path).expanduser()
+    for candidate in (Path.cwd() / given, configs_root() / given):
+        if candidate.is_dir():
+            return candidate.resolve()
+    raise ConfigError(f"{flag}: no folder {str(path)!r} (looked in {Path.cwd()} and {configs_root()})")
+
+
+def _value_problems(merged: Any) -> list[Problem]:
+    """Bounds and choices of every value, interpolations resolved, with full keys."""
+    problems = []
+    for key, leaf in leaves().items():
+        try:
+            value = OmegaConf.select(merged, key, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            check_knob(key, value, leaf.metadata)
+        except ConfigError as error:
+            problems.append(Problem(str(error)))
+        except OmegaConfBaseException as error:
+            problems.append(Problem(f"{key}: {str(error).partition(chr(10))[0]}"))
+    return problems
+
+
+_SAID: set[str] = set()
+
+
+def _say_once(notes: Sequence[str]) -> None:
+    for note in notes:
+        if note not in _SAID:
+            _SAID.add(note)
+            print(f"config: {note}", file=sys.stderr)
