@@ -47,9 +47,8 @@ def test_a_turn_is_its_text_and_its_end_without_the_separator(method):
 
 @pytest.mark.cap("P19")
 @pytest.mark.parametrize("method", ["prev_curr", "fixed_base", "auto"])
-@pytest.mark.parametrize("reason", ["length", "abort"])
-def test_a_turn_that_was_cut_gets_no_end(method, reason):
-    assert turn_ids(ToyChat(), HISTORY, assistant("A2 "), method=method, finish_reason=reason) == encode("A2 ")
+def test_a_turn_that_was_cut_gets_no_end(method):
+    assert turn_ids(ToyChat(), HISTORY, assistant("A2 "), method=method, complete=False) == encode("A2 ")
 
 
 @pytest.mark.cap("P6", "V8")
@@ -100,7 +99,7 @@ def test_parsed_tool_calls_are_taken_as_the_template_writes_them():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ids = turn_ids(ToyChat(), HISTORY, assistant("ok", tool_calls=[call]))
     assert decode(ids) == 'ok\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert turn_ids(ToyChat(), HISTORY, assistant("ok", tool_calls=[call]), finish_reason="length") == ids[:-1]
+    assert turn_ids(ToyChat(), HISTORY, assistant("ok", tool_calls=[call]), complete=False) == ids[:-1]
 
 
 def test_an_end_of_turn_in_the_engines_text_is_not_doubled():
@@ -132,9 +131,9 @@ def test_an_unknown_method_is_refused():
 @given(
     st.text(alphabet="aHelo \n<>/thinkA1é中", max_size=20),
     st.sampled_from([chatml, think_on_last_turn, prefilled]),
-    st.sampled_from(["stop", "length"]),
+    st.booleans(),
 )
-def test_the_ids_of_a_turn_decode_to_the_engines_text_and_one_end(text, template, reason):
-    ids = turn_ids(ToyChat(template), HISTORY, assistant(text), finish_reason=reason)
-    assert decode(ids) == text + ("<|im_end|>" if reason == "stop" else "")
-    assert ids.count(END) == (reason == "stop")
+def test_the_ids_of_a_turn_decode_to_the_engines_text_and_one_end(text, template, complete):
+    ids = turn_ids(ToyChat(template), HISTORY, assistant(text), complete=complete)
+    assert decode(ids) == text + ("<|im_end|>" if complete else "")
+    assert ids.count(END) == complete

@@ -41,7 +41,7 @@ class Mismatch:
     """Exactly the differing text; for equal text the tokens, set apart by `|`."""
     rendered: str
     in_budget: bool
-    """False where only the model's sampling is the reason, or where there was nothing to compare with."""
+    """False where the model's sampling or neutralised text is the reason, or where nothing could be rendered."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,15 @@ class Comparison:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
         by_model = any(self.sampled[core.start : core.end])
         control = frozenset(getattr(self.chat.tokenizer, "added_tokens_decoder", ()))
-        as_control_token = not control.isdisjoint(mine) and control.isdisjoint(theirs)
-        plain = as_control_token or (neutralised and not by_model)
+        # The full rendering trusts all text; what arrived during the rollout was written as plain text.
+        plain = not by_model and (neutralised or control.isdisjoint(mine) != control.isdisjoint(theirs))
         return _mismatch(
             Cause.NEUTRALISED_TEXT if plain else Cause.RETOKENIZED,
             core,
             "|".join(self.chat.decode([token]) for token in mine),
             "|".join(self.chat.decode([token]) for token in theirs),
-            in_budget=not by_model,
+            # Neither the model's sampling nor what a tool chose to answer may stop a run.
+            in_budget=not by_model and not plain,
         )
 
     def _other_text(self, chunk: DiffSpan, recorded: str, rendered: str, stop_length: bool) -> list[Mismatch]:
@@ -193,7 +194,7 @@ class Comparison:
         turn = TurnTexts(recorded, rendered, ends=self.end_texts, known_texts=self.known_texts)
         if not sampled_at:
             causes = [cause_of_given(turn)]
-        elif stop_length and chunk.end == len(self.recorded):
+        elif stop_length and chunk.end == len(self.recorded) and self.recorded[-1] not in self.ends:
             causes = [Cause.TRUNCATION]
         else:
             given = self._text(self.recorded, chunk.start, sampled_at[0])

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.chat.token_diff import common_prefix, end_of_last_turn
 from verl_mt.data.conversation import Message
-from verl_mt.data.requests import FinishReason
 from verl_mt.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def turn_ids(
     *,
     method: DeltaMethod = "auto",
     tools: Sequence[dict[str, Any]] | None = None,
-    finish_reason: FinishReason = "stop",
+    complete: bool = True,
 ) -> list[int]:
     """The ids of an assistant turn, its end-of-turn token included, every one with mask 1.
 
@@ -65,7 +64,7 @@ def turn_ids(
         method: `auto` tries `prev_curr`, then `fixed_base`; if the template rewrites the turn in both, the
             engine's text is encoded as it is, with the end of turn that the template writes elsewhere.
         tools: the schemas that the prompt showed.
-        finish_reason: anything but `stop` means that no end of turn was sampled: none is returned.
+        complete: False for a turn cut by a limit or from outside: it has no end of turn, and none is invented.
 
     Returns:
         ids to append right after the recorded prompt; the separator after the end of turn is not among them.
@@ -86,7 +85,7 @@ def turn_ids(
     refused: list[str] = []
     for name, way in ways.items():
         try:
-            return _encode(chat, way(), finish_reason)
+            return _encode(chat, way(), complete)
         except TemplateError as error:
             refused.append(f"{name}: {error}")
     raise TemplateError("no ids for an assistant turn from its text; " + "; ".join(refused))
@@ -153,7 +152,7 @@ def _first_base(way: Callable[[Sequence[Message]], _Turn]) -> _Turn:
     raise first_error
 
 
-def _encode(chat: ChatTemplate, turn: _Turn, finish_reason: FinishReason) -> list[int]:
+def _encode(chat: ChatTemplate, turn: _Turn, complete: bool) -> list[int]:
     if turn.closing:
         ids, closing = _encode_behind(chat, turn.before, turn.text), chat.encode_text(turn.closing, neutral=False)
     else:
@@ -165,7 +164,7 @@ def _encode(chat: ChatTemplate, turn: _Turn, finish_reason: FinishReason) -> lis
         raise TemplateError(f"the template adds {chat.decode(closing)!r} to the turn; the model did not write that")
     if ids and ids[-1] in chat.end_token_ids:
         return ids  # the engine's text already held its end of turn
-    return ids + [i for i in closing if i in chat.end_token_ids][: int(finish_reason == "stop")]
+    return ids + [i for i in closing if i in chat.end_token_ids][: int(complete)]
 
 
 def _encode_behind(chat: ChatTemplate, before: str, text: str) -> list[int]:

@@ -27,9 +27,7 @@ class DiffSpan:
         right = self.rendered_ids(rendered)
         head = common_prefix(left, right)
         tail = common_prefix(left[head:][::-1], right[head:][::-1])
-        return DiffSpan(
-            self.start + head, self.end - tail, self.rendered_start + head, self.rendered_end - tail
-        )
+        return DiffSpan(self.start + head, self.end - tail, self.rendered_start + head, self.rendered_end - tail)
 
     def recorded_ids(self, recorded: Sequence[int]) -> list[int]:
         return list(recorded[self.start : self.end])
