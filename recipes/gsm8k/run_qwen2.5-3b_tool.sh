@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Qwen2.5-3B-Instruct on GSM8K with the answer-checking tool, GRPO. Needs GPUs and the SGLang engine.
+# Further overrides go behind it: recipes/gsm8k/run_qwen2.5-3b_tool.sh trainer.total_epochs=1
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+data="${DATA_DIR:-data/gsm8k}"
+
+for split in train test; do
+  [ -f "$data/$split.parquet" ] || python "$here/prepare.py" --split "$split" --style tool --out "$data/$split.parquet"
+done
+
+exec python -m verl_mt.trainer --config-path "$here/config" --config-name gsm8k_tool_grpo \
+  data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" "$@"
