@@ -1,0 +1,235 @@
+"""The text between two assistant turns, rendered from a context of two messages instead of the whole history.
+
+A user's turn is rendered after `user, assistant`; a tool's after `user, assistant with the calls it answers`. The
+assistant's words are a marker, the rendering is cut behind it at the end of the turn, and what follows the cut is
+the delta. Its cost does not depend on how long the conversation is, and nothing of the history is rewritten by it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_mt.chat.cut import TurnEnd, find_end
+from verl_mt.chat.encode import Hidden
+from verl_mt.chat.render import CallShape, Renderer, normalise, normalise_call, shape_arguments
+from verl_mt.data.conversation import Message
+from verl_mt.errors import TemplateError
+
+ASKED = "Zqxjkvasked"
+SAID = "Zqxjkvsaid"
+SHOWN = "Zqxjkvshown"
+SHOWN_AGAIN = "Zqxjkvtwice"
+FILLER_NAME = "tool"
+
+
+@dataclass(frozen=True)
+class DeltaText:
+    """`end` closes the assistant's turn, `body` is everything the template writes after it."""
+
+    end: TurnEnd
+    body: str
+
+
+@dataclass(frozen=True)
+class _Base:
+    """One way to write the assistant turn that the environment answers."""
+
+    label: str
+    assistant: Message
+    env: list[Message]
+
+
+class DeltaRenderer:
+    """Renders deltas of one template.
+
+    Args:
+        starts: control literals of the generation prompt.
+        known_ends: control literals that are known to end a turn (eos).
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        pattern: re.Pattern[str] | None,
+        *,
+        starts: Collection[str],
+        known_ends: Collection[str],
+        shape: CallShape,
+    ):
+        self._renderer = renderer
+        self._pattern = pattern
+        self._starts = frozenset(starts)
+        self._known = frozenset(known_ends)
+        self._header_ends = False
+        self._shape = shape
+        self._ends: dict[tuple[str, ...], TurnEnd] = {}
+        self._first_good: dict[tuple[Any, ...], str] = {}
+        user_end = self._end_of("user", _Base("said", {"role": "assistant", "content": SAID}, []), None)
+        self._header_ends = user_end.opens_next
+        if user_end.token and not user_end.opens_next:
+            self._known |= {user_end.token}
+        self.user_end = user_end
+
+    def render(
+        self,
+        env: Sequence[Message],
+        assistant: Message,
+        *,
+        add_generation_prompt: bool,
+        template: str | None = None,
+        hidden: Hidden | None = None,
+    ) -> DeltaText:
+        """The text that follows `assistant` when the adjacent messages `env` arrive.
+
+        Args:
+            env: new messages; several tool results that answer one turn belong in one call. May be empty: then only
+                what stands between two assistant turns comes back.
+            assistant: the turn that was sampled; only names and ids of its calls are used.
+            hidden: filled with the control literals of all foreign text.
+
+        Raises:
+            TemplateError: the template cannot write these messages after an assistant turn.
+        """
+        parts: dict[str, Any] = {"env": normalise(env, self._shape), "calls": list(assistant.get("tool_calls") or [])}
+        if hidden is not None:
+            parts = hidden.hide(parts)
+        said = SAID
+        while any(said in str(m) for m in parts["env"]):
+            said += "x"
+        first_error: TemplateError | None = None
+        shape_key = (env[0]["role"] if env else "", len(parts["calls"]), len(env), template)
+        bases = list(self._bases(parts["env"], parts["calls"], said))
+        good = self._first_good.get(shape_key)
+        for base in sorted(bases, key=lambda b: b.label != good):
+            try:
+                text = self._text([base.assistant, *base.env], add_generation_prompt, template)
+            except TemplateError as error:
+                first_error = first_error or error
+                continue
+            if said in text:
+                self._first_good[shape_key] = base.label
+                return self._cut(text[text.rindex(said) + len(said) :], base, template, said)
+        raise first_error or TemplateError(
+            "the template does not show the assistant turn that the new messages answer", cause="P15"
+        )
+
+    def end_before(self, role: str) -> TurnEnd | None:
+        """How a turn ends before a message of that role; None where the template cannot write one there."""
+        try:
+            return self.render([_probe_message(role)], {"role": "assistant"}, add_generation_prompt=True).end
+        except TemplateError:
+            return None
+
+    def _text(self, messages: Sequence[Message], gen: bool, template: str | None) -> str:
+        asked = {"role": "user", "content": ASKED}
+        first_error: TemplateError | None = None
+        for tools in (None, [], [_SOME_TOOL]):  # some templates fail without a tool list
+            try:
+                return self._renderer.text([asked, *messages], tools, add_generation_prompt=gen, template=template)
+            except TemplateError as error:
+                first_error = first_error or error
+                if error.cause != "P24":
+                    break
+        assert first_error is not None
+        raise first_error
+
+    def _cut(self, tail: str, base: _Base, template: str | None, said: str) -> DeltaText:
+        role = base.env[0]["role"] if base.env else "user"
+        key = (role, base.label, str(len(base.assistant.get("tool_calls", ()))), template or "")
+        if key not in self._ends:
+            self._ends[key] = self._end_of(role, base, template, said)
+        end = self._ends[key]
+        if not tail.startswith(end.closing):
+            end = self._end_of(role, base, template, said)
+        if not base.env and end.opens_next:
+            end = TurnEnd("", "")
+        if not tail.startswith(end.closing):
+            raise TemplateError(
+                f"the template ends an assistant turn with {end.closing!r} in one place and {tail[:80]!r} in another",
+                cause="P18",
+            )
+        return DeltaText(end, tail[len(end.closing) :])
+
+    def _end_of(self, role: str, base: _Base, template: str | None, said: str = SAID) -> TurnEnd:
+        """Find the end of a turn with a marker in place of the environment's content."""
+        env = [{**base.env[0], **_probe_message(role, SHOWN)}] if base.env else [_probe_message(role, SHOWN)]
+        leading = [m for m in base.env if m["role"] == role] or env
+        env += [{**m, **_probe_message(role, SHOWN_AGAIN)} for m in leading[1:]]
+        alone = _after(self._text([base.assistant], False, template), said)
+        following = _after(self._text([base.assistant, *env], True, template), said)
+        shown = following.find(SHOWN)
+        end = find_end(
+            following[:shown] if shown >= 0 else following,
+            alone,
+            self._pattern,
+            starts=self._starts,
+            known=self._known,
+            header_ends=self._header_ends,
+        )
+        between = following[shown : following.find(SHOWN_AGAIN)] if SHOWN_AGAIN in following else ""
+        if end.token and end.token not in self._known and end.token in between:
+            return replace(end, opens_next=True)  # repeated before each result: it opens the result
+        return end
+
+    def _bases(self, env: list[Message], calls: list[Any], said: str) -> Iterator[_Base]:
+        plain = {"role": "assistant", "content": said}
+        results = []
+        for m in env:
+            if m["role"] != "tool":
+                break
+            results.append(m)
+        if results:
+            marker = shape_arguments({"query": said}, self._shape.arguments)
+            real = [self._call(c, marker, i) for i, c in enumerate(calls)]
+            answered = [self._answered(m, real, marker, i) for i, m in enumerate(results)]
+            filled = [
+                {**m, "tool_call_id": m.get("tool_call_id") or c["id"], "name": m.get("name") or c["function"]["name"]}
+                for m, c in zip(results, answered)
+            ] + env[len(results) :]
+            ways = {"real": real, "answered": answered, "one": answered[:1]}
+            for label, tool_calls in ways.items():
+                if tool_calls:
+                    turn = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+                    yield _Base(label, turn, env)
+                    yield _Base(label + " filled", turn, filled)
+        yield _Base("said", plain, env)
+
+    def _call(self, call: Any, marker: Any, index: int) -> dict[str, Any]:
+        out = normalise_call(call, self._shape)
+        out["function"]["arguments"] = marker
+        out["id"] = out.get("id") or f"call{index:05d}"
+        return out
+
+    def _answered(self, result: Message, real: list[dict[str, Any]], marker: Any, index: int) -> dict[str, Any]:
+        """The call that a tool message answers: by id, by place, or a placeholder for a malformed one."""
+        call_id = result.get("tool_call_id")
+        for call in real:
+            if call_id and call["id"] == call_id:
+                return call
+        if not call_id and index < len(real):
+            return real[index]
+        name = result.get("name") or FILLER_NAME
+        return self._call({"id": call_id, "function": {"name": name}}, marker, index)
+
+
+_SOME_TOOL = {
+    "type": "function",
+    "function": {
+        "name": FILLER_NAME,
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+
+
+def _probe_message(role: str, content: str = SHOWN) -> Message:
+    return {"role": role, "content": content}
+
+
+def _after(text: str, said: str) -> str:
+    if said not in text:
+        raise TemplateError("the template does not show what the assistant said", cause="P15")
+    return text[text.rindex(said) + len(said) :]

@@ -1,0 +1,223 @@
+"""From text to ids, exactly, and without letting foreign text become control tokens.
+
+Every tokenizer turns the text `<|im_end|>` into the control token, wherever it stands. Text that arrives during a
+rollout must not be able to do that, and the tokenizer's own switch (`split_special_tokens`) covers neither added
+tokens that are not "special" (`<tool_call>`, `<think>`) nor a text that also holds the template's own scaffold.
+
+So: each control literal in foreign text is hidden behind one private-use character before the template renders it;
+the rendered text is encoded as usual; and every stretch between two control tokens that holds a hidden literal is
+encoded again, literal restored, by a twin of the tokenizer that has no added tokens. Text without literals keeps the
+ids it always had.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from verl_mt.errors import TemplateError
+
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+
+class Hidden:
+    """The literals of one rendering and the private-use characters that stand for them."""
+
+    def __init__(self, literal_pattern: re.Pattern[str] | None):
+        self._pattern = literal_pattern
+        self.character_of: dict[str, str] = {}
+        self.literal_of: dict[str, str] = {}
+        self._free: Iterator[str] = iter(())
+
+    def __bool__(self) -> bool:
+        return bool(self.literal_of)
+
+    def hide(self, value: Any) -> Any:
+        """A copy of a JSON-like value with every control literal in its strings hidden.
+
+        Role and type strings are the program's own and stay. A private-use character that the value already holds
+        is never chosen, so everything of one rendering goes through one call.
+        """
+        if self._pattern is None or not any(self._pattern.search(s) for s in _strings(value)):
+            return value
+        taken = set().union(*map(set, _strings(value)))
+        self._free = (chr(c) for block in _PRIVATE_USE for c in block if chr(c) not in taken and chr(c) not in self.literal_of)
+        return self._walk(value)
+
+    def show(self, text: str) -> str:
+        """The text with its literals restored."""
+        return "".join(self.literal_of.get(c, c) for c in text) if self.literal_of else text
+
+    def find(self, text: str) -> bool:
+        return any(c in text for c in self.literal_of)
+
+    def unescape(self, text: str) -> str:
+        r"""Undo a template's ASCII-only JSON (`\ue000`), which would leave the character unrecognised."""
+        for character in self.literal_of:
+            escaped = json.dumps(character)[1:-1]
+            if escaped in text:
+                text = text.replace(escaped, character)
+        return text
+
+    def _walk(self, value: Any) -> Any:
+        if isinstance(value, str):
+            assert self._pattern is not None
+            return self._pattern.sub(lambda m: self._character(m.group()), value)
+        if isinstance(value, dict):
+            return {k: v if k in ("role", "type") else self._walk(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._walk(v) for v in value]
+        return value
+
+    def _character(self, literal: str) -> str:
+        if literal not in self.character_of:
+            character = next(self._free)
+            self.character_of[literal] = character
+            self.literal_of[character] = literal
+        return self.character_of[literal]
+
+
+class Encoder:
+    """A tokenizer's `encode` and `decode` with the guarantees of this module."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        for token in getattr(tokenizer, "all_special_tokens", []):
+            self.added.setdefault(token, tokenizer.convert_tokens_to_ids(token))
+        self._literal_of_id = {i: t for t, i in self.added.items()}
+        self.pattern = compile_literals(self.added)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._twin: Any = None
+        self._twin_anchor = ""
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens kept, no spaces cleaned."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def hidden(self) -> Hidden:
+        return Hidden(self.pattern)
+
+    def encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
+        """Ids of a rendering whose foreign literals were hidden: those become plain text, all else is as usual."""
+        text = hidden.unescape(text)
+        if not hidden.find(text):
+            return self.encode(text)
+        if self._backend is None:
+            return self._encode_hidden_slow(text, hidden)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        out: list[int] = []
+        stretch: list[int] = []
+        start = 0
+        for token, (begin, end) in zip(ids, offsets):
+            # An added token that only matched after normalisation came from content, not from the scaffold.
+            if self._literal_of_id.get(token) == text[begin:end].strip() != "":
+                out += self._stretch(text[start:begin], stretch, hidden, first=start == 0)
+                out.append(token)
+                stretch, start = [], end
+            else:
+                stretch.append(token)
+        return out + self._stretch(text[start:], stretch, hidden, first=start == 0)
+
+    def control_ids(self, ids: Iterable[int]) -> list[int]:
+        """Those of the ids that are added tokens."""
+        return [i for i in ids if i in self._literal_of_id]
+
+    def _stretch(self, text: str, ids: list[int], hidden: Hidden, *, first: bool) -> list[int]:
+        """Text between two control tokens: its ids as they are, or the twin's where a literal was hidden in it."""
+        if not hidden.find(text) and not self._forged(ids):
+            return ids
+        twin, anchor = self._get_twin()
+        plain = hidden.show(text)
+        if anchor in plain:
+            raise TemplateError("text contains this process's random marker; it cannot be encoded")
+        out = twin.encode(plain if first else anchor + plain, add_special_tokens=False).ids
+        out = out if first else out[1:]
+        if self._forged(out):
+            raise TemplateError(
+                f"the vocabulary of {getattr(self.tokenizer, 'name_or_path', '')!r} turns plain text into the control "
+                f"tokens {[self._literal_of_id[i] for i in self.control_ids(out)]}; use another tokenizer"
+            )
+        return out
+
+    def _forged(self, ids: Iterable[int]) -> bool:
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        return any(i in self._literal_of_id and i != unknown for i in ids)
+
+    def _get_twin(self) -> tuple[Any, str]:
+        """The tokenizer without added tokens, and a marker: text after it is encoded as after a control token."""
+        with self._lock:
+            if self._twin is None:
+                from tokenizers import AddedToken, Tokenizer
+
+                self._twin_anchor = f"\U0010fffd{secrets.token_hex(16)}\U0010fffd"
+                self._twin = Tokenizer.from_str(json.dumps(without_added_tokens(json.loads(self._backend.to_str()))))
+                self._twin.add_special_tokens([AddedToken(self._twin_anchor, normalized=False, special=True)])
+        return self._twin, self._twin_anchor
+
+    def _encode_hidden_slow(self, text: str, hidden: Hidden) -> list[int]:
+        """The same for tokenizers in pure Python: literals are cut in two until nothing of them is a control token."""
+        pattern = re.compile("([" + "".join(map(re.escape, hidden.literal_of)) + "])")
+        out: list[int] = []
+        for piece in pattern.split(text):
+            out += self._encode_plain_slow(hidden.literal_of[piece]) if piece in hidden.literal_of else self.encode(piece)
+        return out
+
+    def _encode_plain_slow(self, literal: str) -> list[int]:
+        ids = [i for part in (literal[:1], literal[1:]) for i in self.encode(part)]
+        if not self._forged(ids):
+            return ids
+        if len(literal) < 2:
+            raise TemplateError(f"{literal!r} is a control token of one character; it cannot be written as plain text")
+        return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
+
+
+def compile_literals(literals: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern that finds control literals, the longest first."""
+    ordered = sorted((t for t in literals if t.strip()), key=lambda t: (-len(t), t))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
+    """A `tokenizer.json` that can only produce ordinary ids.
+
+    Added tokens go; where one also sits in the model's own vocabulary its entry is renamed to what no text spells,
+    and merges that would build it are dropped. Ids stay.
+    """
+    literals = {t["content"] for t in spec.get("added_tokens", [])}
+    spec = {**spec, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    model = dict(spec["model"])
+    keep = {model.get("unk_token")}
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {f"\x00{t}\x00" if t in literals and t not in keep else t: i for t, i in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[f"\x00{t}\x00" if t in literals else t, score] for t, score in vocab]
+    if "merges" in model:
+        pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        model["merges"] = [
+            list(pair) for pair in pairs if not (literals & {pair[0], pair[1], "".join(pair)})
+        ]
+    spec["model"] = model
+    return spec
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _strings(v)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _strings(v)

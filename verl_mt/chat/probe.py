@@ -1,0 +1,330 @@
+"""What a chat template can render, found out once at start by rendering small conversations with markers in them.
+
+A template that cannot do something says so in many ways: it raises, drops the message, drops the call, escapes the
+name, encodes the arguments twice. Each is looked for in the text, not trusted to an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
+from verl_mt.chat.render import CallShape, Renderer, normalise
+from verl_mt.data.conversation import Message
+from verl_mt.errors import TemplateError
+
+REASONING = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<reasoning>", "</reasoning>"),
+)
+"""How templates open and close a reasoning block."""
+
+Reasoning = Literal["kept", "dropped_after_user", "ignored"]
+_THOUGHT = "Zqxjkvthought"
+_NAME = "zqxjkvname"
+_CALL_ID = "zqxjkv001"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one shape of conversation is refused."""
+
+    cause: str
+    """The number of the pitfall in docs/templates.md, such as `P16`."""
+    text: str
+
+
+@dataclass(frozen=True)
+class TemplateCapabilities:
+    """What one template, with one set of template kwargs, can do.
+
+    `problems` holds the shapes that are refused: `prompt`, `system`, `user_turn`, `tools` (the schemas in the
+    prompt), `no_tools` (a prompt without any), `tool_call`, `parallel_calls`, `text_with_call`, `tool_result`.
+    """
+
+    problems: Mapping[str, Problem] = field(default_factory=dict)
+    roles: frozenset[str] = frozenset()
+    """Roles whose content reaches the model."""
+    arguments: Literal["dict", "string"] | None = None
+    """How call arguments are given to the template; None: it writes no calls from messages (sampled ones are kept)."""
+    short_call_ids: bool = False
+    """Call ids must be nine letters or digits; others are mapped."""
+    append_only: bool = False
+    """Rendering a longer conversation never changes what was rendered before."""
+    drops_reasoning: bool = False
+    """Old reasoning disappears from a full rendering once a user turn follows. A rollout keeps what was sampled."""
+    reasoning_content: Reasoning = "ignored"
+    """What happens to the key `reasoning_content` of earlier turns."""
+    merges_tool_messages: bool = False
+    """Adjacent tool messages share one turn, so they must be given in one delta."""
+    uses_clock: bool = False
+    """The prompt holds the date: it is rendered once per trajectory."""
+    rewrites_prompt: bool = False
+    """Tools or system text move to the last user turn of a full rendering; a rollout leaves them where they were."""
+
+    def supports(self, shape: str) -> bool:
+        return shape not in self.problems
+
+    @property
+    def tools(self) -> bool:
+        return self.supports("tools") and self.supports("tool_result")
+
+    @property
+    def tool_calls(self) -> bool:
+        return self.supports("tool_call")
+
+    @property
+    def parallel_calls(self) -> bool:
+        return self.supports("parallel_calls")
+
+
+def generation_prompt(renderer: Renderer, pattern: re.Pattern[str] | None) -> tuple[str, bool]:
+    """What the template adds after a user's turn, and whether it adds something else when nothing is to be sampled.
+
+    Raises:
+        TemplateError: the template cannot render a single user message.
+    """
+    tools = None
+    try:
+        bare = renderer.text([user()], tools, add_generation_prompt=False)
+    except TemplateError as error:
+        if error.cause != "P24":
+            raise
+        tools = [schema()]
+        bare = renderer.text([user()], tools, add_generation_prompt=False)
+    with_prompt = renderer.text([user()], tools, add_generation_prompt=True)
+    if with_prompt.startswith(bare):
+        return with_prompt[len(bare) :], False
+    common = next((i for i, (a, b) in enumerate(zip(bare, with_prompt)) if a != b), min(len(bare), len(with_prompt)))
+    for match in pattern.finditer(with_prompt) if pattern else ():
+        if match.start() < common < match.end():
+            common = match.start()
+    return with_prompt[common:], True
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether the text ends inside a reasoning block."""
+    return any(prompt.rfind(start) > prompt.rfind(end) for start, end in REASONING if start in prompt)
+
+
+def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
+    """The first way of writing a tool call that comes out whole; a problem if none does."""
+    first: Problem | None = None
+    for arguments in ("dict", "string"):
+        for call_id, short in (("call_1", False), (_CALL_ID, True)):
+            shape = CallShape(arguments, short)  # type: ignore[arg-type]
+            problem = _try_call(renderer, shape, call_id)
+            if problem is None:
+                return shape, None
+            first = first or problem
+    return CallShape(), first
+
+
+def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | None:
+    text: str | None = None
+    messages = normalise([user(), caller(1, call_id=call_id), result(SHOWN, call_id)], shape)
+    try:
+        text = _render(renderer, messages)
+    except TemplateError as error:
+        # A template without a tool role may still write calls.
+        try:
+            text = _render(renderer, messages[:2])
+        except TemplateError:
+            return Problem(error.cause or "P13", str(error))
+    if _NAME + "0" not in text or SAID not in text:
+        return Problem("P16", "tool calls of earlier turns are left out of the text")
+    around = text[max(0, text.index(_NAME + "0") - 40) : text.index(SAID) + 40]
+    if "&#34;" in around or "&quot;" in around:
+        return Problem("P13", "the template writes the call with HTML escapes")
+    if '\\"' in around:
+        return Problem("P13", "the template encodes the arguments twice")
+    return None
+
+
+def probe(renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallShape, call: Problem | None) -> TemplateCapabilities:
+    """Find out all of it. About thirty small renderings."""
+    problems: dict[str, Problem] = {}
+    _probe_prompt(renderer, problems)
+    if isinstance(delta, TemplateError):
+        problems["user_turn"] = problems["tool_result"] = Problem(delta.cause or "P10", str(delta))
+    else:
+        _probe_turn(delta, "user_turn", user(SHOWN), problems)
+        _probe_turn(delta, "tool_result", result(SHOWN), problems)
+    if call is not None:
+        problems["tool_call"] = call
+    _probe_calls(renderer, shape, problems)
+    roles = {"user", "assistant"} if "prompt" not in problems and "user_turn" not in problems else {"user"}
+    roles |= {role for role, shape_name in (("system", "system"), ("tool", "tool_result")) if shape_name not in problems}
+    inline, key = _probe_reasoning(renderer)
+    return TemplateCapabilities(
+        problems=problems,
+        roles=frozenset(roles),
+        arguments=None if call is not None else shape.arguments,
+        short_call_ids=shape.short_ids,
+        append_only=_append_only(renderer, shape, problems),
+        drops_reasoning=inline,
+        reasoning_content=key,
+        merges_tool_messages=_merges(delta, problems),
+        uses_clock="strftime_now" in renderer.source(None),
+        rewrites_prompt=_rewrites_prompt(renderer, problems),
+    )
+
+
+def _probe_prompt(renderer: Renderer, problems: dict[str, Problem]) -> None:
+    checks: list[tuple[str, list[Message], list[dict[str, Any]] | None, str]] = [
+        ("no_tools", [user()], None, ASKED),
+        ("system", [{"role": "system", "content": SAID}, user()], None, SAID),
+        ("tools", [user()], [schema()], _NAME),
+    ]
+    for shape, messages, tools, wanted in checks:
+        try:
+            text = _render(renderer, messages) if shape == "system" else renderer.text(messages, tools, add_generation_prompt=True)
+        except TemplateError as error:
+            problems[shape] = Problem(error.cause or "P10", str(error))
+            continue
+        if wanted not in text:
+            problems[shape] = Problem("P16", f"the template leaves {shape} out of the prompt without a word")
+    if "no_tools" in problems and "tools" in problems:
+        problems["prompt"] = problems["no_tools"]
+
+
+def _probe_turn(delta: DeltaRenderer, shape: str, message: Message, problems: dict[str, Problem]) -> None:
+    try:
+        body = delta.render([message], caller(1) if shape == "tool_result" else said(), add_generation_prompt=True).body
+    except TemplateError as error:
+        problems[shape] = Problem(error.cause or ("P16" if shape == "tool_result" else "P10"), str(error))
+        return
+    if SHOWN not in body:
+        problems[shape] = Problem("P16", f"the template drops messages of role {message['role']} without a word")
+
+
+def _probe_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> None:
+    if "tool_call" in problems:
+        problems["parallel_calls"] = problems["text_with_call"] = problems["tool_call"]
+        return
+    answers = [result(SHOWN, _CALL_ID), result(SHOWN_AGAIN, _CALL_ID[:-1] + "2")]
+    cases = {
+        "parallel_calls": ([caller(2), *answers], (_NAME + "0", _NAME + "1")),
+        "text_with_call": ([{**caller(1), "content": _THOUGHT}, answers[0]], (_NAME + "0", _THOUGHT)),
+    }
+    for name, (messages, wanted) in cases.items():
+        try:
+            if "tool_result" in problems:
+                messages = messages[:1]
+            text = _render(renderer, normalise([user(), *messages], shape))
+        except TemplateError as error:
+            problems[name] = Problem("P16", str(error))
+            continue
+        if not all(w in text for w in wanted):
+            problems[name] = Problem("P16", "part of the turn is left out without a word")
+
+
+def _probe_reasoning(renderer: Renderer) -> tuple[bool, Reasoning]:
+    """Does inline reasoning vanish after a user turn; what happens to `reasoning_content`."""
+
+    def seen(turn: Message, *more: Message) -> bool:
+        try:
+            return _THOUGHT in _render(renderer, [user(), turn, *more])
+        except TemplateError:
+            return False
+
+    inline: Message = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
+    keyed: Message = {**said(), "reasoning_content": _THOUGHT}
+    key: Reasoning = "kept" if seen(keyed, user(SHOWN)) else "dropped_after_user" if seen(keyed) else "ignored"
+    return not seen(inline, user(SHOWN)), key
+
+
+def _append_only(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> bool:
+    talks: list[list[Message]] = [[user(), said(), user(SHOWN), said()]]
+    if "tool_call" not in problems and "tool_result" not in problems:
+        talks.append(normalise([user(), caller(1), result(SHOWN, _CALL_ID), said(), user(SHOWN)], shape))
+    for talk in talks:
+        before = ""
+        for end in range(2, len(talk) + 1):
+            try:
+                text = _render(renderer, talk[:end])
+            except TemplateError:
+                return False
+            if not text.startswith(before):
+                return False
+            before = text
+    return True
+
+
+def _merges(delta: DeltaRenderer | TemplateError, problems: dict[str, Problem]) -> bool:
+    """Whether two results in one delta give another text than one after the other."""
+    if isinstance(delta, TemplateError) or "tool_result" in problems:
+        return False
+    turn = caller(2)
+    first, second = result(SHOWN, _CALL_ID), result(SHOWN_AGAIN, _CALL_ID[:-1] + "2")
+    try:
+        both = delta.render([first, second], turn, add_generation_prompt=False).body
+        one = delta.render([first], caller(1), add_generation_prompt=False).body
+        other = delta.render([second], {**turn, "tool_calls": turn["tool_calls"][1:]}, add_generation_prompt=False).body
+    except TemplateError:
+        return False
+    return both != one + other
+
+
+def _rewrites_prompt(renderer: Renderer, problems: dict[str, Problem]) -> bool:
+    if "tools" in problems:
+        return False
+    try:
+        short = renderer.text([user()], [schema()], add_generation_prompt=False)
+        long = renderer.text([user(), said(), user(SHOWN)], [schema()], add_generation_prompt=False)
+    except TemplateError:
+        return False
+    return _NAME in short and _NAME not in long[: long.find(SAID)]
+
+
+def _render(renderer: Renderer, messages: list[Message]) -> str:
+    """Without tools where that works, else with one."""
+    try:
+        return renderer.text(messages, None, add_generation_prompt=False)
+    except TemplateError as error:
+        if error.cause != "P24":
+            raise
+        return renderer.text(messages, [schema()], add_generation_prompt=False)
+
+
+def user(content: str = ASKED) -> Message:
+    return {"role": "user", "content": content}
+
+
+def said() -> Message:
+    return {"role": "assistant", "content": SAID}
+
+
+def caller(count: int, call_id: str = _CALL_ID) -> Message:
+    calls = [
+        {
+            "id": call_id if i == 0 else f"{call_id[:-1]}{i + 1}",
+            "type": "function",
+            "function": {"name": f"{_NAME}{i}", "arguments": {"query": SAID}},
+        }
+        for i in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(content: str, call_id: str = _CALL_ID) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": call_id, "name": f"{_NAME}0"}
+
+
+def schema() -> dict[str, Any]:
+    """A tool schema with every key that templates look at."""
+    query = {"type": "string", "description": "What to look for."}
+    parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
+    function = {"name": _NAME, "description": "Looks something up.", "parameters": parameters}
+    return json.loads(json.dumps({"type": "function", "function": function}))
+
+
+__all__ = ["FILLER_NAME", "Problem", "TemplateCapabilities", "call_shape", "generation_prompt", "opens_reasoning", "probe"]

@@ -1,0 +1,164 @@
+"""From messages to text: normalised messages, one call into the template, and an error that names the cause.
+
+Nothing here changes the caller's messages: what a template needs in another shape is copied first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jinja2
+
+from verl_mt.data.conversation import Message
+from verl_mt.errors import TemplateError
+
+ArgumentShape = Literal["dict", "string"]
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """How this template wants a tool call written."""
+
+    arguments: ArgumentShape = "dict"
+    """`function.arguments` as a dict, or as a JSON string."""
+    short_ids: bool = False
+    """Call ids must be nine ASCII letters or digits (Mistral)."""
+
+
+class Renderer:
+    """One template with its variables; `text` is the only place that calls into Jinja."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, template_kwargs: Mapping[str, Any]):
+        self._tokenizer = tokenizer
+        self._given = chat_template
+        self.template_kwargs = dict(template_kwargs)
+        self.source(None)
+
+    def source(self, tools: Sequence[Any] | None) -> str:
+        """The Jinja text used for conversations with (or without) tools.
+
+        Raises:
+            TemplateError: the tokenizer has no chat template and none was given.
+        """
+        template = self._given if self._given is not None else getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get("tool_use" if tools is not None else "default") or template.get("default")
+        if not template:
+            name = getattr(self._tokenizer, "name_or_path", "") or type(self._tokenizer).__name__
+            raise TemplateError(
+                f"the tokenizer {name!r} has no chat template: base models have none. Use the chat model's folder, "
+                "or set actor_rollout_ref.model.custom_chat_template to a Jinja text or file"
+            )
+        return template
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool,
+        template: str | None = None,
+    ) -> str:
+        """The template's text of these (already normalised) messages.
+
+        Args:
+            template: the Jinja text to use; default: the one for `tools`.
+
+        Raises:
+            TemplateError: the template refused; `cause` is the known pitfall.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),
+                chat_template=template or self.source(tools),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            cause, advice = classify(error, messages, tools)
+            roles = " ".join(str(m.get("role")) for m in messages)
+            raise TemplateError(
+                f"the chat template cannot render the roles [{roles}]"
+                f"{'' if tools is None else f' with {len(tools)} tools'}: {type(error).__name__}: {error}. {advice}",
+                cause=cause,
+            ) from error
+
+
+def classify(error: Exception, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
+    """The known pitfall behind an exception of a template, and what to do about it."""
+    text = str(error)
+    if isinstance(error, jinja2.exceptions.SecurityError):
+        return "P24", "The template changes a list, which the sandbox forbids; give a custom_chat_template."
+    if "not JSON serializable" in text or "not serializable" in text:
+        return "P24", "The template serialises what is not JSON; give a custom_chat_template."
+    if tools is None and "NoneType" in text and "iterable" in text:
+        return "P24", "The template only renders conversations with tools; configure tools or give a custom_chat_template."
+    if re.search(r"alternat|after the optional|Unexpected role|No user query|unexpected role|must be at the beg", text):
+        return "P10", "The template does not allow this order of roles."
+    if any(m.get("tool_calls") for m in messages) and re.search(r"single tool|content|both", text, re.I):
+        return "P16", "The template cannot write this shape of tool call."
+    if any(m.get("tool_calls") for m in messages) and not any(m["role"] == "tool" for m in messages):
+        return "P13", "The template cannot write tool calls."
+    if any(m["role"] == "tool" for m in messages):
+        return "P16", "The template cannot write tool results."
+    return "P10", "The template does not allow these messages."
+
+
+def normalise(messages: Sequence[Message], shape: CallShape) -> list[Message]:
+    """Messages as templates can take them; new dicts wherever something changes.
+
+    Absent or null content becomes an empty string, other nulls and empty `tool_calls` go, arguments and ids take
+    the template's shape.
+    """
+    return [_normalise_one(m, shape) for m in messages]
+
+
+def _normalise_one(message: Message, shape: CallShape) -> Message:
+    out = {k: v for k, v in message.items() if v is not None and not (k == "tool_calls" and not v)}
+    out.setdefault("content", "")
+    if "tool_calls" in out:
+        out["tool_calls"] = [normalise_call(c, shape) for c in out["tool_calls"]]
+    if shape.short_ids and "tool_call_id" in out:
+        out["tool_call_id"] = short_id(out["tool_call_id"])
+    return out
+
+
+def normalise_call(call: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
+    """One tool call in OpenAI's shape, arguments and id as the template wants them."""
+    function = dict(call["function"]) if "function" in call else {k: call[k] for k in ("name", "arguments") if k in call}
+    function["arguments"] = shape_arguments(function.get("arguments"), shape.arguments)
+    out = {k: v for k, v in call.items() if k not in ("name", "arguments", "function") and v is not None}
+    out["type"] = out.get("type", "function")
+    out["function"] = function
+    if shape.short_ids and out.get("id"):
+        out["id"] = short_id(out["id"])
+    return out
+
+
+def shape_arguments(arguments: Any, wanted: ArgumentShape) -> Any:
+    """Arguments as a dict or as a JSON string; a string that is no JSON object stays as it is."""
+    if arguments is None:
+        arguments = {}
+    if wanted == "string":
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+def short_id(call_id: str) -> str:
+    """Nine letters or digits, the same for the same id."""
+    if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha1(call_id.encode()).hexdigest()[:9]

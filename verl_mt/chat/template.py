@@ -1,0 +1,314 @@
+"""`ChatTemplate`: messages to ids, for the first prompt and for every delta between two sampled turns.
+
+Sampled ids are never looked at again: the recorded stream is
+`prompt_ids + sampled + delta.ids + sampled + ...`, and the engine's next input is exactly that stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from verl_mt.chat.delta import DeltaRenderer
+from verl_mt.chat.encode import Encoder
+from verl_mt.chat.probe import (
+    Problem,
+    TemplateCapabilities,
+    call_shape,
+    generation_prompt,
+    opens_reasoning,
+    probe,
+)
+from verl_mt.chat.render import CallShape, Renderer, normalise
+from verl_mt.data.conversation import Message
+from verl_mt.errors import TemplateError
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What the environment adds to a recorded stream.
+
+    Example: `ids` of a user turn after `...<|im_end|>` begin with the newline that the template puts behind it.
+    """
+
+    ids: list[int]
+    inserted_end: int
+    """How many leading ids end a turn that was cut before it ended itself (0 or 1); mask 0 like the rest."""
+
+
+class ChatTemplate:
+    """One tokenizer with one chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: a Jinja text instead of the tokenizer's own.
+        template_kwargs: variables of the template (`enable_thinking`, `date_string`, ...), the same in every rendering.
+        trust_prompts: control-token text in the data set's prompts keeps its control ids; False makes it plain text.
+            Text that arrives later never becomes a control token.
+        extra_end_ids: further ids that end an assistant turn (the generation config's eos list).
+
+    Raises:
+        TemplateError: no chat template, or it cannot render a single user message.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        trust_prompts: bool = True,
+        extra_end_ids: Iterable[int] = (),
+    ):
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self.trust_prompts = trust_prompts
+        self._extra_end_ids = frozenset(extra_end_ids)
+        self._chat_template = chat_template
+        self._renderer = Renderer(tokenizer, chat_template, self.template_kwargs)
+        self._encoder = Encoder(tokenizer)
+        self._anchor_lengths: dict[str, int] = {}
+
+    def with_kwargs(self, template_kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with other variables."""
+        return ChatTemplate(
+            self.tokenizer,
+            chat_template=self._chat_template,
+            template_kwargs=template_kwargs,
+            trust_prompts=self.trust_prompts,
+            extra_end_ids=self._extra_end_ids,
+        )
+
+    # ---- what the template is
+
+    @property
+    def generation_prompt_text(self) -> str:
+        """What the template adds before a turn is sampled, prefilled reasoning included."""
+        return self._generation_prompt[0]
+
+    @cached_property
+    def prefilled_reasoning(self) -> bool:
+        """The generation prompt ends inside an open reasoning block: the model's text begins in mid-thought."""
+        return opens_reasoning(self.generation_prompt_text)
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """Every id that ends an assistant turn: the template's, the tokenizer's eos, the generation config's.
+
+        Where a template stops at the next role's header (GLM), the headers are in it.
+        """
+        ends = {*self._extra_end_ids, *self._eos_ids()}
+        if isinstance(self._delta, DeltaRenderer):
+            for end in (self._delta.user_end, self._delta.end_before("tool")):
+                if end is not None:
+                    ends |= {self._encoder.added[t] for t in (end.token, end.final) if t}
+        return frozenset(ends)
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The ids at which an engine must stop: `end_token_ids` without those that only history uses.
+
+        gpt-oss writes `<|end|>` where it sampled `<|return|>`, and samples `<|end|>` in mid-turn.
+        """
+        end = self._delta.user_end if isinstance(self._delta, DeltaRenderer) else None
+        only_history = {self._encoder.added[end.token]} if end is not None and end.final else set()
+        return self.end_token_ids - (only_history - self._extra_end_ids)
+
+    @cached_property
+    def capabilities(self) -> TemplateCapabilities:
+        """What the template can render, probed once."""
+        return probe(self._renderer, self._delta, self._shape, self._call_problem)
+
+    def require(self, *, tools: bool, interaction: bool) -> None:
+        """Check at start that the template can render what the run needs.
+
+        Raises:
+            TemplateError: names the shapes that are refused, their causes, and what to do.
+        """
+        needed = ["tools", "tool_result"] if tools else ["no_tools"]
+        needed += ["user_turn"] if interaction else []
+        problems = self.capabilities.problems
+        found = [(shape, problems[shape]) for shape in needed if shape in problems]
+        if found:
+            text = "; ".join(f"{shape}: {p.text} [{p.cause}]" for shape, p in found)
+            raise TemplateError(
+                f"this chat template cannot render what the run needs: {text}. Choose a chat model that can, or give "
+                "actor_rollout_ref.model.custom_chat_template",
+                cause=found[0][1].cause,
+            )
+
+    # ---- messages to ids
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of the first prompt, rendered once per trajectory (a template with a clock would change it).
+
+        Raises:
+            TemplateError: the template cannot render these messages or tools.
+        """
+        return self.mixed_prompt_ids(messages, [], tools, add_generation_prompt=add_generation_prompt)
+
+    def mixed_prompt_ids(
+        self,
+        messages: Sequence[Message],
+        arrived: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """A prompt followed by messages that arrived before the first sampled turn: those are never trusted."""
+        hidden = self._encoder.hidden()
+        if self.trust_prompts:
+            shown = [*messages, *hidden.hide(list(arrived))]
+        else:
+            shown = hidden.hide([*messages, *arrived])
+        text = self._full(shown, tools, add_generation_prompt)
+        return self._encoder.encode_hidden(text, hidden)
+
+    def delta_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        history: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        last_ids: Sequence[int],
+        add_generation_prompt: bool = True,
+    ) -> Delta:
+        """Ids that follow the recorded ones when the environment answers a sampled turn.
+
+        Args:
+            messages: the new adjacent messages, all of them (two tool results answered together share a turn).
+            history: all messages before them; the last is the sampled assistant turn.
+            tools: the conversation's tools; they are in the prompt already and are not repeated.
+            last_ids: the recorded ids or their tail, to see whether the turn ended itself.
+            add_generation_prompt: False if nothing is sampled after it.
+
+        Raises:
+            TemplateError: the template cannot write these messages there, or drops them.
+        """
+        delta = self._delta
+        if isinstance(delta, TemplateError):
+            raise delta
+        for role in sorted({m["role"] for m in messages} & {"tool", "user"}):
+            problem = self._turn_problems.get(role)
+            if problem is not None:
+                raise TemplateError(f"messages of role {role!r} cannot follow a turn: {problem.text}", cause=problem.cause)
+        hidden = self._encoder.hidden()
+        template = self._renderer.source(tools)
+        strip = not add_generation_prompt and self._generation_prompt[1]
+        text = delta.render(
+            messages,
+            history[-1] if history else {"role": "assistant"},
+            add_generation_prompt=add_generation_prompt or strip,
+            template=template,
+            hidden=hidden,
+        )
+        body = text.body.removesuffix(self.generation_prompt_text) if strip else text.body
+        anchor = text.end.token or self._plain_anchor
+        ids = self._encoder.encode_hidden(anchor + body, hidden)
+        skip = self._anchor_length(anchor)
+        if not text.end.token:
+            return Delta(ids[skip:], 0)
+        last = last_ids[-1] if last_ids else None
+        if last == self._encoder.added[text.end.token]:
+            return Delta(ids[skip:], 0)
+        ended = last in self.end_token_ids
+        if ended and not text.end.opens_next:
+            return Delta(ids[skip:], 0)
+        return Delta(ids, 0 if ended else 1)
+
+    def full_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The whole conversation as the template writes it today: for checks, never for training."""
+        return self._renderer.text(
+            normalise(messages, self._shape), tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def full_ids(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Ids of `full_text`."""
+        return self._encoder.encode(self.full_text(messages, tools, add_generation_prompt=add_generation_prompt))
+
+    def encode_text(self, text: str, *, neutral: bool) -> list[int]:
+        """Ids of a text. `neutral`: control-token text in it becomes plain text."""
+        if not neutral:
+            return self._encoder.encode(text)
+        hidden = self._encoder.hidden()
+        return self._encoder.encode_hidden(hidden.hide(text), hidden)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, control tokens kept."""
+        return self._encoder.decode(ids)
+
+    def turn_text(self, sampled_ids: Sequence[int]) -> str:
+        """What the model wrote in a turn, without its end token."""
+        ids = list(sampled_ids)
+        return self.decode(ids[:-1] if ids and ids[-1] in self.end_token_ids else ids)
+
+    # ---- probes
+
+    def _full(self, messages: Sequence[Message], tools: Sequence[Any] | None, gen: bool) -> str:
+        strip = not gen and self._generation_prompt[1]
+        text = self.full_text(messages, tools, add_generation_prompt=gen or strip)
+        return text.removesuffix(self.generation_prompt_text) if strip else text
+
+    @cached_property
+    def _generation_prompt(self) -> tuple[str, bool]:
+        return generation_prompt(self._renderer, self._encoder.pattern)
+
+    @cached_property
+    def _shape_and_problem(self) -> tuple[CallShape, Problem | None]:
+        return call_shape(self._renderer)
+
+    @property
+    def _shape(self) -> CallShape:
+        return self._shape_and_problem[0]
+
+    @property
+    def _call_problem(self) -> Problem | None:
+        return self._shape_and_problem[1]
+
+    @cached_property
+    def _delta(self) -> DeltaRenderer | TemplateError:
+        pattern = self._encoder.pattern
+        prompt = self.generation_prompt_text
+        ids = {*self._extra_end_ids, *self._eos_ids()}
+        try:
+            return DeltaRenderer(
+                self._renderer,
+                pattern,
+                starts=pattern.findall(prompt) if pattern else [],
+                known_ends=[t for t, i in self._encoder.added.items() if i in ids],
+                shape=self._shape,
+            )
+        except TemplateError as error:
+            return error
+
+    @cached_property
+    def _turn_problems(self) -> dict[str, Problem]:
+        problems = self.capabilities.problems
+        shapes = {"user": "user_turn", "tool": "tool_result"}
+        return {role: problems[shape] for role, shape in shapes.items() if shape in problems}
+
+    @cached_property
+    def _plain_anchor(self) -> str:
+        """A control token to encode behind where the template itself writes no end of turn."""
+        eos = getattr(self.tokenizer, "eos_token", None)
+        return eos if eos in self._encoder.added else next(iter(self._encoder.added), "")
+
+    def _anchor_length(self, anchor: str) -> int:
+        if anchor not in self._anchor_lengths:
+            self._anchor_lengths[anchor] = len(self._encoder.encode(anchor))
+        return self._anchor_lengths[anchor]
+
+    def _eos_ids(self) -> set[int]:
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}
+
+
+__all__ = ["ChatTemplate", "Delta", "Problem", "TemplateCapabilities"]
