@@ -1,0 +1,117 @@
+"""Calls written as JSON objects: decoding, and error texts that the model can learn from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from verl_mt.data.conversation import MalformedCall, ToolCall
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]+)"')
+
+
+class BadJSON(ValueError):
+    """Text that is not JSON; the message says what and where, counted from the value's first character."""
+
+
+def decode_json(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start` and the position after it.
+
+    Stricter than `json`: NaN, Infinity, numbers that overflow and lone surrogates are refused, because they cannot be
+    written as JSON or UTF-8 again.
+
+    Raises:
+        BadJSON: also where Python's own limits (depth, digits) are exceeded.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        if "\\u" in text[start:end]:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise BadJSON(f"{error.msg} at character {error.pos - start + 1}") from error
+    except UnicodeEncodeError as error:
+        raise BadJSON("a \\u escape is half of a surrogate pair") from error
+    except RecursionError as error:
+        raise BadJSON("it is nested too deeply") from error
+    except ValueError as error:
+        raise BadJSON(str(error)) from error
+    return value, end
+
+
+def read_call(value: Any, text: str, argument_keys: tuple[str, ...] = ("arguments",)) -> ToolCall | MalformedCall:
+    """A decoded value as a call.
+
+    Args:
+        value: what the JSON says.
+        text: the raw text of the call, for a `MalformedCall`.
+        argument_keys: keys that may hold the arguments; the first one is named in errors.
+
+    Returns:
+        Arguments that are a JSON string are decoded; null and a blank string count as no arguments.
+    """
+    key = argument_keys[0]
+    if not isinstance(value, dict):
+        return malformed(text, f"the call is {_kind(value)}, not an object", key)
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        got = f"it is {_kind(name)}" if "name" in value else "it is missing"
+        return malformed(text, f'"name" must be the name of a tool as a string; {got}', key)
+    found = next((k for k in argument_keys if k in value), None)
+    if found is None:
+        return malformed(text, f'"{key}" is missing', key, name)
+    arguments = value[found]
+    if isinstance(arguments, str):
+        try:
+            arguments = _decode_whole(arguments) if arguments.strip() else None
+        except BadJSON as error:
+            return malformed(text, f'"{found}" is a string that is not valid JSON: {error}', key, name)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return malformed(text, f'"{found}" must be an object; it is {_kind(arguments)}', key, name)
+    return ToolCall(name=name.strip(), arguments=arguments)
+
+
+def malformed(text: str, problem: str, argument_key: str = "arguments", name: str | None = None) -> MalformedCall:
+    """A call that was not understood, with the sentence that the model gets back."""
+    if name is None and (match := _NAME.search(text)):
+        name = match[1]
+    return MalformedCall(
+        text=text,
+        error=(
+            f"The tool call was not run: {problem}. Write one JSON object with the keys "
+            f'"name" (a string) and "{argument_key}" (an object), and close it.'
+        ),
+        name=name,
+    )
+
+
+def _decode_whole(text: str) -> Any:
+    start = len(text) - len(text.lstrip())
+    value, end = decode_json(text, start)
+    if text[end:].strip():
+        raise BadJSON(f"extra text at character {end - start + 1}")
+    return value
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return number
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "a number")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)

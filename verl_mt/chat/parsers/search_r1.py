@@ -1,0 +1,63 @@
+"""`<search>query</search>` and `<answer>text</answer>`: the grammar of Search-R1 and of slime's search example."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser
+from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_HINT = (
+    "The last turn held no valid action. To look something up, put the query between the search tags; "
+    "to finish, put the final answer between the answer tags. Try again."
+)
+
+
+class SearchR1Parser(ToolParser):
+    """One action per turn, the first complete one: a search calls the tool, an answer ends the conversation.
+
+    The turn's text stays in `content` with its tags, `<answer>` included: chat templates cannot write this grammar from
+    `tool_calls`, and scorers look for the tags. A turn without an action is malformed, its error a hint.
+
+    Args:
+        tool_name: the tool that a search calls.
+        argument: the tool's argument that gets the query.
+        hint: what the model is told after a turn without an action; None = such a turn ends the conversation.
+    """
+
+    stop_strings = ("</search>", "</answer>")
+    calls_in_content = True
+
+    def __init__(
+        self,
+        *,
+        tool_name: str = "search",
+        argument: str = "query",
+        hint: str | None = _HINT,
+        end_markers: Sequence[str] | None = None,
+    ):
+        super().__init__(end_markers=end_markers)
+        self.tool_name = tool_name
+        self.argument = argument
+        self.hint = hint
+
+    def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
+        match = _ACTION.search(text, start)
+        if match is None:
+            return None
+        items = (ToolCall(self.tool_name, {self.argument: match[2].strip()}),) if match[1] == "search" else ()
+        return FoundCalls(match.start(), match.end(), items)
+
+    def parse(
+        self, text: str, tools: Sequence[ToolSchema | dict[str, Any]] = (), *, in_reasoning: bool = False
+    ) -> ParsedTurn:
+        turn = super().parse(text, tools, in_reasoning=in_reasoning)
+        action = _ACTION.search(turn.content)
+        if action is None:
+            bad = [MalformedCall(turn.content, self.hint)] if self.hint is not None else []
+            return dataclasses.replace(turn, malformed=bad)
+        return dataclasses.replace(turn, calls=turn.calls[:1] if action[1] == "search" else [])
