@@ -10,9 +10,9 @@ The same tools, interactions, limits and reward as in training: what counts is t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import pass_at_k, validation_metrics
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.session import RolloutSession
-from verl_mt.rollout.stream import RolloutStream
 from verl_mt.rollout.tool_loop import run_tool_loop
+from verl_mt.trainer.inference import Inference
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,18 +71,10 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
 
 
 def _evaluate(config: Config, out: str | None) -> int:
-    with _Evaluator(config) as evaluator:
-        prompts = evaluator.prompts()
-        validation = config.actor_rollout_ref.rollout.val_kwargs
-        sampling = replace(
-            evaluator.runner.context.sampling,
-            temperature=validation.temperature,
-            top_p=validation.top_p,
-            top_k=validation.top_k,
-            min_p=validation.min_p,
-        )
-        evaluator.stream.start(RolloutPlan(prompts, validation.n, "eval", sampling))
-        groups = evaluator.stream.collect("eval")
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+    with Inference(config) as policy:
+        prompts = policy.prompts()
+        groups = policy.roll_out(prompts, n=validation.n, sampling=policy.validation_sampling())
     metrics = validation_metrics(groups, "") | _pass_rates(groups)
     _show(metrics, len(prompts), validation.n)
     if out:
@@ -117,18 +108,16 @@ def _show(metrics: dict[str, float], num_prompts: int, n: int) -> None:
 
 def _chat(config: Config) -> int:
     console = Console()
-    with _Evaluator(config) as evaluator:
+    with Inference(config) as policy:
         console.print("[dim]an empty line ends the conversation[/]")
-        evaluator.stream.call(_converse(evaluator, console))
+        policy.stream.call(_converse(policy, console))
     return 0
 
 
-async def _converse(evaluator: _Evaluator, console: Console) -> None:
+async def _converse(policy: Inference, console: Console) -> None:
     """Read a line, let the model and its tools work, print what they said; until an empty line or the end of input."""
-    import asyncio
-
-    runner = evaluator.runner
-    tool_schemas = evaluator.tools.schemas() if evaluator.tools is not None else []
+    runner = policy.runner
+    tool_schemas = policy.tools.schemas() if policy.tools is not None else []
     trajectory = Trajectory("chat", "chat", "chat", "chat")
     session = RolloutSession(runner.context, trajectory)
     tools = runner.tools.open("chat", None) if runner.tools is not None else None
@@ -170,45 +159,6 @@ def _print_message(console: Console, message: dict[str, Any]) -> None:
     console.print(
         f"{message['role']}> {message.get('content') or ''}{calls}", style=style, markup=False, highlight=False
     )
-
-
-class _Evaluator:
-    """Model, engine and runner without a trainer."""
-
-    def __init__(self, config: Config):
-        from verl_mt.modeling.load import load_causal_lm
-        from verl_mt.plugins import import_plugins
-        from verl_mt.trainer import build
-
-        self._config = config
-        import_plugins(config.external_plugins)
-        build.prepare_process(config)
-        model = config.actor_rollout_ref.model
-        self.chat = build.build_chat(config)
-        self.tools = build.build_tools(config)
-        module = load_causal_lm(
-            model.path,
-            revision=model.revision,
-            dtype=model.dtype,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-            device=build.device_of(config.trainer.device),
-        )
-        self.runner = build.build_runner(config, self.chat, self.tools, module)
-        self.stream = RolloutStream(self.runner)
-
-    def prompts(self) -> list[Any]:
-        """The prompts of `data.val_files`."""
-        from verl_mt.trainer import build
-
-        builder = build.build_prompts(self._config, self.chat, self.tools)
-        return build.load_val_prompts(self._config, builder)
-
-    def __enter__(self) -> _Evaluator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close(self.runner.context.engine.close)
 
 
 if __name__ == "__main__":

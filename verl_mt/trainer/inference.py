@@ -1,0 +1,77 @@
+"""A policy with its tools, limits and reward, and no training around it: for evaluation, demos and debugging."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+
+from verl_mt.config.checks import check
+from verl_mt.config.schema import Config
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.plugins import import_plugins
+from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
+from verl_mt.tools.registry import ToolSet
+from verl_mt.trainer import build
+
+
+class Inference(AbstractContextManager["Inference"]):
+    """Rolls out prompts exactly as training would.
+
+    Args:
+        config: the same config that a trainer gets.
+        tools: instead of those that the config's YAML declares.
+
+    Raises:
+        VerlMTError: what `build_trainer` would refuse.
+    """
+
+    def __init__(self, config: Config, *, tools: ToolSet | None = None):
+        check(config)
+        import_plugins(config.external_plugins)
+        build.prepare_process(config)
+        self.config = config
+        self.chat = build.build_chat(config)
+        self.tools = tools if tools is not None else build.build_tools(config)
+        model = config.actor_rollout_ref.model
+        module = load_causal_lm(
+            model.path,
+            revision=model.revision,
+            dtype=model.dtype,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            device=build.device_of(config.trainer.device),
+        )
+        self.runner = build.build_runner(config, self.chat, self.tools, module)
+        self.stream = RolloutStream(self.runner)
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts of `data.val_files`."""
+        return build.load_val_prompts(self.config, build.build_prompts(self.config, self.chat, self.tools))
+
+    def validation_sampling(self) -> SamplingParams:
+        """`actor_rollout_ref.rollout.val_kwargs`."""
+        chosen = self.config.actor_rollout_ref.rollout.val_kwargs
+        return replace(
+            self.runner.context.sampling,
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+            min_p=chosen.min_p,
+        )
+
+    def roll_out(
+        self, prompts: list[Prompt], *, n: int = 1, sampling: SamplingParams | None = None, name: str = "inference"
+    ) -> list[TrajectoryGroup]:
+        """Scored groups, in the order of the prompts."""
+        self.stream.start(RolloutPlan(prompts, n, name, sampling))
+        return self.stream.collect(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.close(self.runner.context.engine.close)
