@@ -28,6 +28,7 @@ from verl_mt.diagnostics.step_metrics import pass_at_k, validation_metrics
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
+from verl_mt.trainer.build import validation_sampling
 from verl_mt.trainer.inference import Inference
 
 
@@ -74,7 +75,7 @@ def _evaluate(config: Config, out: str | None) -> int:
     validation = config.actor_rollout_ref.rollout.val_kwargs
     with Inference(config) as policy:
         prompts = policy.prompts()
-        groups = policy.roll_out(prompts, n=validation.n, sampling=policy.validation_sampling())
+        groups = policy.roll_out(prompts, n=validation.n, sampling=validation_sampling(config))
     metrics = validation_metrics(groups, "") | _pass_rates(groups)
     _show(metrics, len(prompts), validation.n)
     if out:

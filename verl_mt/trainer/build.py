@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,6 +189,18 @@ def training_sampling(config: Config) -> SamplingParams:
     )
 
 
+def validation_sampling(config: Config) -> SamplingParams:
+    """How validation samples: `rollout.val_kwargs`, everything else as in training."""
+    chosen = config.actor_rollout_ref.rollout.val_kwargs
+    return replace(
+        training_sampling(config),
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+    )
+
+
 def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
     """What turns rows into prompts."""
     data = config.data
@@ -217,12 +230,14 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
     total = by_epochs if trainer.total_training_steps is None else min(by_epochs, trainer.total_training_steps)
     return BatchPlan(
-        data.train_batch_size,
-        rollout.n,
-        training_sampling(config),
-        rollout.val_kwargs,
-        data.val_batch_size,
-        total,
+        num_prompts=data.train_batch_size,
+        n=rollout.n,
+        sampling=training_sampling(config),
+        val_n=rollout.val_kwargs.n,
+        val_sampling=validation_sampling(config),
+        val_greedy_too=rollout.val_kwargs.greedy_too,
+        val_batch_size=data.val_batch_size,
+        total_steps=total,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 
 from verl_mt.config.checks import check
@@ -52,17 +51,6 @@ class Inference(AbstractContextManager["Inference"]):
     def prompts(self) -> list[Prompt]:
         """The prompts of `data.val_files`."""
         return build.load_val_prompts(self.config, build.build_prompts(self.config, self.chat, self.tools))
-
-    def validation_sampling(self) -> SamplingParams:
-        """`actor_rollout_ref.rollout.val_kwargs`."""
-        chosen = self.config.actor_rollout_ref.rollout.val_kwargs
-        return replace(
-            self.runner.context.sampling,
-            temperature=chosen.temperature,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            min_p=chosen.min_p,
-        )
 
     def roll_out(
         self, prompts: list[Prompt], *, n: int = 1, sampling: SamplingParams | None = None, name: str = "inference"

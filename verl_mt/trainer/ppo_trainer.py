@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from verl_mt.chat.sanity import SanityMonitor
-from verl_mt.config.rollout import ValSampling
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
 from verl_mt.data.requests import SamplingParams
@@ -37,7 +36,9 @@ class BatchPlan:
     num_prompts: int
     n: int
     sampling: SamplingParams
-    validation: ValSampling
+    val_n: int
+    val_sampling: SamplingParams
+    val_greedy_too: bool
     val_batch_size: int | None
     total_steps: int
 
@@ -114,19 +115,11 @@ class PPOTrainer:
         if not self.val_prompts:
             return {}
         timing: dict[str, float] = {}
-        validation = self.plan.validation
-        sampling = replace(
-            self.plan.sampling,
-            temperature=validation.temperature,
-            top_p=validation.top_p,
-            top_k=validation.top_k,
-            min_p=validation.min_p,
-        )
         with _timed(timing, "validate"):
-            groups = self._validate_once("val", sampling, validation.n)
+            groups = self._validate_once("val", self.plan.val_sampling, self.plan.val_n)
             metrics = validation_metrics(groups, "")
-            if validation.greedy_too:
-                greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+            if self.plan.val_greedy_too:
+                greedy = replace(self.plan.val_sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
                 metrics |= validation_metrics(self._validate_once("val_greedy", greedy, 1), "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
