@@ -1,0 +1,274 @@
+"""`LocalEngine`: transformers in this process, on one thread, over the actor's own module."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from verl_mt.data.requests import GenerationOutput, GenerationRequest
+from verl_mt.engines.base import Capabilities, InferenceEngine, InPlace, PauseMode, WeightUpdate
+from verl_mt.engines.local.delivery import Delivery, deliver
+from verl_mt.engines.local.forward import PackedForward
+from verl_mt.engines.local.scheduler import LocalOptions, Scheduler
+from verl_mt.engines.local.sequence import Sequence
+from verl_mt.engines.local.stop_strings import Decode, StopStrings
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine(InferenceEngine):
+    """Continuous batching with transformers, for one process.
+
+    It samples from the very module that is trained: no copy of the weights, nothing to transfer. In return it does
+    not sample while the weights change: tell it with `apply(InPlace(version))` when they have.
+
+    Args:
+        module: the actor's Hugging Face causal language model, on any device.
+        end_token_ids: ids that end a turn (kept as its last token).
+        decode: ids -> text, for stop strings; None = requests with stop strings are refused.
+        max_model_len: longest sequence in tokens; None = the model's `max_position_embeddings`.
+        options: batch sizes, determinism, seed.
+
+    Raises:
+        ConfigError: the model cannot be served, or an option does not fit it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        end_token_ids: Iterable[int],
+        decode: Decode | None = None,
+        max_model_len: int | None = None,
+        options: LocalOptions | None = None,
+    ):
+        options = options or LocalOptions()
+        longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        max_model_len = max_model_len if max_model_len is not None else longest
+        if max_model_len is None:
+            raise ConfigError("max_model_len: the model's config has no max_position_embeddings, so it must be given")
+        if longest is not None and max_model_len > longest:
+            raise ConfigError(f"max_model_len={max_model_len} is more than the model's {longest} positions; lower it")
+        forward = PackedForward(module, max_model_len)
+        ends = tuple(end_token_ids)
+        if any(not 0 <= token < forward.vocab_size for token in ends):
+            raise ConfigError(f"end_token_ids {ends} are not all below the model's vocabulary size {forward.vocab_size}")
+        self.capabilities = Capabilities(
+            transports=frozenset({"in_place"}), deterministic=options.deterministic, overlaps_training=False
+        )
+        self.max_model_len = max_model_len
+        self._vocab_size = forward.vocab_size
+        self._decode = decode
+        self._scheduler = Scheduler(forward, ends, max_model_len, options)
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._acks: list[Delivery] = []
+        self._gone: EngineGoneError | None = None
+        self._closing = False
+        self._num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="verl_mt-local-engine", daemon=True)
+        self._thread.start()
+
+    # Called on event loops
+
+    @property
+    def version(self) -> int:
+        return self._scheduler.version
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        sequence = self._sequence(request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[GenerationOutput] = loop.create_future()
+        sequence.delivery = Delivery(loop, future)
+        self._post(lambda: self._scheduler.submit(sequence))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineGoneError):
+                self._post(lambda: self._scheduler.abort(request.request_id))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._command(lambda: self._scheduler.abort(request_id))
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """`in_place` keeps the caches, `retract` drops them (running turns go on after `resume`), `abort` ends the turns."""
+
+        def act() -> None:
+            self._scheduler.paused = True
+            if mode == "abort":
+                self._scheduler.abort_all()
+            elif mode == "retract":
+                self._scheduler.drop_cache()
+
+        if mode not in ("abort", "in_place", "retract"):
+            raise EngineError(f"pause: unknown mode {mode!r}; expected abort, in_place or retract")
+        await self._command(act)
+
+    async def resume(self) -> None:
+        def act() -> None:
+            self._scheduler.paused = False
+
+        await self._command(act)
+
+    async def apply(self, update: WeightUpdate) -> None:
+        if not isinstance(update, InPlace):
+            raise EngineError(
+                f"the local engine shares the actor's module and takes InPlace updates only, got {type(update).__name__}"
+            )
+        await self._command(lambda: self._scheduler.set_version(update.version))
+
+    async def release_memory(self) -> None:
+        await self._command(lambda: self._scheduler.drop_cache(release=True))
+
+    def open_session(self, session_id: str, order: int) -> None:
+        """With `deterministic`, open all sessions of a batch before the first `generate`, or a session's successor
+        before it is closed: a step starts as soon as all open sessions wait in the engine."""
+        self._post(lambda: self._scheduler.open(session_id, order))
+
+    def close_session(self, session_id: str) -> None:
+        with contextlib.suppress(EngineGoneError):  # nothing is left to free
+            self._post(lambda: self._scheduler.close(session_id))
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _sequence(self, request: GenerationRequest) -> Sequence:
+        """Check a request before it can do harm to others."""
+        name, sampling, size = f"request {request.request_id!r}", request.sampling, len(request.input_ids)
+        if request.media:
+            raise EngineError(f"{name}: the local engine serves text only, got media {sorted(request.media)}")
+        if not size:
+            raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
+        if size >= self.max_model_len:
+            raise EngineError(f"{name}: {size} input tokens leave no room within max_model_len={self.max_model_len}")
+        if min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
+            raise EngineError(f"{name}: input_ids are not all within the vocabulary of {self._vocab_size}")
+        stops = None
+        if sampling.stop:
+            if self._decode is None or not all(sampling.stop):
+                what = "an engine without `decode` cannot honour them" if self._decode is None else "one is empty"
+                raise EngineError(f"{name}: stop strings {sampling.stop}: {what}")
+            stops = StopStrings(self._decode, sampling.stop)
+        return Sequence(
+            request=request,
+            limit=min(size + sampling.max_new_tokens, self.max_model_len),
+            submitted=time.monotonic(),
+            stop_strings=stops,
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Let the engine's thread run something between two steps."""
+        with self._wake:
+            if self._gone is not None:
+                raise self._gone_again()
+            self._inbox.append(command)
+            self._wake.notify()
+
+    async def _command(self, command: Callable[[], None]) -> None:
+        """Run something between two steps, and wait until it has run."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        delivery = Delivery(loop, done)
+
+        def act() -> None:
+            command()
+            self._acks.append(delivery)
+
+        self._post(act)
+        await done
+
+    # Runs in the engine's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException as caught:
+            error = caught
+            logger.exception("the local engine failed")
+        self._shut_down(error)
+
+    def _turn(self) -> bool:
+        """Commands, one step, results. False = the engine is to close."""
+        scheduler = self._scheduler
+        commands = self._wait()
+        if commands is None:
+            return False
+        for command in commands:
+            command()
+        scheduler.expire(time.monotonic())
+        if scheduler.runnable():
+            scheduler.forward.enter_eval()
+            scheduler.step()
+        if not scheduler.runnable():
+            scheduler.forward.leave_eval()
+        self._flush()
+        return True
+
+    def _wait(self) -> list[Callable[[], None]] | None:
+        """What was posted since; sleeps while there is nothing to do."""
+        scheduler = self._scheduler
+        with self._wake:
+            while not (self._closing or self._inbox or scheduler.runnable()):
+                deadline = scheduler.next_deadline
+                pause = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if pause == 0.0:
+                    break
+                self._wake.wait(pause)
+            if self._closing:
+                return None
+            commands, self._inbox = self._inbox, []
+            return commands
+
+    def _flush(self) -> None:
+        """Hand results over, with one wake-up per event loop."""
+        scheduler = self._scheduler
+        if not scheduler.finished and not self._acks:
+            return
+        results: list[tuple[Delivery | None, Any]] = [(s.delivery, result) for s, result in scheduler.finished]
+        results += [(ack, None) for ack in self._acks]
+        scheduler.finished, self._acks = [], []
+        deliver(results)
+
+    def _shut_down(self, error: BaseException | None) -> None:
+        """Nobody is left waiting: not who was sampled, nor who was about to ask."""
+        with self._wake:
+            if error is None:
+                self._gone = EngineGoneError("the local engine is closed")
+            else:
+                self._gone = EngineGoneError(f"the local engine failed: {error!r}")
+                self._gone.__cause__ = error
+            pending, self._inbox = self._inbox, []
+        scheduler = self._scheduler
+        for command in pending:
+            try:
+                command()
+            except BaseException:
+                logger.exception("a command to the local engine failed while it was closing")
+        acks, self._acks = self._acks, []
+        scheduler.fail_all(self._gone_again)
+        self._flush()
+        deliver((ack, self._gone_again()) for ack in acks)
+        scheduler.forward.leave_eval()
+        scheduler.slots.cache.release()
+
+    def _gone_again(self) -> EngineGoneError:
+        assert self._gone is not None
+        error = EngineGoneError(str(self._gone))
+        error.__cause__ = self._gone.__cause__
+        return error

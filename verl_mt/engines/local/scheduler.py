@@ -1,0 +1,348 @@
+"""What is computed next. Runs in the engine's thread only; knows nothing of event loops."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl_mt.data.requests import FinishReason, GenerationOutput
+from verl_mt.engines.local.admission import Admission
+from verl_mt.engines.local.attention import StepAttention
+from verl_mt.engines.local.forward import PackedForward
+from verl_mt.engines.local.kv_cache import KVCache
+from verl_mt.engines.local.sampling import sample, stream_key
+from verl_mt.engines.local.sequence import Conversation, Sequence, State
+from verl_mt.engines.local.slots import Slots
+from verl_mt.errors import DeadlineError, EngineError
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """How the local engine runs."""
+
+    max_num_seqs: int = 256
+    """Sequences that are computed at once."""
+    max_slots: int | None = None
+    """Rows of the cache, waiting sessions included; None = `max_num_seqs`."""
+    max_prefill_tokens: int = 2048
+    """Prompt tokens of one forward pass; longer prompts take several."""
+    deterministic: bool = False
+    """A step starts only when every open session waits in the engine; sessions are served by their `order`."""
+    seed: int = 0
+    """Of requests that bring none."""
+
+
+@dataclass
+class _Work:
+    """The tokens of one step."""
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    num_single: int
+    wanted: np.ndarray
+    """Index of every token after which one is sampled."""
+
+
+class Scheduler:
+    """Sequences, their rows, and the steps that advance them."""
+
+    def __init__(self, forward: PackedForward, end_token_ids: tuple[int, ...], max_model_len: int, options: LocalOptions):
+        self.forward = forward
+        self.options = options
+        self.version = 0
+        self.paused = False
+        self.finished: list[tuple[Sequence, GenerationOutput | BaseException]] = []
+        """Results to be handed over; whoever calls `step` empties it."""
+        self.sessions: dict[str, Conversation] = {}
+        self.slots = Slots(KVCache(options.max_slots or options.max_num_seqs, max_model_len))
+        self._ends = np.zeros(forward.vocab_size, dtype=np.bool_)
+        self._ends[list(end_token_ids)] = True
+        self._live: dict[str, Sequence] = {}
+        self._queue: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._num_tickets = self._num_steps = self._num_admitted = 0
+
+    # Requests and sessions
+
+    def open(self, session_id: str, order: int) -> None:
+        """A session begins."""
+        self.sessions[session_id] = Conversation(session_id, order)
+
+    def close(self, session_id: str) -> None:
+        """A session ends; its row is free, at once or when its last request is done. Unknown ones are ignored."""
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            session.is_open = False
+            if session.row >= 0:
+                self.slots.release(session.row)
+        self._forget_if_idle()
+
+    def submit(self, sequence: Sequence) -> None:
+        """A request arrives."""
+        request = sequence.request
+        if request.request_id in self._live:
+            self._hand_over(sequence, EngineError(f"request_id {request.request_id!r} is already being sampled"))
+            return
+        session = self.sessions.get(request.session_id)
+        if session is None:
+            if self.options.deterministic:
+                text = f"session {request.session_id!r} is not open: with deterministic=True call open_session first"
+                self._hand_over(sequence, EngineError(text))
+                return
+            session = self.sessions[request.session_id] = Conversation(request.session_id, self._num_tickets)
+        sequence.session, sequence.ticket = session, self._num_tickets
+        sequence.key = self._stream(sequence)
+        self._num_tickets += 1
+        session.live += 1
+        session.turns += 1
+        self._live[request.request_id] = sequence
+        self._queue.append(sequence)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (sequence.submitted + request.deadline_s, sequence.ticket, sequence))
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has. Unknown ones are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, "abort")
+
+    def abort_all(self) -> None:
+        """End all requests with what they have."""
+        for sequence in list(self._live.values()):
+            self._end(sequence, "abort")
+
+    def fail_all(self, make_error: Callable[[], BaseException]) -> None:
+        """The engine is gone: every request raises an error of its own."""
+        for sequence in self._live.values():
+            self._hand_over(sequence, make_error())
+        self._live.clear()
+        self._queue, self._running, self._deadlines = [], [], []
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has passed."""
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].state is State.DONE):
+            sequence = heapq.heappop(self._deadlines)[2]
+            if sequence.state is State.DONE:
+                continue
+            if self.options.deterministic:
+                request = sequence.request
+                text = f"request {request.request_id!r} did not finish within deadline_s={request.deadline_s}"
+                reason = "; with deterministic=True that is an error, since the result would depend on timing"
+                self._end(sequence, DeadlineError(text + reason))
+            else:
+                self._end(sequence, "abort")
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Monotonic time of the next deadline."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # Weights and memory
+
+    def drop_cache(self, *, release: bool = False) -> None:
+        """Forget all keys and values; sequences that run go back to the queue with what they sampled."""
+        for sequence in [s for s in self._live.values() if s.row >= 0]:
+            self._keep_turn(sequence)
+            sequence.followers.clear()
+            sequence.state = State.QUEUED
+            self._queue.append(sequence)
+        self._running = []
+        if release:
+            self.slots.cache.release()
+        self.slots.clear()
+
+    def set_version(self, version: int) -> None:
+        """The weights have changed."""
+        self.drop_cache()
+        self.version = version
+
+    def _forget_if_idle(self) -> None:
+        """Between two batches of work nothing is remembered, so that a resumed run computes the same bits."""
+        if self.options.deterministic and not self.sessions and not self._live:
+            self.slots.clear()
+            self._num_steps = self._num_admitted = self._num_tickets = 0
+
+    # Steps
+
+    def runnable(self) -> bool:
+        """Whether `step` has something to do now."""
+        if self.paused or not self._live:
+            return False
+        return not self.options.deterministic or all(s.live for s in self.sessions.values())
+
+    def step(self) -> None:
+        """Admit what fits, compute one packed forward pass, sample one token for every row that is ready."""
+        self._num_steps += 1
+        self._admit()
+        work = self._select()
+        if work is None:
+            return
+        step = StepAttention(self.slots.cache, work.rows, work.positions, work.num_single, self.forward.device)
+        logits = self.forward(work.tokens, step, work.wanted)
+        last = np.flatnonzero(np.diff(work.rows, append=-1))
+        self.slots.computed[work.rows[last]] = work.positions[last] + 1
+        rows, logits = self._feed_followers(work.rows[work.wanted], logits)
+        if len(rows):
+            self._append(rows, *sample(logits, self.slots.sampling_rows(rows)))
+
+    def _admit(self) -> None:
+        if not self._queue:
+            return
+        deterministic = self.options.deterministic
+        self._queue.sort(key=lambda s: (s.session.order, s.ticket) if deterministic else (s.ticket, 0))
+        num_following = sum(len(s.followers) for s in self._running)
+        room = self.options.max_num_seqs - len(self._running) - num_following
+        held = sum(s.row >= 0 for s in self.sessions.values())
+        longest = max(len(s.target) for s in self._queue) + 1
+        cache = self.slots.cache
+        wanted = len(self._running) + num_following + held + len(self._queue)
+        self.slots.reserve(max(cache.num_rows, min(cache.max_rows, wanted)), longest)
+        admitted, self._queue = Admission(self.slots, self._running, room).run(self._queue)
+        now = time.monotonic()
+        for sequence in admitted:
+            self.slots.admission[sequence.row] = self._num_admitted
+            self._num_admitted += 1
+            sequence.admitted = sequence.admitted or now
+            if sequence.state is State.RUNNING:
+                self._running.append(sequence)
+
+    def _select(self) -> _Work | None:
+        """Choose the tokens of this step: prompts first while there are many, then everything together."""
+        slots = self.slots
+        rows = np.sort(np.fromiter((s.row for s in self._running), dtype=np.int64, count=len(self._running)))
+        if not len(rows):
+            return None
+        if slots.compact(rows):
+            rows = np.sort(np.fromiter((s.row for s in self._running), dtype=np.int64, count=len(self._running)))
+        slots.reserve(len(slots.owner), int(slots.known[rows].max()) + 1)
+        left = slots.known[rows] - slots.computed[rows]
+        single, long = rows[left == 1], rows[left > 1]
+        long = long[np.argsort(slots.admission[long], kind="stable")]
+        counts = slots.known[long] - slots.computed[long]
+        budget = self.options.max_prefill_tokens
+        if counts.sum() > budget:
+            single = single[:0]
+            counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
+            long, counts = long[counts > 0], counts[counts > 0]
+        ends = np.cumsum(counts)
+        piece_rows = np.repeat(long, counts)
+        offsets = np.arange(len(piece_rows)) - np.repeat(ends - counts, counts)
+        positions = np.concatenate([slots.computed[single], slots.computed[piece_rows] + offsets])
+        all_rows = np.concatenate([single, piece_rows])
+        complete = slots.computed[long] + counts == slots.known[long]
+        return _Work(
+            tokens=slots.ids[all_rows, positions],
+            rows=all_rows,
+            positions=positions,
+            num_single=len(single),
+            wanted=np.concatenate([np.arange(len(single)), len(single) + ends[complete] - 1]),
+        )
+
+    def _feed_followers(self, rows: np.ndarray, logits: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+        """Identical prompts take keys, values and logits of the one that was computed."""
+        slots, index = self.slots, list(range(len(rows)))
+        extra: list[int] = []
+        for place, row in enumerate(rows.tolist()):
+            leader = slots.owner[row]
+            assert isinstance(leader, Sequence)
+            if not leader.followers:
+                continue
+            targets = [follower.row for follower in leader.followers]
+            slots.cache.copy_prefix(row, targets, int(slots.computed[row]))
+            slots.computed[targets] = slots.computed[row]
+            for follower in leader.followers:
+                follower.state = State.RUNNING
+                self._running.append(follower)
+            leader.followers = []
+            extra += targets
+            index += [place] * len(targets)
+        if not extra:
+            return rows, logits
+        return np.concatenate([rows, extra]), logits[torch.tensor(index, device=logits.device)]
+
+    def _append(self, rows: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Record one sampled token per row, and end the turns that are over."""
+        slots, at = self.slots, self.slots.known[rows]
+        for row in rows[at == slots.start[rows]].tolist():
+            self._owner(row).first_token = time.monotonic()
+        slots.ids[rows, at] = ids
+        slots.log_probs[rows, at] = log_probs
+        slots.known[rows] = at + 1
+        slots.last_used[rows] = self._num_steps
+        stopped = self._ends[ids]
+        for place in np.flatnonzero(slots.watched[rows]).tolist():
+            stopped[place] |= self._stops(self._owner(int(rows[place])), int(ids[place]))
+        over = stopped | (at + 1 >= slots.limit[rows])
+        broken = ~np.isfinite(log_probs)
+        ending = [(self._owner(int(rows[p])), bool(stopped[p]), bool(broken[p])) for p in np.flatnonzero(over | broken)]
+        for sequence, stop, nan in ending:
+            if nan:
+                text = f"request {sequence.request.request_id!r}: the model's logits are not finite (diverged weights?)"
+                self._end(sequence, EngineError(text))
+            else:
+                self._end(sequence, "stop" if stop else "length")
+        if broken.any():
+            self.drop_cache(release=True)
+
+    def _stops(self, sequence: Sequence, token_id: int) -> bool:
+        if token_id in sequence.request.sampling.stop_token_ids:
+            return True
+        return sequence.stop_strings is not None and sequence.stop_strings.push(token_id)
+
+    def _owner(self, row: int) -> Sequence:
+        holder = self.slots.owner[row]
+        assert isinstance(holder, Sequence)
+        return holder
+
+    # Endings
+
+    def _end(self, sequence: Sequence, how: FinishReason | EngineError) -> None:
+        """A request is over; its row stays with its session."""
+        session = sequence.session
+        for follower in sequence.followers:
+            self.slots.release(follower.row)
+            follower.state = State.QUEUED
+            self._queue.append(follower)
+        if sequence.state is State.QUEUED:
+            self._queue.remove(sequence)
+        elif sequence.state is State.FOLLOWING:
+            next(s for s in self._running if sequence in s.followers).followers.remove(sequence)
+        else:
+            self._running.remove(sequence)
+        if sequence.row >= 0:
+            row = sequence.row
+            self._keep_turn(sequence)
+            self.slots.release(row)
+            if session.is_open and session.row < 0:
+                self.slots.give(row, session)
+        session.live -= 1
+        del self._live[sequence.request.request_id]
+        self._hand_over(sequence, sequence.output(how, time.monotonic()) if isinstance(how, str) else how)
+        self._forget_if_idle()
+
+    def _keep_turn(self, sequence: Sequence) -> None:
+        """Copy what was sampled out of the row."""
+        slots, row = self.slots, sequence.row
+        known = int(slots.known[row])
+        sequence.target = slots.ids[row, :known].copy()
+        sequence.log_probs = slots.log_probs[row, sequence.num_prompt : known].copy()
+        sequence.count_version(self.version, known - sequence.num_prompt)
+
+    def _hand_over(self, sequence: Sequence, result: GenerationOutput | BaseException) -> None:
+        sequence.state = State.DONE
+        self.finished.append((sequence, result))
+
+    def _stream(self, sequence: Sequence) -> int:
+        seed = sequence.request.sampling.seed
+        if seed is not None:
+            return seed
+        if self.options.deterministic:
+            return stream_key(self.options.seed, self.version, sequence.session.order, sequence.session.turns)
+        return stream_key(self.options.seed, sequence.ticket)
