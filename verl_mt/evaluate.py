@@ -16,11 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from verl_mt.config.compose import compose, config_from_mapping
+from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
@@ -68,7 +67,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
         if not (folder / "hf").is_dir():
             raise ConfigError(f"--run: {folder} has no hf/ export (the run is not over); name a model with --model")
         overrides = [*overrides, f"actor_rollout_ref.model.path={folder / 'hf'}"]
-    return config_from_mapping(yaml.safe_load((folder / "config.yaml").read_text()), overrides)
+    return compose(overrides, config_name=str(folder / "config.yaml"))
 
 
 def _evaluate(config: Config, out: str | None) -> int:

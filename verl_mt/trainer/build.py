@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from tensordict import TensorDict
 
 from verl_mt import engines
@@ -19,7 +19,7 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
-from verl_mt.config.normalize import redact
+from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
 from verl_mt.data.dataset import load_rows
@@ -61,7 +61,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     sampler, val_prompts = _build_data(config, prompts)
     plan = _build_plan(config, sampler)
     workers = build_workers(config, total_steps=plan.total_steps)
-    snapshot = redact(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    snapshot = yaml.safe_load(config_to_yaml(config))
     run = RunDirectory.open(config.trainer, snapshot)
     state = None if run.resume_from is None else checkpoint.load(run.resume_from)
     runner = build_runner(config, chat, tools, workers.policy_module)
