@@ -1,0 +1,187 @@
+"""One trajectory's conversation with its interaction."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_mt.data.conversation import Message
+from verl_mt.data.trajectory import TimeSpan
+from verl_mt.errors import DataError, EngineError, UserCodeError
+from verl_mt.interactions.base import BaseInteraction
+from verl_mt.interactions.registry import pick_interaction
+from verl_mt.user_code import user_code_of
+
+
+@dataclass(frozen=True)
+class InteractionTurn:
+    """What the interaction said."""
+
+    done: bool
+    text: str
+    """The next user message; not shown to the model where `done`."""
+    score: float
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class InteractionSession:
+    """Starts the interaction at the first `respond`, ends it in `finish`, each once.
+
+    Args:
+        interaction: the interaction of the row.
+        trajectory_id: for instance ids and errors.
+        interaction_kwargs: the row's `extra_info.interaction_kwargs`; nulls that parquet fills in are dropped.
+        timeout_s: deadline of each call.
+    """
+
+    def __init__(
+        self,
+        interaction: BaseInteraction,
+        trajectory_id: str,
+        interaction_kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ):
+        self.trajectory_id, self.timeout_s = trajectory_id, timeout_s
+        self.turn_scores: list[float] = []
+        self.time_spans: list[TimeSpan] = []
+        self._interaction = interaction
+        self._kwargs = {k: v for k, v in (interaction_kwargs or {}).items() if v is not None}
+        self._code = user_code_of(interaction, BaseInteraction, f"interaction {interaction.name}")
+        self._instance_id: str | None = None
+        self._finishing: asyncio.Task[float | None] | None = None
+
+    @classmethod
+    def open(
+        cls,
+        interactions: Mapping[str, BaseInteraction],
+        interaction_kwargs: Mapping[str, Any] | None,
+        *,
+        trajectory_id: str,
+        timeout_s: float = 60.0,
+    ) -> InteractionSession | None:
+        """The session of one row; None where no interaction is configured.
+
+        Raises:
+            DataError: the row names an unknown interaction, or none where several are configured.
+        """
+        try:
+            interaction = pick_interaction(interactions, interaction_kwargs)
+        except DataError as error:
+            raise DataError(f"trajectory {trajectory_id}: {error}") from error
+        if interaction is None:
+            return None
+        return cls(interaction, trajectory_id, interaction_kwargs, timeout_s=timeout_s)
+
+    async def start(self) -> None:
+        """`start_interaction`; does nothing when it has started.
+
+        Raises:
+            UserCodeError: it raised or timed out.
+        """
+        if self._instance_id is None:
+            proposed = f"{self.trajectory_id}/{self._interaction.name}"
+            answer = await self._call("start_interaction", (proposed,), turn=0)
+            self._instance_id = answer if isinstance(answer, str) and answer else proposed
+
+    async def respond(self, messages: Sequence[Message], *, turn: int = 0) -> InteractionTurn:
+        """`generate_response` to a conversation whose last message is the model's.
+
+        Args:
+            messages: all messages; the interaction gets a copy.
+            turn: the assistant turn it reacts to, for errors and spans.
+
+        Raises:
+            UserCodeError: it raised, timed out, or returned something else than
+                (should_terminate, text, turn_score, extra).
+        """
+        await self.start()
+        started = time.monotonic()
+        returned = await self._call("generate_response", (self._instance_id, copy.deepcopy(list(messages))), turn=turn)
+        self.time_spans.append(TimeSpan("interaction", started, time.monotonic(), turn, self._interaction.name))
+        result = self._as_turn(returned, turn)
+        self.turn_scores.append(result.score)
+        return result
+
+    async def finish(self) -> float | None:
+        """`calculate_score`, then `finalize_interaction`, exactly once, however often this is called.
+
+        Goes on in the background if its caller is cancelled.
+
+        Returns:
+            The score; None where the interaction never started.
+
+        Raises:
+            UserCodeError: one of the two raised or timed out; `finalize_interaction` has been called all the same.
+        """
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._finish())
+        return await asyncio.shield(self._finishing)
+
+    async def _finish(self) -> float | None:
+        if self._instance_id is None:
+            return None
+        try:
+            score = await self._call("calculate_score", (self._instance_id,), turn=None)
+            return self._as_score(score, "calculate_score", None)
+        finally:
+            await self._call("finalize_interaction", (self._instance_id,), turn=None)
+
+    async def _call(self, method: str, args: tuple[Any, ...], *, turn: int | None) -> Any:
+        kwargs = copy.deepcopy(self._kwargs)
+        if method in ("calculate_score", "finalize_interaction"):
+            args, kwargs = _what_fits(getattr(self._interaction, method), args, kwargs)
+        try:
+            return await self._code.call(method, args, kwargs, timeout_s=self.timeout_s)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._error(method, turn, str(error) or type(error).__name__) from error
+
+    def _as_turn(self, returned: Any, turn: int) -> InteractionTurn:
+        if not isinstance(returned, tuple | list) or len(returned) != 4:
+            raise self._error(
+                "generate_response", turn, f"must return (should_terminate, text, turn_score, extra), got {returned!r}"
+            )
+        done, text, score, extra = returned
+        if not isinstance(text, str) and not (text is None and done):
+            raise self._error("generate_response", turn, f"the text must be a str, got {text!r}")
+        if extra is not None and not isinstance(extra, dict):
+            raise self._error("generate_response", turn, f"extra must be a dict, got {extra!r}")
+        return InteractionTurn(
+            bool(done), text or "", self._as_score(score, "generate_response", turn), dict(extra or {})
+        )
+
+    def _as_score(self, value: Any, method: str, turn: int | None) -> float:
+        try:
+            score = 0.0 if value is None else float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise self._error(method, turn, f"the score must be a finite number, got {value!r}")
+        return score
+
+    def _error(self, method: str, turn: int | None, reason: str) -> UserCodeError:
+        when = "at its end" if turn is None else f"turn {turn}"
+        return UserCodeError(
+            f"interaction {self._interaction.name!r} failed in {method}, trajectory {self.trajectory_id}, "
+            f"{when}: {reason}"
+        )
+
+
+def _what_fits(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """verl never calls these two methods, and its base class declares them without arguments: so may a subclass."""
+    signature = inspect.signature(method)
+    for fitting in ((args, kwargs), (args, {}), ((), {})):
+        try:
+            signature.bind(*fitting[0], **fitting[1])
+        except TypeError:
+            continue
+        return fitting
+    return args, kwargs

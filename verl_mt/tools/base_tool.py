@@ -1,0 +1,89 @@
+"""The base class of tools. A verl tool runs after `verl.` -> `verl_mt.` in its imports."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+class BaseTool:
+    """A tool that the model may call.
+
+    One object per process and YAML entry, shared by all trajectories: limits and caches live on it. What belongs to one
+    trajectory lives under an `instance_id`, one per trajectory and tool::
+
+        create -> execute, execute, ... -> calc_reward -> release
+
+    `create` runs before the first call (at the start of the trajectory where its row gives `create_kwargs`);
+    `calc_reward` and `release` run exactly once for every created instance, whatever happened in between.
+
+    Each method may be `async def` or a plain `def` (which runs in a thread). Calls that the model wrote into one turn
+    run concurrently, also on the same instance.
+
+    Args:
+        config: the entry's `config`.
+        tool_schema: the entry's `tool_schema`; None = what `get_openai_tool_schema` of the class returns.
+    """
+
+    runs_inline: bool = False
+    """True: no method ever blocks, so all run on the rollout's own loop, without a thread. For cheap pure code only."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name: str = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The schema that chat templates show to the model. Override it to give the tool a schema of its own.
+
+        Raises:
+            ValueError: neither the YAML entry nor the class has one.
+        """
+        schema = getattr(self, "tool_schema", None)
+        if schema is None:
+            raise ValueError(
+                f"{type(self).__name__} has no tool schema: give the YAML entry a tool_schema, "
+                "or override get_openai_tool_schema()"
+            )
+        return schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str | tuple[str, ToolResponse]:
+        """Make what one trajectory needs.
+
+        Args:
+            instance_id: the id that verl_mt proposes, unique per trajectory and tool; None = choose one.
+            kwargs: the row's `extra_info.tools_kwargs[name].create_kwargs`.
+
+        Returns:
+            The id to use from now on, alone or with a first response (shown to the model where it is not empty).
+        """
+        return (instance_id or str(uuid4())), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse | str, float, dict[str, Any]]:
+        """Run one call.
+
+        Args:
+            instance_id: from `create`.
+            parameters: the call's arguments, valid by the schema; a copy that the tool may change.
+            kwargs: the row's `execute_kwargs`.
+
+        Returns:
+            (response, step reward, metrics). The reward and the metrics may be left out or None; a response may also be
+            a str or a dict (shown as JSON).
+
+        Raises:
+            ToolCallError: the model's mistake; its text is shown to the model.
+            Exception: the tool's failure; the model is told that the tool failed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement execute(instance_id, parameters, **kwargs)")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The instance's reward when the trajectory is over; kwargs: the row's `calc_reward_kwargs`."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what `create` made; kwargs: the row's `release_kwargs`."""

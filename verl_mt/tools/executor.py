@@ -1,0 +1,371 @@
+"""Runs the tool calls of trajectories: deadlines, retries, limits, and whose fault a failure is.
+
+- The *model's* (unknown tool, broken or wrong arguments, `ToolCallError`): fed back as text it can learn from.
+- The *tool's* (it raised, or timed out): fed back, counted, never the model's fault.
+- The *infrastructure's* (`EngineError`): the trajectory cannot go on; the caller aborts and retries it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_mt.config.rollout import MultiTurnConfig
+from verl_mt.data.conversation import MalformedCall, ToolCall
+from verl_mt.data.trajectory import TimeSpan
+from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
+from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.limiter import ConcurrencyLimit
+from verl_mt.tools.results import CountTokens, Failure, Keep, ToolResult, as_reward, encodable, normalize, truncate
+from verl_mt.tools.schemas import ToolResponse
+from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
+from verl_mt.user_code import CallTimeout, user_code_of
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = "unknown"
+"""Counts calls of tools that do not exist: what a model invents must not become a metric's name."""
+
+_FIRST_BACKOFF_S = 0.1
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits of tool calls; the same knobs as `actor_rollout_ref.rollout.multi_turn`."""
+
+    timeout_s: float = 30.0
+    """Deadline of one call, retries included, from the moment it holds a slot. Also of `calc_reward` and `release`."""
+    retries: int = 0
+    """How often a call that raised or timed out is tried again; every attempt gets its share of the deadline."""
+    concurrency: int = 256
+    """Calls of one tool that run at once in one event loop."""
+    max_parallel_calls: int = 8
+    """Calls of one assistant turn that are run."""
+    max_response_tokens: int = 512
+    keep: Keep = "both"
+
+    @classmethod
+    def from_config(cls, config: MultiTurnConfig) -> ToolLimits:
+        """The limits of a run."""
+        return cls(
+            timeout_s=config.tool_timeout_s,
+            retries=config.tool_retries,
+            concurrency=config.tool_concurrency,
+            max_parallel_calls=config.max_parallel_calls,
+            max_response_tokens=config.max_tool_response_tokens,
+            keep=config.tool_response_keep,  # type: ignore[arg-type]
+        )
+
+
+class ToolExecutor:
+    """One per process; its limits are shared by all trajectories.
+
+    Args:
+        tools: the tools of the run.
+        limits: see `ToolLimits`.
+        count_tokens: text -> token ids, of the policy's tokenizer.
+    """
+
+    def __init__(self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens):
+        self.tools, self.limits, self.count_tokens = tools, limits, count_tokens
+        self._slots = {name: ConcurrencyLimit(limits.concurrency) for name in tools.names}
+        self._said: set[tuple[str, str]] = set()
+
+    @classmethod
+    def from_config(cls, tools: ToolSet, config: MultiTurnConfig, tokenizer: Any) -> ToolExecutor:
+        """The executor of a run, counting with the policy's tokenizer."""
+
+        def count_tokens(text: str) -> list[int]:
+            return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+        return cls(tools, ToolLimits.from_config(config), count_tokens)
+
+    def open(
+        self, trajectory_id: str, tools_kwargs: Mapping[str, Any] | None = None, *, tools: ToolSet | None = None
+    ) -> ToolSession:
+        """Begin a trajectory.
+
+        Args:
+            trajectory_id: for instance ids and the log.
+            tools_kwargs: the row's `extra_info.tools_kwargs`.
+            tools: the tools this row may use (`ToolSet.for_row`); None = all.
+
+        Raises:
+            DataError: `tools_kwargs` names an unknown tool or has another shape.
+        """
+        try:
+            row_kwargs = parse_row_kwargs(tools_kwargs, self.tools.names)
+        except DataError as error:
+            raise DataError(f"trajectory {trajectory_id}: {error}") from error
+        return ToolSession(self, trajectory_id, row_kwargs, self.tools if tools is None else tools)
+
+    def slot(self, name: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Hold one of the tool's slots."""
+        return self._slots[name].slot()
+
+    def first_time(self, name: str, error: Exception) -> bool:
+        """Whether this tool fails with this kind of error for the first time in this process."""
+        before = len(self._said)
+        self._said.add((name, type(error).__name__))
+        return len(self._said) > before
+
+
+@dataclass
+class _Instance:
+    instance_id: str
+    opening: ToolResponse | None
+    """A non-empty response of `create` that the model has not seen yet."""
+    rewards: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Answer:
+    """A result before its text is cut."""
+
+    text: str
+    failure: Failure | None = None
+    step_reward: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+
+class ToolSession:
+    """The tools of one trajectory: `start`, `run` once per assistant turn, `close` in a `finally`."""
+
+    def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
+        self.trajectory_id = trajectory_id
+        self.counters: dict[str, float] = {}
+        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|latency_s`.
+
+        `calls` counts every call the model wrote; `errors` (timeouts included) and `model_errors` never overlap."""
+        self.time_spans: list[TimeSpan] = []
+        self._executor, self._limits, self._tools = executor, executor.limits, tools
+        self._row_kwargs = row_kwargs
+        self._instances: dict[str, _Instance] = {}
+        self._creating: dict[str, asyncio.Lock] = {}
+        self._closing: asyncio.Task[dict[str, list[float]]] | None = None
+
+    async def start(self) -> list[ToolResult]:
+        """Create the instances that the row has `create_kwargs` for.
+
+        Returns:
+            What their `create` had to say, where it said something; one result per such tool.
+        """
+        names = [n for n, kinds in self._row_kwargs.items() if n in self._tools and kinds.get("create_kwargs")]
+        await asyncio.gather(*(self._create_early(name) for name in names))
+        results = []
+        for name in names:
+            instance = self._instances.get(name)
+            if instance is not None and instance.opening is not None:
+                opening, instance.opening = instance.opening, None
+                results.append(self._finish(name, "", _from_response(opening)))
+        return results
+
+    async def run(self, calls: Sequence[ToolCall | MalformedCall], *, turn: int) -> list[ToolResult]:
+        """Run the calls of one assistant turn, concurrently.
+
+        Returns:
+            One result per call, in the order of the calls. Failures are results, never exceptions.
+        """
+        results = await asyncio.gather(*(self._one(index, call, turn) for index, call in enumerate(calls)))
+        for result in results:
+            if result.failure is None:
+                self._instances[result.name].rewards.append(result.step_reward)
+        return list(results)
+
+    async def close(self) -> dict[str, list[float]]:
+        """`calc_reward` and `release` of every created instance, exactly once, however often this is called.
+
+        Never raises: what fails is logged and counted. Goes on in the background if its caller is cancelled.
+
+        Returns:
+            tool -> the step rewards of its calls in order, then its `calc_reward` (0 where that failed).
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        return await asyncio.shield(self._closing)
+
+    async def _one(self, index: int, call: ToolCall | MalformedCall, turn: int) -> ToolResult:
+        name, call_id = call.name or "", call.id if isinstance(call, ToolCall) else ""
+        metric = name if name in self._tools else UNKNOWN
+        self._count(metric, "calls")
+        try:
+            if index >= self._limits.max_parallel_calls:
+                raise ToolCallError(
+                    f"too many calls in one turn: only the first {self._limits.max_parallel_calls} were run; "
+                    "make this call in the next turn"
+                )
+            if isinstance(call, MalformedCall):
+                raise ToolCallError(call.error)
+            self._tools.check_call(name, call.arguments)
+            answer = await self._execute(name, call.arguments, turn)
+        except ToolCallError as error:
+            answer = _Answer(str(error), failure="model")
+        except EngineError as error:
+            answer = _Answer(f"Tool failed: {_reason(error)}", failure="infrastructure")
+            self._log(name, turn, error)
+        except Exception as error:
+            answer = _Answer(f"Tool failed: {_reason(error)}", failure="tool")
+            self._count(metric, "timeouts", float(isinstance(error, CallTimeout)))
+            self._log(name, turn, error)
+        if answer.failure is not None:
+            self._count(metric, "model_errors" if answer.failure == "model" else "errors")
+        return self._finish(name, call_id, answer, metric)
+
+    async def _execute(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
+        async with self._executor.slot(name):
+            started = time.monotonic()
+            try:
+                return await self._attempts(name, arguments, turn)
+            finally:
+                ended = time.monotonic()
+                self._count(name, "latency_s", ended - started)
+                self.time_spans.append(TimeSpan("tool", started, ended, turn, name))
+
+    async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
+        deadline = time.monotonic() + self._limits.timeout_s
+        for left in range(self._limits.retries, -1, -1):
+            share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
+            try:
+                return await self._attempt(name, arguments, share_s)
+            except (ToolCallError, EngineError):
+                raise
+            except Exception as error:
+                backoff_s = _FIRST_BACKOFF_S * 2 ** (self._limits.retries - left)
+                if left == 0 or time.monotonic() + backoff_s >= deadline:
+                    raise
+                self._log(name, turn, error)
+            self._count(name, "retries")
+            await asyncio.sleep(backoff_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, name: str, arguments: dict[str, Any], timeout_s: float) -> _Answer:
+        ends = time.monotonic() + timeout_s
+        instance = await self._instance(name, timeout_s)
+        # The arguments are also in the messages: a tool that changes its own must not change those.
+        args = (instance.instance_id, copy.deepcopy(arguments))
+        left_s = max(ends - time.monotonic(), 1e-3)
+        response, reward, metrics = normalize(await self._call(name, "execute", args, left_s))
+        answer = _from_response(response, reward, metrics)
+        if instance.opening is not None:
+            opening, instance.opening = _from_response(instance.opening), None
+            answer.text = "\n".join(t for t in (opening.text, answer.text) if t)
+            answer.images, answer.videos = opening.images + answer.images, opening.videos + answer.videos
+        return answer
+
+    async def _instance(self, name: str, timeout_s: float) -> _Instance:
+        async with self._creating.setdefault(name, asyncio.Lock()):
+            if name not in self._instances:
+                proposed = f"{self.trajectory_id}/{name}"
+                created = await self._call(name, "create", (proposed,), timeout_s)
+                self._instances[name] = _as_instance(created, proposed)
+            return self._instances[name]
+
+    async def _create_early(self, name: str) -> None:
+        try:
+            await self._instance(name, self._limits.timeout_s)
+        except Exception as error:
+            # Not the end: the model's first call of this tool tries again and is told.
+            self._count(name, "errors")
+            self._count(name, "timeouts", float(isinstance(error, CallTimeout)))
+            self._log(name, 0, error)
+
+    async def _close(self) -> dict[str, list[float]]:
+        rewards = await asyncio.gather(*(self._close_one(name, inst) for name, inst in self._instances.items()))
+        return dict(zip(self._instances, rewards))
+
+    async def _close_one(self, name: str, instance: _Instance) -> list[float]:
+        final = 0.0
+        try:
+            final = as_reward(await self._call(name, "calc_reward", (instance.instance_id,), self._limits.timeout_s))
+        except Exception as error:
+            self._count(name, "errors")
+            self._log(name, None, error)
+        try:
+            await self._call(name, "release", (instance.instance_id,), self._limits.timeout_s)
+        except Exception as error:
+            self._count(name, "errors")
+            self._log(name, None, error)
+        return [*instance.rewards, final]
+
+    async def _call(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        tool = self._tools[name]
+        kwargs = copy.deepcopy(self._row_kwargs.get(name, {}).get(f"{method}_kwargs", {}))
+        if method == "create" and _reads_nested_kwargs(type(tool)):
+            kwargs = {**kwargs, "create_kwargs": dict(kwargs)}
+        code = user_code_of(tool, BaseTool, f"tool {name}")
+        return await code.call(method, args, kwargs, timeout_s=timeout_s)
+
+    def _finish(self, name: str, call_id: str, answer: _Answer, metric: str | None = None) -> ToolResult:
+        limits, count_tokens = self._limits, self._executor.count_tokens
+        text, cut = truncate(encodable(answer.text), limits.max_response_tokens, limits.keep, count_tokens)
+        if cut:
+            self._count(metric or name, "truncated")
+        return ToolResult(
+            name,
+            call_id,
+            f"<error>{text}</error>" if answer.failure else text,
+            failure=answer.failure,
+            step_reward=answer.step_reward,
+            metrics=answer.metrics,
+            images=answer.images,
+            videos=answer.videos,
+        )
+
+    def _count(self, name: str, event: str, amount: float = 1.0) -> None:
+        if amount:
+            key = f"tools/{name}/{event}"
+            self.counters[key] = self.counters.get(key, 0.0) + amount
+
+    def _log(self, name: str, turn: int | None, error: Exception) -> None:
+        when = "at its end" if turn is None else f"turn {turn}"
+        wrapped = UserCodeError(f"tool {name!r} failed in trajectory {self.trajectory_id}, {when}: {_reason(error)}")
+        wrapped.__cause__ = error
+        # With its traceback once per tool and kind of error: a tool that is down fails thousands of times.
+        first = self._executor.first_time(name, error)
+        logger.log(logging.WARNING if first else logging.DEBUG, "%s", wrapped, exc_info=wrapped if first else None)
+
+
+def _from_response(response: ToolResponse, reward: float = 0.0, metrics: dict[str, Any] | None = None) -> _Answer:
+    return _Answer(
+        response.text or "",
+        step_reward=reward,
+        metrics=metrics or {},
+        images=list(response.image or []),
+        videos=list(response.video or []),
+    )
+
+
+def _as_instance(created: Any, proposed: str) -> _Instance:
+    opening = None
+    if isinstance(created, tuple):
+        if len(created) != 2 or not isinstance(created[1], ToolResponse | None):
+            raise TypeError(f"create must return an id or (id, ToolResponse), got {created!r}")
+        created, opening = created
+    if created is not None and not isinstance(created, str):
+        raise TypeError(f"create must return a str id, got {created!r}")
+    return _Instance(created or proposed, None if opening is None or opening.is_empty() else opening)
+
+
+def _reads_nested_kwargs(kind: type) -> bool:
+    """Whether a `create` of the class mentions `create_kwargs`.
+
+    verl passes the row's arguments flat in one place and as one dict of this name in another, and tools were written
+    for either.
+    """
+    for owner in kind.__mro__:
+        code = getattr(owner.__dict__.get("create"), "__code__", None)
+        if code is not None and "create_kwargs" in (*code.co_consts, *code.co_varnames):
+            return True
+    return False
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

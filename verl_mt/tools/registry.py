@@ -1,0 +1,83 @@
+"""From a tools YAML file to tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from verl_mt.config.declarations import Declaration, load_declarations
+from verl_mt.errors import ConfigError, PluginError
+from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.function_tool import FunctionTool
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema
+from verl_mt.tools.toolset import ToolEntry, ToolSet
+
+__all__ = ["ToolSet", "load_tools"]
+
+CONFIG_KEY = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
+
+
+def load_tools(path: str | Path | None, *, config_key: str = CONFIG_KEY) -> ToolSet:
+    """Make the tools that a YAML file declares, one object per entry::
+
+        tools:
+          - class_name: my_package.my_tools.MyTool   # a BaseTool class, or a @function_tool
+            config: {}                               # the class's own settings
+            tool_schema: null                        # null = the class's own schema
+
+    Args:
+        path: the file; None = no tools.
+        config_key: where the path came from, for the error.
+
+    Raises:
+        ConfigError: the file is absent or has another shape, or an entry's schema or tool type is wrong.
+        PluginError: a class does not resolve or is no tool, its constructor raised, or two tools have one name.
+    """
+    if path is None:
+        return ToolSet()
+    declarations = load_declarations(path, key="tools", config_key=config_key, fields=("tool_schema",))
+    return ToolSet(_make(declaration) for declaration in declarations)
+
+
+def _make(declaration: Declaration) -> ToolEntry:
+    where, config = declaration.where, declaration.config
+    kind = config.get("type", "native")
+    if kind != "native":
+        reason = "MCP tools are not in this version" if kind == "mcp" else "expected 'native'"
+        raise ConfigError(f"{where}: config.type is {kind!r}: {reason}. Leave config.type out, or write native.")
+    raw, schema = _schema(declaration)
+    found = declaration.load()
+    if isinstance(found, FunctionTool):
+        tool = declaration.build(found.bind, config=config, tool_schema=schema)
+    elif not isinstance(found, type) and callable(found):
+        raise PluginError(
+            f"{where}: {declaration.class_name!r} is a plain function; put @function_tool "
+            "(from verl_mt.tools.function_tool) above it, or name a BaseTool class"
+        )
+    else:
+        tool = declaration.build(declaration.load_class(BaseTool), config=config, tool_schema=schema)
+    # The author's own dict keeps what a model_dump drops (a default of null); a tool may also answer with another one.
+    own = raw if schema is not None and declaration.build(tool.get_openai_tool_schema) is schema else None
+    return ToolEntry.of(tool, where=where, schema=own)
+
+
+def _schema(declaration: Declaration) -> tuple[dict[str, Any] | None, OpenAIFunctionToolSchema | None]:
+    raw = declaration.values.get("tool_schema")
+    if not raw:
+        return None, None
+    try:
+        schema = OpenAIFunctionToolSchema.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'tool_schema'}: {e['msg']}" for e in error.errors()[:3])
+        raise ConfigError(
+            f"{declaration.where}: tool_schema is not an OpenAI tool schema: {problems}. Write "
+            "{type: function, function: {name: ..., description: ..., parameters: {type: object, properties: {...}}}}"
+        ) from error
+    if schema.type != "function" or not schema.function.name.strip():
+        raise ConfigError(
+            f"{declaration.where}: tool_schema needs type: function and a function.name, "
+            f"got type {schema.type!r} and name {schema.function.name!r}"
+        )
+    return raw, schema

@@ -1,0 +1,147 @@
+"""What a tool call leaves behind: the result, its normal form, its length limit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl_mt.data.conversation import Message
+from verl_mt.tools.schemas import ToolResponse
+
+Failure = Literal["model", "tool", "infrastructure"]
+"""Whose fault: the model's (bad call), the tool's (raised, timed out), the infrastructure's (engine gone)."""
+Keep = Literal["head", "tail", "both"]
+
+CountTokens = Callable[[str], Sized]
+"""text -> its token ids; only their number is used."""
+
+CUT_MARKER = "...(truncated)..."
+"""Stands in the cut; a cut at one end has dots only on the side of the text that was kept."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """One call's answer, as the model gets it."""
+
+    name: str
+    """The tool; for a call that named none, or an unknown one, what the model wrote."""
+    call_id: str
+    text: str
+    failure: Failure | None = None
+    step_reward: float = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the tool returned as its metrics."""
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+    def to_message(self) -> Message:
+        """The tool message; its content is a list of typed parts where the tool returned images or videos."""
+        content: Any = self.text
+        if self.images or self.videos:
+            content = [{"type": "image", "image": image} for image in self.images]
+            content += [{"type": "video", "video": video} for video in self.videos]
+            content += [{"type": "text", "text": self.text}] if self.text else []
+        return {"role": "tool", "content": content, "tool_call_id": self.call_id, "name": self.name}
+
+
+def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """The (response, step reward, metrics) that `execute` meant.
+
+    A response alone, a pair or a triple; the response a ToolResponse, a str, a dict or list (shown as JSON), or
+    anything else (shown as `str`); reward None = 0, metrics None = {}.
+
+    Raises:
+        TypeError: a tuple of another length, a reward that is not a number, metrics that are not a mapping.
+    """
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"execute must return (response, step_reward, metrics), got a tuple of {len(parts)}")
+    response, reward, metrics = (*parts, None, None)[:3]
+    return _as_response(response), as_reward(reward), _as_metrics(metrics)
+
+
+def _as_response(response: Any) -> ToolResponse:
+    if isinstance(response, ToolResponse):
+        return response
+    if isinstance(response, dict | list):
+        response = json.dumps(response, ensure_ascii=False, default=str)
+    return ToolResponse(text=response if isinstance(response, str) else str(response))
+
+
+def as_reward(value: Any) -> float:
+    """A finite number, None = 0.
+
+    Raises:
+        TypeError: anything else; a NaN in one reward would spoil a whole batch.
+    """
+    if value is None:
+        return 0.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"a reward must be a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise TypeError(f"a reward must be finite, got {number}")
+    return number
+
+
+def _as_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is not None and not isinstance(metrics, dict):
+        raise TypeError(f"metrics must be a mapping, got {metrics!r}")
+    return dict(metrics or {})
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates replaced: tokenizers refuse them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def truncate(text: str, max_tokens: int, keep: Keep, count_tokens: CountTokens) -> tuple[str, bool]:
+    """Cut a text that is longer than `max_tokens`; the marker in its cut place comes on top of the limit.
+
+    Only as much of the text is tokenized as may be kept, so 10 MB cost no more than 10 kB.
+
+    Returns:
+        (text, whether it was cut).
+    """
+    if len(text) <= 16 * max_tokens and len(count_tokens(text)) <= max_tokens:
+        return text, False
+    fitting = _fitting(text, max_tokens, count_tokens, from_end=keep == "tail")
+    if fitting == len(text):
+        return text, False
+    if keep == "head":
+        return text[:fitting] + "..." + CUT_MARKER.strip("."), True
+    if keep == "tail":
+        return CUT_MARKER.strip(".") + "..." + text[len(text) - fitting :], True
+    head = _fitting(text, (max_tokens + 1) // 2, count_tokens, from_end=False)
+    tail = min(_fitting(text, max_tokens // 2, count_tokens, from_end=True), len(text) - head)
+    return text[:head] + CUT_MARKER + text[len(text) - tail :], True
+
+
+def _fitting(text: str, budget: int, count_tokens: CountTokens, *, from_end: bool) -> int:
+    """How many characters of one end of the text are at most `budget` tokens."""
+    if budget < 1:
+        return 0
+
+    def fits(size: int) -> bool:
+        return len(count_tokens(text[len(text) - size :] if from_end else text[:size])) <= budget
+
+    size = min(len(text), 4 * budget)
+    low = 0
+    while fits(size):
+        low = size
+        if size == len(text):
+            return size
+        size = min(len(text), 2 * size)
+    high = size
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

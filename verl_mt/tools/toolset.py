@@ -1,0 +1,236 @@
+"""The tools of a run: schemas for the template, validation of a call's arguments, what a row says about them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema.exceptions import SchemaError, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from verl_mt.errors import DataError, PluginError, ToolCallError
+from verl_mt.plugins import listing, suggest
+from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema
+
+ROW_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+RowKwargs = dict[str, dict[str, dict[str, Any]]]
+"""tool -> one of `ROW_KWARGS` -> arguments."""
+
+
+@dataclass(frozen=True)
+class ToolEntry:
+    """One tool with its checked schema."""
+
+    tool: BaseTool
+    schema: dict[str, Any]
+    """What the chat template gets."""
+    validator: Validator
+    where: str
+    """Where it was declared, for errors."""
+
+    @classmethod
+    def of(cls, tool: BaseTool, *, where: str, schema: dict[str, Any] | None = None) -> ToolEntry:
+        """Check the tool and its schema.
+
+        Args:
+            schema: the schema as its author wrote it; None = what `tool.get_openai_tool_schema()` returns.
+
+        Raises:
+            PluginError: the name is missing, or the parameters are no JSON Schema of type object.
+        """
+        if schema is None:
+            given = tool.get_openai_tool_schema()
+            if not isinstance(given, OpenAIFunctionToolSchema):
+                raise PluginError(
+                    f"{where}: get_openai_tool_schema() must return an OpenAIFunctionToolSchema, got {given!r}"
+                )
+            schema = given.to_template()
+        if not isinstance(getattr(tool, "name", None), str) or not tool.name:
+            raise PluginError(
+                f"{where}: the tool has no name; does its __init__ call super().__init__(config, tool_schema)?"
+            )
+        parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
+        return cls(tool, schema, _validator(parameters, f"{where}: tool_schema of {tool.name!r}"), where)
+
+
+class ToolSet:
+    """Tools by name, in the order declared.
+
+    Args:
+        tools: tool objects, or entries that `load_tools` made.
+
+    Raises:
+        PluginError: two tools of one name, or a schema that is none.
+    """
+
+    def __init__(self, tools: Iterable[BaseTool | ToolEntry] = ()):
+        self._entries: dict[str, ToolEntry] = {}
+        for item in tools:
+            entry = item if isinstance(item, ToolEntry) else ToolEntry.of(item, where=type(item).__name__)
+            other = self._entries.get(entry.tool.name)
+            if other is not None:
+                raise PluginError(
+                    f"{entry.where}: a tool named {entry.tool.name!r} exists already ({other.where}); "
+                    "give one of them another tool_schema.function.name"
+                )
+            self._entries[entry.tool.name] = entry
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the order declared."""
+        return list(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[BaseTool]:
+        return (entry.tool for entry in self._entries.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> BaseTool:
+        return self._entries[name].tool
+
+    def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """OpenAI tool schemas for a chat template, every JSON-Schema keyword kept; a fresh copy.
+
+        Args:
+            names: which tools, in this order; None = all.
+        """
+        return [copy.deepcopy(self._entries[name].schema) for name in (self.names if names is None else names)]
+
+    def check_call(self, name: str, arguments: Any) -> None:
+        """Raises:
+        ToolCallError: unknown tool, or arguments that its schema refuses; the text is written for the model.
+        """
+        if name not in self._entries:
+            known = f"Available: {listing(self.names)}" if self._entries else "There are no tools"
+            raise ToolCallError(f"unknown tool {_short(name)}{suggest(str(name), self.names)}. {known}")
+        if not isinstance(arguments, dict):
+            raise ToolCallError(f"arguments of {name} must be a JSON object, got {_short(arguments)}")
+        entry = self._entries[name]
+        errors = sorted(entry.validator.iter_errors(arguments), key=lambda e: [str(p) for p in e.absolute_path])
+        if errors:
+            reasons = "; ".join(_explain(error) for error in errors[:3])
+            raise ToolCallError(f"wrong arguments for {name}: {reasons}. Expected {_signature(entry.schema)}")
+
+    def for_row(
+        self,
+        tools_kwargs: Mapping[str, Any] | None = None,
+        *,
+        need_tools_kwargs: bool = False,
+        tool_selection: Sequence[str] | None = None,
+    ) -> ToolSet:
+        """The tools that one row of the data may use; the tool objects are shared.
+
+        Args:
+            tools_kwargs: the row's `extra_info.tools_kwargs`; only checked here, `ToolExecutor.open` uses it.
+            need_tools_kwargs: the row's `extra_info.need_tools_kwargs`.
+            tool_selection: the row's `extra_info.tool_selection`: names; None = all tools.
+
+        Raises:
+            DataError: an unknown tool or key, or `need_tools_kwargs` without any.
+        """
+        given = parse_row_kwargs(tools_kwargs, self.names)
+        if need_tools_kwargs and not given:
+            raise DataError(
+                "extra_info.need_tools_kwargs is true but extra_info.tools_kwargs has nothing for any of "
+                f"{listing(self.names)}; got {tools_kwargs!r}"
+            )
+        if tool_selection is None:
+            return self
+        for name in tool_selection:
+            if name not in self._entries:
+                raise DataError(
+                    f"extra_info.tool_selection: unknown tool {name!r}{suggest(str(name), self.names)}. "
+                    f"Configured: {listing(self.names)}"
+                )
+        return ToolSet(self._entries[name] for name in dict.fromkeys(tool_selection))
+
+
+def parse_row_kwargs(tools_kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> RowKwargs:
+    """`extra_info.tools_kwargs` of one row without the nulls that parquet fills in.
+
+    Raises:
+        DataError: not a mapping, an unknown tool, or an unknown kind of arguments.
+    """
+    if tools_kwargs is None:
+        return {}
+    if not isinstance(tools_kwargs, Mapping):
+        raise DataError(f"extra_info.tools_kwargs must be a mapping tool -> arguments, got {tools_kwargs!r}")
+    found: RowKwargs = {}
+    for tool, kinds in without_nulls(tools_kwargs).items():
+        where = f"extra_info.tools_kwargs.{tool}"
+        if not isinstance(kinds, Mapping):
+            raise DataError(f"{where} must be a mapping with {', '.join(ROW_KWARGS)}, got {kinds!r}")
+        given = {kind: value for kind, value in kinds.items() if not isinstance(value, Mapping) or value}
+        if not given:
+            continue
+        if tool not in names:
+            raise DataError(f"{where}: unknown tool{suggest(tool, names)}. Configured: {listing(names)}")
+        for kind, arguments in given.items():
+            if kind not in ROW_KWARGS:
+                raise DataError(
+                    f"{where}: unknown key {kind!r}{suggest(kind, ROW_KWARGS)}. Known: {', '.join(ROW_KWARGS)}"
+                )
+            if not isinstance(arguments, Mapping):
+                raise DataError(f"{where}.{kind} must be a mapping of arguments, got {arguments!r}")
+        found[tool] = {kind: dict(arguments) for kind, arguments in given.items()}
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """Mappings without their None values, at every depth: parquet gives every row of a struct all of its fields."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _validator(parameters: dict[str, Any], where: str) -> Validator:
+    kind = validator_for(parameters, default=Draft202012Validator)
+    try:
+        kind.check_schema(parameters)
+    except SchemaError as error:
+        path = ".".join(str(p) for p in error.absolute_path) or "parameters"
+        raise PluginError(f"{where}: parameters are not a JSON Schema: {path}: {error.message}") from error
+    if parameters.get("type", "object") != "object":
+        raise PluginError(f"{where}: parameters must have type 'object', got {parameters['type']!r}")
+    properties = parameters.get("properties")
+    if properties and not {"patternProperties", "additionalProperties"} & set(parameters):
+        for name in parameters.get("required") or []:
+            if name not in properties:
+                raise PluginError(
+                    f"{where}: required names {name!r}, which is not among properties{suggest(name, properties)} "
+                    f"({listing(properties)})"
+                )
+    return kind(parameters)
+
+
+def _explain(error: ValidationError) -> str:
+    if error.validator == "required":
+        missing = next((n for n in error.validator_value if n not in error.instance), None)
+        return f"missing argument {missing!r}" if not error.absolute_path else _short(error.message, 200)
+    path = ".".join(str(p) for p in error.absolute_path)
+    return (f"argument {path!r}: " if path else "") + error.message[:200]
+
+
+def _signature(schema: dict[str, Any]) -> str:
+    parameters = schema["function"].get("parameters") or {}
+    required = parameters.get("required") or []
+    parts = []
+    for name, rule in (parameters.get("properties") or {}).items():
+        kind = rule.get("type", "any") if isinstance(rule, dict) else "any"
+        kind = " or ".join(kind) if isinstance(kind, list) else kind
+        parts.append(f"{name}: {kind}" + ("" if name in required else " (optional)"))
+    return "{" + ", ".join(parts) + "}"
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
