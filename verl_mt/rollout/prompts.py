@@ -22,6 +22,10 @@ class Prompt:
     tools: list[dict[str, Any]]
     ids: list[int]
     """First prompt, generation prompt included."""
+    toolset: ToolSet | None = None
+    """The tools that this row may call."""
+    problem: str | None = None
+    """What is wrong with the row's own arguments; its trajectories fail with this text, the others go on."""
 
 
 @dataclass
@@ -46,13 +50,14 @@ class PromptBuilder:
         known = self._cache.get(id(row))
         if known is not None:
             return known
-        tools = self.tools.for_row(row) if self.tools is not None else []
+        toolset, problem = self._tools_of(row)
+        tools = toolset.schemas() if toolset is not None else []
         ids = self.chat.prompt_ids(row.prompt, tools or None)
         if len(ids) > self.max_prompt_length:
             if self.filter_overlong:
                 return None
             ids = self._truncate(row, ids)
-        prompt = Prompt(row, row.prompt, tools, ids)
+        prompt = Prompt(row, row.prompt, tools, ids, toolset, problem)
         self._cache[id(row)] = prompt
         return prompt
 
@@ -71,6 +76,20 @@ class PromptBuilder:
                 "(they are part of the prompt)"
             )
         return kept
+
+    def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
+        if self.tools is None:
+            return None, None
+        extra = row.extra_info
+        try:
+            chosen = self.tools.for_row(
+                extra.get("tools_kwargs"),
+                need_tools_kwargs=bool(extra.get("need_tools_kwargs")),
+                tool_selection=extra.get("tool_selection"),
+            )
+        except DataError as error:
+            return self.tools, f"{row.file}, row {row.index}: {error}"
+        return chosen, None
 
     def _truncate(self, row: DataRow, ids: list[int]) -> list[int]:
         limit = self.max_prompt_length

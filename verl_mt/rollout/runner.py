@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
-from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError
+from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, UserCodeError
+from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, session_error
 from verl_mt.rollout.tool_loop import run_tool_loop
-from verl_mt.tools.executor import ToolExecutor
+from verl_mt.tools.executor import ToolExecutor, ToolSession
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RolloutRunner:
     context: SessionContext
     reward: Reward
     tools: ToolExecutor | None = None
-    interactions: dict[str, object] = field(default_factory=dict)
+    interactions: dict[str, BaseInteraction] = field(default_factory=dict)
     interaction_timeout_s: float = 60.0
     max_concurrent: int | None = None
     max_retries: int = 2
@@ -148,8 +149,10 @@ class RolloutRunner:
         tools = interaction = None
         try:
             session.start(prompt.ids, prompt.messages, prompt.tools)
+            if prompt.problem is not None:
+                raise DataError(prompt.problem)
             if self.tools is not None:
-                tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"))
+                tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"), tools=prompt.toolset)
                 await tools.start()
             if self.interactions:
                 interaction = InteractionSession.open(
@@ -169,14 +172,19 @@ class RolloutRunner:
             trajectory.error = session_error(trajectory, error)
             return error
         except Exception as error:
-            trajectory.stop_reason = StopReason.ERROR
-            trajectory.error = traceback.format_exc()
-            log.warning("trajectory failed: %s", session_error(trajectory, error))
+            self._fail(trajectory, error)
             return error
         finally:
             await self._close(session, tools, interaction)
 
-    async def _close(self, session: RolloutSession, tools, interaction) -> None:  # type: ignore[no-untyped-def]
+    def _fail(self, trajectory: Trajectory, error: Exception) -> None:
+        trajectory.stop_reason = StopReason.ERROR
+        trajectory.error = "".join(traceback.format_exception(error))
+        log.warning("trajectory failed: %s", session_error(trajectory, error))
+
+    async def _close(
+        self, session: RolloutSession, tools: ToolSession | None, interaction: InteractionSession | None
+    ) -> None:
         trajectory = session.trajectory
         if tools is not None:
             trajectory.tool_rewards = await tools.close()
@@ -184,7 +192,10 @@ class RolloutRunner:
             trajectory.time_spans += tools.time_spans
             self.progress.num_tool_calls += sum(int(v) for k, v in tools.counters.items() if k.endswith("/calls"))
         if interaction is not None:
-            await interaction.finish()
+            try:
+                trajectory.info["interaction_score"] = await interaction.finish()
+            except UserCodeError as error:
+                self._fail(trajectory, error)
             trajectory.time_spans += interaction.time_spans
         self.progress.num_sampled_tokens += trajectory.num_sampled_tokens
 

@@ -259,7 +259,7 @@ class RolloutSession:
     def _message(self, text: str, parsed: ParsedTurn, turn: int) -> Message:
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
-            if self.context.chat.capabilities.reasoning_content:
+            if self.context.chat.capabilities.reasoning_content != "ignored":
                 message["reasoning_content"] = parsed.reasoning
             elif not parsed.calls:
                 # This template ignores `reasoning_content`; the text as written is what it can render.

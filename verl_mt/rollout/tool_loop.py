@@ -44,7 +44,7 @@ async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: Assis
 
 async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession) -> bool:
     trajectory = session.trajectory
-    reply = await interaction.respond(session.messages)
+    reply = await interaction.respond(session.messages, turn=trajectory.num_turns)
     trajectory.turn_scores.append(reply.score)
     limit = session.context.limits.max_user_turns
     user_turns = len(trajectory.turn_scores) - 1

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.tools.executor import ToolExecutor
+from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
@@ -150,7 +151,7 @@ def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, poli
     )
     executor = None
     if tools is not None and is_multi_turn(config):
-        executor = ToolExecutor.from_config(tools, multi_turn, chat.tokenizer)
+        executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
     reward = config.reward
     return RolloutRunner(
         context=SessionContext(
