@@ -59,14 +59,16 @@ def find_end(
     def end_at(span: tuple[int, int], **how: bool | str) -> TurnEnd:
         return TurnEnd(following[: span[1]], following[slice(*span)], **how)  # type: ignore[arg-type]
 
-    shared = [s for s in takewhile(lambda s: following[slice(*s)] not in starts, spans) if s[1] <= common]
-    sure = [s for s in shared if following[slice(*s)] in known]
+    before_next = list(takewhile(lambda s: following[slice(*s)] not in starts, spans))
+    shared = [s for s in before_next if s[1] <= common]
+    sure = [s for s in shared if following[slice(*s)] in known][-1:]
+    sure = sure or [s for s in before_next if following[slice(*s)] in known][:1]
     after = _next_to(following, common, spans)
     if after and following[slice(*after)] in starts:
         after = None
     final = _next_to(alone, common, alone_spans)
     if sure:
-        return end_at(sure[-1])
+        return end_at(sure[0])
     if header_ends and after:
         return end_at(after, opens_next=True)
     if shared:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_mt.chat.cut import TurnEnd, find_end
-from verl_mt.chat.encode import Hidden
-from verl_mt.chat.render import CallShape, Renderer, normalise, normalise_call, shape_arguments
+from verl_mt.chat.encode import Hidden, strings_in
+from verl_mt.chat.render import CallShape, Renderer, normalise, normalise_call
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
@@ -61,12 +61,13 @@ class DeltaRenderer:
     ):
         self._renderer = renderer
         self._pattern = pattern
-        self._starts = frozenset(starts)
+        self.starts = frozenset(starts)
         self._known = frozenset(known_ends)
         self._header_ends = False
         self._shape = shape
         self._ends: dict[tuple[str, ...], TurnEnd] = {}
         self._first_good: dict[tuple[Any, ...], str] = {}
+        self._tools: list[list[Any] | None] = [None, [], [_SOME_TOOL]]  # some templates fail without a tool list
         user_end = self._end_of("user", _Base("said", {"role": "assistant", "content": SAID}, []), None)
         self._header_ends = user_end.opens_next
         if user_end.token and not user_end.opens_next:
@@ -97,13 +98,15 @@ class DeltaRenderer:
         if hidden is not None:
             parts = hidden.hide(parts)
         said = SAID
-        while any(said in str(m) for m in parts["env"]):
+        while any(said in s for s in strings_in(parts)):
             said += "x"
         first_error: TemplateError | None = None
         shape_key = (env[0]["role"] if env else "", len(parts["calls"]), len(env), template)
         bases = list(self._bases(parts["env"], parts["calls"], said))
         good = self._first_good.get(shape_key)
         for base in sorted(bases, key=lambda b: b.label != good):
+            if base.label == "said" and first_error is not None:
+                break  # the template has words for calls and refused these; without them it would write another turn
             try:
                 text = self._text([base.assistant, *base.env], add_generation_prompt, template)
             except TemplateError as error:
@@ -126,13 +129,16 @@ class DeltaRenderer:
     def _text(self, messages: Sequence[Message], gen: bool, template: str | None) -> str:
         asked = {"role": "user", "content": ASKED}
         first_error: TemplateError | None = None
-        for tools in (None, [], [_SOME_TOOL]):  # some templates fail without a tool list
+        for tools in self._tools:
             try:
-                return self._renderer.text([asked, *messages], tools, add_generation_prompt=gen, template=template)
+                text = self._renderer.text([asked, *messages], tools, add_generation_prompt=gen, template=template)
             except TemplateError as error:
                 first_error = first_error or error
                 if error.cause != "P24":
                     break
+            else:
+                self._tools.sort(key=lambda t: t is not tools)
+                return text
         assert first_error is not None
         raise first_error
 
@@ -165,7 +171,7 @@ class DeltaRenderer:
             following[:shown] if shown >= 0 else following,
             alone,
             self._pattern,
-            starts=self._starts,
+            starts=self.starts,
             known=self._known,
             header_ends=self._header_ends,
         )
@@ -182,9 +188,9 @@ class DeltaRenderer:
                 break
             results.append(m)
         if results:
-            marker = shape_arguments({"query": said}, self._shape.arguments)
-            real = [self._call(c, marker, i) for i, c in enumerate(calls)]
-            answered = [self._answered(m, real, marker, i) for i, m in enumerate(results)]
+            real = [self._call(c, said, i) for i, c in enumerate(calls)]
+            answered = [self._answered(m, real, said, i) for i, m in enumerate(results)]
+            real += [c for c in answered if c not in real]
             filled = [
                 {**m, "tool_call_id": m.get("tool_call_id") or c["id"], "name": m.get("name") or c["function"]["name"]}
                 for m, c in zip(results, answered)
@@ -197,13 +203,13 @@ class DeltaRenderer:
                     yield _Base(label + " filled", turn, filled)
         yield _Base("said", plain, env)
 
-    def _call(self, call: Any, marker: Any, index: int) -> dict[str, Any]:
-        out = normalise_call(call, self._shape)
-        out["function"]["arguments"] = marker
-        out["id"] = out.get("id") or f"call{index:05d}"
-        return out
+    def _call(self, call: Any, said: str, index: int) -> dict[str, Any]:
+        """A call with its own name and id, and a marker for its arguments: no template repeats those later."""
+        name = (call.get("function") or call).get("name") or FILLER_NAME
+        out = {"id": call.get("id") or f"call{index:05d}", "function": {"name": name, "arguments": {"query": said}}}
+        return normalise_call(out, self._shape)
 
-    def _answered(self, result: Message, real: list[dict[str, Any]], marker: Any, index: int) -> dict[str, Any]:
+    def _answered(self, result: Message, real: list[dict[str, Any]], said: str, index: int) -> dict[str, Any]:
         """The call that a tool message answers: by id, by place, or a placeholder for a malformed one."""
         call_id = result.get("tool_call_id")
         for call in real:
@@ -211,8 +217,7 @@ class DeltaRenderer:
                 return call
         if not call_id and index < len(real):
             return real[index]
-        name = result.get("name") or FILLER_NAME
-        return self._call({"id": call_id, "function": {"name": name}}, marker, index)
+        return self._call({"id": call_id, "name": result.get("name")}, said, index)
 
 
 _SOME_TOOL = {

@@ -36,15 +36,15 @@ class Hidden:
     def __bool__(self) -> bool:
         return bool(self.literal_of)
 
-    def hide(self, value: Any) -> Any:
+    def hide(self, value: Any, beside: Any = ()) -> Any:
         """A copy of a JSON-like value with every control literal in its strings hidden.
 
-        Role and type strings are the program's own and stay. A private-use character that the value already holds
-        is never chosen, so everything of one rendering goes through one call.
+        Role and type strings are the program's own and stay. A private-use character that the value, or what is
+        rendered `beside` it, already holds is never chosen; so everything of one rendering goes through one call.
         """
-        if self._pattern is None or not any(self._pattern.search(s) for s in _strings(value)):
+        if self._pattern is None or not any(self._pattern.search(s) for s in strings_in(value)):
             return value
-        taken = set().union(*map(set, _strings(value)))
+        taken: set[str] = set().union(*map(set, strings_in([value, beside])))
         self._free = (chr(c) for block in _PRIVATE_USE for c in block if chr(c) not in taken and chr(c) not in self.literal_of)
         return self._walk(value)
 
@@ -212,12 +212,13 @@ def without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string of a JSON-like value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for v in value.values():
-            yield from _strings(v)
+            yield from strings_in(v)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            yield from _strings(v)
+            yield from strings_in(v)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
@@ -118,13 +119,12 @@ def opens_reasoning(prompt: str) -> bool:
 def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
     """The first way of writing a tool call that comes out whole; a problem if none does."""
     first: Problem | None = None
-    for arguments in ("dict", "string"):
-        for call_id, short in (("call_1", False), (_CALL_ID, True)):
-            shape = CallShape(arguments, short)  # type: ignore[arg-type]
-            problem = _try_call(renderer, shape, call_id)
-            if problem is None:
-                return shape, None
-            first = first or problem
+    for flat, arguments, short in product((False, True), ("dict", "string"), (False, True)):
+        shape = CallShape(arguments, short, flat)  # type: ignore[arg-type]
+        problem = _try_call(renderer, shape, _CALL_ID if short else "call_1")
+        if problem is None:
+            return shape, None
+        first = first or problem
     return CallShape(), first
 
 
@@ -164,17 +164,18 @@ def probe(renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallS
     roles = {"user", "assistant"} if "prompt" not in problems and "user_turn" not in problems else {"user"}
     roles |= {role for role, shape_name in (("system", "system"), ("tool", "tool_result")) if shape_name not in problems}
     inline, key = _probe_reasoning(renderer)
+    rewrites = _rewrites_prompt(renderer, problems)
     return TemplateCapabilities(
         problems=problems,
         roles=frozenset(roles),
         arguments=None if call is not None else shape.arguments,
         short_call_ids=shape.short_ids,
-        append_only=_append_only(renderer, shape, problems),
+        append_only=_append_only(renderer, shape, problems) and not rewrites,
         drops_reasoning=inline,
         reasoning_content=key,
         merges_tool_messages=_merges(delta, problems),
         uses_clock="strftime_now" in renderer.source(None),
-        rewrites_prompt=_rewrites_prompt(renderer, problems),
+        rewrites_prompt=rewrites,
     )
 
 
@@ -271,7 +272,8 @@ def _merges(delta: DeltaRenderer | TemplateError, problems: dict[str, Problem]) 
         other = delta.render([second], {**turn, "tool_calls": turn["tool_calls"][1:]}, add_generation_prompt=False).body
     except TemplateError:
         return False
-    return both != one + other
+    between = both[both.find(SHOWN) : both.find(SHOWN_AGAIN)]
+    return both != one + other and not any(start in between for start in delta.starts)
 
 
 def _rewrites_prompt(renderer: Renderer, problems: dict[str, Problem]) -> bool:

@@ -28,6 +28,8 @@ class CallShape:
     """`function.arguments` as a dict, or as a JSON string."""
     short_ids: bool = False
     """Call ids must be nine ASCII letters or digits (Mistral)."""
+    flat: bool = False
+    """Name and arguments are read from the call itself, not from its `function`."""
 
 
 class Renderer:
@@ -96,6 +98,10 @@ def classify(error: Exception, messages: Sequence[Message], tools: Sequence[Any]
     text = str(error)
     if isinstance(error, jinja2.exceptions.SecurityError):
         return "P24", "The template changes a list, which the sandbox forbids; give a custom_chat_template."
+    if isinstance(error, jinja2.UndefinedError) and re.fullmatch(r"'\w+' is undefined", text):
+        return "P24", "The template needs a variable of its own; set it in template_kwargs."
+    if isinstance(error, jinja2.TemplateRuntimeError) and not isinstance(error, jinja2.UndefinedError):
+        return "P24", "The template is written for another Jinja engine; give a custom_chat_template."
     if "not JSON serializable" in text or "not serializable" in text:
         return "P24", "The template serialises what is not JSON; give a custom_chat_template."
     if tools is None and "NoneType" in text and "iterable" in text:
@@ -137,6 +143,8 @@ def normalise_call(call: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
     out = {k: v for k, v in call.items() if k not in ("name", "arguments", "function") and v is not None}
     out["type"] = out.get("type", "function")
     out["function"] = function
+    if shape.flat:
+        out |= {k: v for k, v in function.items() if k in ("name", "arguments")}
     if shape.short_ids and out.get("id"):
         out["id"] = short_id(out["id"])
     return out

@@ -26,6 +26,12 @@ from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
 
+ALWAYS_ENDS = ("<|return|>", "<|call|>", "<|eom_id|>")
+"""Literals that only ever end a turn; templates do not always write them, vocabularies have them."""
+HARMONY = ("<|return|>", "<|call|>", "<|end|>", "<|channel|>", "<|message|>")
+"""The vocabulary of gpt-oss, where `<|end|>` closes a message inside a turn and, in history only, the turn."""
+
+
 @dataclass(frozen=True)
 class Delta:
     """What the environment adds to a recorded stream.
@@ -100,6 +106,7 @@ class ChatTemplate:
         Where a template stops at the next role's header (GLM), the headers are in it.
         """
         ends = {*self._extra_end_ids, *self._eos_ids()}
+        ends |= {self._encoder.added[t] for t in ALWAYS_ENDS if t in self._encoder.added}
         if isinstance(self._delta, DeltaRenderer):
             for end in (self._delta.user_end, self._delta.end_before("tool")):
                 if end is not None:
@@ -113,7 +120,8 @@ class ChatTemplate:
         gpt-oss writes `<|end|>` where it sampled `<|return|>`, and samples `<|end|>` in mid-turn.
         """
         end = self._delta.user_end if isinstance(self._delta, DeltaRenderer) else None
-        only_history = {self._encoder.added[end.token]} if end is not None and end.final else set()
+        harmony = all(t in self._encoder.added for t in HARMONY)
+        only_history = {self._encoder.added[end.token]} if end is not None and (end.final or harmony) and end.token else set()
         return self.end_token_ids - (only_history - self._extra_end_ids)
 
     @cached_property
@@ -162,9 +170,9 @@ class ChatTemplate:
         """A prompt followed by messages that arrived before the first sampled turn: those are never trusted."""
         hidden = self._encoder.hidden()
         if self.trust_prompts:
-            shown = [*messages, *hidden.hide(list(arrived))]
+            shown = [*messages, *hidden.hide(list(arrived), beside=[*messages, *(tools or ())])]
         else:
-            shown = hidden.hide([*messages, *arrived])
+            shown = hidden.hide([*messages, *arrived], beside=list(tools or ()))
         text = self._full(shown, tools, add_generation_prompt)
         return self._encoder.encode_hidden(text, hidden)
 
