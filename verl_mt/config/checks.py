@@ -130,7 +130,7 @@ def _engine(config: Config) -> Iterator[str]:
             yield f"{_ROLLOUT}.{key} is {value}, which only rollout.name=sglang understands; the engine is {name}"
     model_dtype = config.actor_rollout_ref.model.dtype
     if name == "local" and rollout.dtype not in (None, model_dtype):
-        yield f"{_ROLLOUT}.dtype is {rollout.dtype}: the local engine uses the actor's weights ({model_dtype}); leave it null"
+        yield f"{_ROLLOUT}.dtype is {rollout.dtype}: the local engine uses the actor's ({model_dtype}); leave it null"
 
 
 def _placement(config: Config) -> Iterator[str]:

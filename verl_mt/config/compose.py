@@ -31,7 +31,7 @@ from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
 
-__all__ = ["compose", "config_to_yaml", "hydra_main", "register", "to_config"]
+__all__ = ["compose", "config_from_mapping", "config_to_yaml", "hydra_main", "register", "to_config"]
 
 TINY, GENERAL = "tiny", "ppo_trainer"
 
@@ -74,6 +74,21 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A configuration that was written earlier (`config.yaml` of a run), with overrides on top.
+
+    Raises:
+        UnknownKeyError, ConfigError: everything that is wrong, in one error.
+    """
+    _, outcome = normalise_overrides(list(overrides))
+    raise_problems(outcome.problems)
+    _say_once(outcome.notes)
+    content = OmegaConf.create(OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree))
+    for item in outcome.items:
+        OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
+    return to_config(content)
 
 
 def config_to_yaml(config: Config) -> str:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config import aliases
 from verl_mt.config.knob import check_knob
+from verl_mt.config.redact import redact as redact
 from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError

@@ -1,0 +1,313 @@
+"""Rows: parquet, JSON and JSON Lines files, or a Python function, in verl's schema.
+
+A row has `prompt` (messages, or one text), `data_source`, `reward_model: {ground_truth}` (or a column `ground_truth`)
+and optionally `extra_info` with `tools_kwargs`, `interaction_kwargs`, `need_tools_kwargs`, `tool_selection`. Every row
+is checked when it is loaded: what is wrong is said before the first training step, with file, row and column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from verl_mt.data.conversation import Message
+from verl_mt.errors import DataError, VerlMTError
+from verl_mt.plugins import listing, load_object, suggest
+
+SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+@dataclass
+class DataRow:
+    """One problem."""
+
+    prompt: list[Message]
+    data_source: str
+    """Picks the reward function; validation metrics are named after it."""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, Any] = field(default_factory=dict)
+    """The whole row as it was read, nulls that parquet filled in removed."""
+    index: int = -1
+    """Position in its file, from 0."""
+    file: str = ""
+    """The file or generator it came from, for error texts."""
+
+    @property
+    def tools_kwargs(self) -> dict[str, Any]:
+        """Tool name -> {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}."""
+        return self.extra_info.get("tools_kwargs") or {}
+
+    @property
+    def interaction_kwargs(self) -> dict[str, Any]:
+        """Arguments of `start_interaction`; `name` picks the interaction."""
+        return self.extra_info.get("interaction_kwargs") or {}
+
+    @property
+    def need_tools_kwargs(self) -> bool:
+        return bool(self.extra_info.get("need_tools_kwargs", False))
+
+    @property
+    def tool_selection(self) -> list[str] | None:
+        """Names of the tools that this row may use; None = all that are configured."""
+        return self.extra_info.get("tool_selection")
+
+
+@dataclass
+class DataSource:
+    """The rows of one entry of `data.train_files` or `data.val_files`."""
+
+    name: str
+    rows: list[DataRow]
+    weight: float | None = None
+    """Share of the mix where `data.mixing` is `weights`; need not sum to 1."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    path: str
+    weight: float | None = None
+
+
+def load_rows(
+    entry_spec: Any, *, split: str, num_rows: int = -1, seed: int = 0, prompt_key: str = "prompt"
+) -> list[DataSource]:
+    """Load and check all rows of `data.train_files` or `data.val_files`.
+
+    Args:
+        entry_spec: one entry, a list of entries, or a mapping name -> entry. An entry is a path (.parquet, .jsonl,
+            .json), `package.module:function` (called with num_rows, seed and split; returns dicts), or a mapping with
+            `path` and `weight`.
+        split: `train` or `val`; generators get it.
+        num_rows: rows taken from the beginning of each entry; -1 = all.
+        seed: for generators.
+        prompt_key: column of the messages.
+
+    Raises:
+        DataError: names the key, or the file, row and column; says what was got and what to do.
+    """
+    key = f"data.{split}_files"
+    sources = []
+    for entry in _entries(entry_spec, key):
+        raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
+        rows = [_to_row(raw, index, entry.path, prompt_key) for index, raw in enumerate(raw_rows)]
+        if not rows:
+            raise DataError(f"{key}: {entry.path} has no rows")
+        sources.append(DataSource(entry.name, rows, entry.weight))
+    return sources
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove what parquet fills in: keys that are null, and mappings in which nothing else was.
+
+    A column of structs has the union of all rows' keys; a row that never had a key reads null there. Lists keep their
+    length; a mapping that was empty stays. A value of nothing but nulls is None.
+    """
+    if isinstance(value, dict):
+        kept = {k: v for k, v in ((k, drop_nulls(v)) for k, v in value.items()) if v is not None}
+        return kept if kept or not value else None
+    if isinstance(value, list):
+        return [drop_nulls(v) for v in value]
+    return value
+
+
+def _entries(spec: Any, key: str) -> list[_Entry]:
+    if isinstance(spec, str):
+        entries = [_entry(None, spec, key)]
+    elif isinstance(spec, Sequence):
+        entries = [_entry(None, item, key) for item in spec]
+    elif isinstance(spec, dict) and "path" in spec:
+        entries = [_entry(None, spec, key)]
+    elif isinstance(spec, dict):
+        entries = [_entry(str(name), item, key) for name, item in spec.items()]
+    else:
+        raise DataError(f"{key}: expected a path, a list or a mapping name -> path, got {spec!r}")
+    if not entries:
+        raise DataError(f"{key}: no entry; name at least one file or generator")
+    names = [e.name for e in entries]
+    return [
+        e if names.count(e.name) == 1 else _Entry(f"{e.name}_{position}", e.path, e.weight)
+        for position, e in enumerate(entries)
+    ]
+
+
+def _entry(name: str | None, item: Any, key: str) -> _Entry:
+    weight = None
+    where = f"{key}.{name}" if name else key
+    if isinstance(item, dict):
+        unknown = [k for k in item if k not in ("path", "weight", "name")]
+        if unknown or not isinstance(item.get("path"), str):
+            hint = suggest(str(unknown[0]), ("path", "weight", "name")) if unknown else ""
+            raise DataError(f"{where}: expected {{path: ..., weight: ...}}, got {item!r}{hint}")
+        name, weight, item = item.get("name", name), item.get("weight"), item["path"]
+        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
+            raise DataError(f"{where}: weight must be a number above 0, got {weight!r}")
+    if not isinstance(item, str) or not item.strip():
+        raise DataError(f"{where}: expected a path or package.module:function, got {item!r}")
+    return _Entry(name or _default_name(item), item, None if weight is None else float(weight))
+
+
+def _default_name(path: str) -> str:
+    return Path(path).stem if path.endswith(SUFFIXES) else path
+
+
+def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
+    if path.endswith(SUFFIXES):
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise DataError(f"{key}: no file {path!r} (looked at {file.absolute()})")
+        reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
+        rows = list(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
+    elif ":" in path and "://" not in path:
+        rows = _generate(path, key, num_rows=num_rows, seed=seed, split=split)
+    else:
+        raise DataError(
+            f"{key}: {path!r} is neither a {', '.join(SUFFIXES)} file nor package.module:function. Hub names and URLs "
+            "are not read directly: prepare the data set as a file first (recipes/gsm8k shows how)"
+        )
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}, row {index}: expected a mapping column -> value, got {type(row).__name__} {_short(row)}"
+            )
+    return rows
+
+
+def _read_parquet(file: Path, num_rows: int) -> Iterator[dict[str, Any]]:
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a readable parquet file: {error}") from error
+    if num_rows >= 0:
+        table = table.slice(0, num_rows)
+    for row in table.to_pylist():
+        yield {column: drop_nulls(value) for column, value in row.items()}
+
+
+def _read_jsonl(file: Path, num_rows: int) -> Iterator[Any]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}") from error
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file}, line {number}: not UTF-8: {error}") from error
+
+
+def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        hint = "; one object per line is .jsonl" if error.msg == "Extra data" else ""
+        raise DataError(f"{file}, line {error.lineno}: not JSON: {error.msg}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8: {error}") from error
+    if not isinstance(content, list):
+        raise DataError(f"{file}: expected a list of rows, got {type(content).__name__}")
+    yield from content
+
+
+def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[Any]:
+    make = load_object(path, what=key)
+    if not callable(make):
+        raise DataError(
+            f"{key}: {path} is a {type(make).__name__}, expected a function (num_rows, seed, split) -> rows"
+        )
+    try:
+        made = make(num_rows=num_rows, seed=seed, split=split)
+        if num_rows < 0 and not isinstance(made, Sequence):
+            raise DataError(
+                f"{key}: {path} yields rows without end; say how many: data.{split}_max_samples (it is {num_rows})"
+            )
+        if not isinstance(made, Iterable):
+            raise DataError(f"{key}: {path} returned {type(made).__name__}, expected rows (dicts)")
+        return list(islice(made, None if num_rows < 0 else num_rows))
+    except VerlMTError:
+        raise
+    except Exception as error:
+        raise DataError(f"{key}: {path}(num_rows={num_rows}, seed={seed}, split={split!r}) raised {error!r}") from error
+
+
+def _to_row(raw: dict[str, Any], index: int, file: str, prompt_key: str) -> DataRow:
+    where = f"{file}, row {index}"
+    extra_info = raw.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise DataError(
+            f"{where}: column extra_info must be a mapping, got {type(extra_info).__name__} {_short(extra_info)}"
+        )
+    return DataRow(
+        prompt=_messages(_column(raw, prompt_key, where), f"{where}, column {prompt_key}"),
+        data_source=_text(_column(raw, "data_source", where), f"{where}, column data_source"),
+        ground_truth=_ground_truth(raw, where),
+        extra_info=dict(extra_info or {}),
+        raw=raw,
+        index=index,
+        file=file,
+    )
+
+
+def _column(raw: dict[str, Any], name: str, where: str) -> Any:
+    if name not in raw:
+        hint = suggest(name, map(str, raw)).removesuffix("?")
+        raise DataError(f"{where}: column {name!r} is missing{hint}; columns present: {listing(map(str, raw))}")
+    if raw[name] is None:
+        raise DataError(f"{where}: column {name!r} is null")
+    return raw[name]
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text, got {type(value).__name__} {_short(value)}")
+    return value
+
+
+def _ground_truth(raw: dict[str, Any], where: str) -> Any:
+    """`reward_model.ground_truth`, else the column `ground_truth` (which may be null: a task without one says so)."""
+    if "ground_truth" in raw and "reward_model" not in raw:
+        return raw["ground_truth"]
+    model = _column(raw, "reward_model", where)
+    if not isinstance(model, dict) or "ground_truth" not in model:
+        raise DataError(f"{where}: column reward_model must be a mapping with ground_truth, got {_short(model)}")
+    return model["ground_truth"]
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    """The prompt's messages; a last assistant message is the data set's own answer and does not belong to it."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise DataError(f"{where}: expected messages (a list) or a text, got {type(value).__name__} {_short(value)}")
+    messages = [_message(m, f"{where}, message {position}") for position, m in enumerate(value)]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{where}: no message before the answer, got {_short(value)}")
+    return messages
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(f"{where}: expected {{role: ..., content: ...}}, got {_short(value)}")
+    message = {k: v for k, v in value.items() if v is not None or k == "content"}
+    content = message.setdefault("content", None)
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        raise DataError(
+            f"{where}: content must be text (or a list of parts), got {type(content).__name__} {_short(content)}"
+        )
+    return message
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

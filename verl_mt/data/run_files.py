@@ -1,0 +1,245 @@
+"""What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
+
+Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
+`step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `row_index`), `status`,
+`stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`, `counters`,
+`time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per
+record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the
+update computed them `advantages` and `old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start,
+end, turn).
+NaN and infinities are written as null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
+from verl_mt.errors import DataError
+
+SCHEMA_VERSION = 1
+
+_TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
+_PLAIN = (
+    "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
+    "reward_parts", "tool_rewards", "turn_scores", "messages", "tools", "counters", "sanity", "error", "info",
+)  # fmt: skip
+
+
+def trajectory_to_row(
+    trajectory: Trajectory,
+    *,
+    step: int,
+    advantages: Sequence[Sequence[float] | None] | None = None,
+    old_log_probs: Sequence[Sequence[float] | None] | None = None,
+) -> dict[str, Any]:
+    """One trajectory as plain data of the row schema.
+
+    Args:
+        step: the training step it was sampled for.
+        advantages: per record, one number per token; None where the record was not trained.
+        old_log_probs: the trainer's log-probs, per record and token.
+
+    Raises:
+        ValueError: a column of another length than its record.
+    """
+    row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
+    row |= {name: getattr(trajectory, name) for name in _PLAIN}
+    row["status"] = trajectory.status
+    row["stop_reason"] = trajectory.stop_reason
+    row["time_spans"] = [dataclasses.asdict(span) for span in trajectory.time_spans]
+    row["records"] = [
+        _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k))
+        for k, record in enumerate(trajectory.records)
+    ]
+    return to_json_value(row)
+
+
+def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
+    """Back from a row. What belongs to the step and not to the trajectory (`step`, `advantages`, `old_log_probs`) and
+    keys that a later minor change may have added are left aside. A log-prob that was not finite comes back as NaN.
+
+    Raises:
+        DataError: another schema version, or a missing key.
+    """
+    version = row.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {SCHEMA_VERSION}")
+    missing = [name for name in (*_PLAIN, "stop_reason", "time_spans", "records") if name not in row]
+    if missing:
+        raise DataError(f"rollout row {row.get('trajectory_id')!r}: {', '.join(missing)} missing")
+    stop_reason = row["stop_reason"]
+    return Trajectory(
+        **{name: row[name] for name in _PLAIN},
+        stop_reason=None if stop_reason is None else StopReason(stop_reason),
+        time_spans=[TimeSpan(**_known(TimeSpan, span)) for span in row["time_spans"]],
+        records=[_row_to_record(record) for record in row["records"]],
+    )
+
+
+def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write a JSON Lines file whole or not at all (temporary file, fsync, rename). Returns the number of rows."""
+    count = 0
+    with _atomic(Path(path)) as file:
+        for row in rows:
+            file.write(_line(row))
+            count += 1
+    return count
+
+
+def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
+    """Append one line; it is on disk when this returns."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(_line(metrics))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def truncate_metrics(path: str | Path, after_step: int) -> int:
+    """Before a resumed run goes on: drop the lines of later steps and a torn last line. Returns how many went.
+
+    The lines that stay, stay byte for byte.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    complete = _parse_lines(lines, path)
+    kept = [line for line, row in zip(lines, complete) if row.get("step", -1) <= after_step]
+    if len(kept) != len(lines):
+        with _atomic(path) as file:
+            file.writelines(kept)
+    return len(lines) - len(kept)
+
+
+def read_jsonl_tolerant(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a JSON Lines file that a killed run may have left with a torn last line, which is left out.
+
+    Raises:
+        DataError: a broken line that is not the last (names file and line).
+    """
+    path = Path(path)
+    return _parse_lines(path.read_bytes().splitlines(keepends=True), path)
+
+
+def to_json_value(value: Any) -> Any:
+    """Plain JSON data: NaN and infinities become null, tuples lists, arrays numbers, other objects their text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return to_json_value(value.value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): to_json_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_value(v) for v in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json_value(dataclasses.asdict(value))
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return to_json_value(value.tolist())
+    return repr(value)
+
+
+def _record_to_row(
+    record: TrajectoryRecord, advantages: Sequence[float] | None, old_log_probs: Sequence[float] | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(record, name) for name in _TOKEN_COLUMNS}
+    for name, column in (("advantages", advantages), ("old_log_probs", old_log_probs)):
+        if column is not None and len(column) != len(record.token_ids):
+            raise ValueError(f"{name}: {len(column)} numbers for a record of {len(record.token_ids)} tokens")
+        row[name] = None if column is None else list(column)
+    row["has_log_probs"] = record.has_log_probs
+    row["turns"] = [dataclasses.asdict(span) for span in record.turns]
+    return row
+
+
+def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
+    columns = {name: list(row[name]) for name in _TOKEN_COLUMNS}
+    columns["rollout_log_probs"] = [math.nan if p is None else float(p) for p in columns["rollout_log_probs"]]
+    return TrajectoryRecord(
+        **columns,
+        turns=[TurnSpan(**_known(TurnSpan, span)) for span in row["turns"]],
+        has_log_probs=row["has_log_probs"],
+    )
+
+
+def _known(cls: type, row: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {k: v for k, v in row.items() if k in names}
+
+
+def _of_record(columns: Sequence[Sequence[float] | None] | None, k: int) -> Sequence[float] | None:
+    return None if columns is None else columns[k]
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    row = to_json_value(row)
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8: written as an escape
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("torn")
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            rows.append(row)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number}: not a JSON object ({error})") from error
+    return rows
+
+
+class _atomic:
+    """A file that appears under its name when the block ends well, and not otherwise."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> Any:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=f".{self._path.name}.", suffix=".tmp", dir=self._path.parent)
+        self._temporary = Path(name)
+        # mkstemp's files are private; a run's files have the permissions that everything else of it has.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.fchmod(number, 0o666 & ~umask)
+        self._file = os.fdopen(number, "wb")
+        return self._file
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
