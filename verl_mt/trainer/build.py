@@ -214,13 +214,17 @@ def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
     data = config.data
     if data.val_files is None:
         return []
-    sources = load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed)
+    sources = load_rows(
+        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, prompt_key=data.prompt_key
+    )
     return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
 
 
 def _build_data(config: Config, prompts: PromptBuilder) -> tuple[RowSampler, list[Prompt]]:
     data = config.data
-    train = load_rows(data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed)
+    train = load_rows(
+        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, prompt_key=data.prompt_key
+    )
     for source in train:
         source.rows = prompts.keep(source.rows)
     return build_sampler(data, train, seed=data.seed), load_val_prompts(config, prompts)
