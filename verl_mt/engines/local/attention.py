@@ -14,6 +14,7 @@ positions that are looked at, `Q` longest piece of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,18 @@ from verl_mt.errors import EngineError
 
 NAME = "verl_mt_slots"
 _LEN_MULTIPLE = 16
+_BLOCK_ROWS = 32
+_SPLIT_BELOW = 0.8
+"""Decoding rows are split into blocks when that leaves less than this share of the positions to look at."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass
 class _DecodeGroup:
-    """Tokens 0..n-1 of the step, one per row; rows `first:last` of the cache, perhaps with holes."""
+    """Tokens `begin:end` of the step, one per row, in rows `first:last` of the cache, perhaps with holes."""
 
-    num_tokens: int
+    begin: int
+    end: int
     first: int
     last: int
     length: int
@@ -77,10 +82,12 @@ class StepAttention:
         self.rows = torch.from_numpy(rows).to(device)
         self.positions = torch.from_numpy(positions).to(device)
         self.layers_seen = 0
-        self._decode = self._plan_decode(rows[:num_decode], positions[:num_decode]) if num_decode else None
+        self._decode = self._plan_decode(rows[:num_decode], positions[:num_decode]) if num_decode else []
         self._pieces = self._plan_pieces(rows, positions, num_decode)
 
-    def attend(self, layer: int, query: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float | None
+    ) -> torch.Tensor:
         """Store the new keys and values `[1, K, N, D]`, then attend with `query` [1, H, N, D] -> [1, N, H, D]."""
         self.layers_seen += 1
         key, value = (x[0].transpose(0, 1) for x in kv)
@@ -88,17 +95,27 @@ class StepAttention:
         num_kv_heads = key.shape[1]
         q = query[0].transpose(0, 1)
         q = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])
-        if self._decode is not None and not self._pieces:
-            out = self._attend_decode(layer, q, scale)
+        if len(self._decode) == 1 and not self._pieces:
+            out = self._attend_decode(self._decode[0], layer, q, scale)
         else:
             out = value.new_empty(*q.shape[:-1], value.shape[-1])
-            if self._decode is not None:
-                out[: self._decode.num_tokens] = self._attend_decode(layer, q[: self._decode.num_tokens], scale)
+            for single in self._decode:
+                out[single.begin : single.end] = self._attend_decode(single, layer, q[single.begin : single.end], scale)
             for group in self._pieces:
                 out[group.targets] = self._attend_pieces(group, layer, q, scale)
         return out.reshape(1, out.shape[0], -1, out.shape[-1])
 
-    def _plan_decode(self, rows: np.ndarray, positions: np.ndarray) -> _DecodeGroup:
+    def _plan_decode(self, rows: np.ndarray, positions: np.ndarray) -> list[_DecodeGroup]:
+        """One group, or blocks of rows where their lengths differ so much that padding would cost more."""
+        edges = np.arange(rows[0], rows[-1] + 1 + _BLOCK_ROWS, _BLOCK_ROWS)
+        cuts = np.unique(np.searchsorted(rows, edges))
+        spans = list(pairwise(cuts.tolist()))
+        cost = sum((rows[b - 1] + 1 - rows[a]) * self._length(positions[a:b]) for a, b in spans)
+        if cost > _SPLIT_BELOW * (rows[-1] + 1 - rows[0]) * self._length(positions):
+            spans = [(0, len(rows))]
+        return [self._decode_group(rows[a:b], positions[a:b], a) for a, b in spans]
+
+    def _decode_group(self, rows: np.ndarray, positions: np.ndarray, begin: int) -> _DecodeGroup:
         first, last = int(rows[0]), int(rows[-1]) + 1
         length = self._length(positions)
         visible = np.zeros(last - first, dtype=np.int64)
@@ -107,7 +124,8 @@ class StepAttention:
         mask.masked_fill_(torch.arange(length) > torch.from_numpy(visible)[:, None], float("-inf"))
         holes = last - first != len(rows)
         return _DecodeGroup(
-            num_tokens=len(rows),
+            begin=begin,
+            end=begin + len(rows),
             first=first,
             last=last,
             length=length,
@@ -127,7 +145,9 @@ class StepAttention:
             for bucket in np.unique(buckets)
         ]
 
-    def _piece_group(self, rows: np.ndarray, positions: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> _PieceGroup:
+    def _piece_group(
+        self, rows: np.ndarray, positions: np.ndarray, begins: np.ndarray, sizes: np.ndarray
+    ) -> _PieceGroup:
         offsets = np.arange(sizes.max())
         real = offsets < sizes[:, None]
         tokens = begins[:, None] + np.where(real, offsets, 0)
@@ -147,10 +167,8 @@ class StepAttention:
         longest = int(positions.max()) + 1
         return min(-(-longest // _LEN_MULTIPLE) * _LEN_MULTIPLE, self.cache.length)
 
-    def _attend_decode(self, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def _attend_decode(self, group: _DecodeGroup, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
         """q [n, K, G, D] -> [n, K, G, D]; each token is its row's only query, so G takes the place of the length."""
-        group = self._decode
-        assert group is not None
         key, value = self.cache.view(layer, group.first, group.last, group.length)
         if group.inside is not None:
             spread = q.new_zeros(group.last - group.first, *q.shape[1:])
@@ -192,7 +210,9 @@ def slot_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise EngineError(f"{type(module).__name__} uses {name!r} in its attention; the local engine has no such term")
+            raise EngineError(
+                f"{type(module).__name__} uses {name!r} in its attention; the local engine has no such term"
+            )
     return step.attend(module.layer_idx, query, (key, value), kwargs.get("scaling")), None  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from verl_mt.engines.local.delivery import Delivery, deliver
 from verl_mt.engines.local.forward import PackedForward
 from verl_mt.engines.local.scheduler import LocalOptions, Scheduler
 from verl_mt.engines.local.sequence import Sequence
-from verl_mt.engines.local.stop_strings import Decode, StopStrings
+from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class LocalEngine(InferenceEngine):
         forward = PackedForward(module, max_model_len)
         ends = tuple(end_token_ids)
         if any(not 0 <= token < forward.vocab_size for token in ends):
-            raise ConfigError(f"end_token_ids {ends} are not all below the model's vocabulary size {forward.vocab_size}")
+            raise ConfigError(
+                f"end_token_ids {ends} are not all below the model's vocabulary size {forward.vocab_size}"
+            )
         self.capabilities = Capabilities(
             transports=frozenset({"in_place"}), deterministic=options.deterministic, overlaps_training=False
         )
@@ -100,7 +102,7 @@ class LocalEngine(InferenceEngine):
         await self._command(lambda: self._scheduler.abort(request_id))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """`in_place` keeps the caches, `retract` drops them (running turns go on after `resume`), `abort` ends the turns."""
+        """`in_place` keeps the caches, `retract` drops them, and running turns go on after `resume`; `abort` ends them."""
 
         def act() -> None:
             self._scheduler.paused = True
@@ -122,7 +124,7 @@ class LocalEngine(InferenceEngine):
     async def apply(self, update: WeightUpdate) -> None:
         if not isinstance(update, InPlace):
             raise EngineError(
-                f"the local engine shares the actor's module and takes InPlace updates only, got {type(update).__name__}"
+                f"the local engine shares the actor's module: it takes InPlace updates, got {type(update).__name__}"
             )
         await self._command(lambda: self._scheduler.set_version(update.version))
 

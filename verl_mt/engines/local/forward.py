@@ -77,7 +77,7 @@ class PackedForward:
         if step.layers_seen != self.num_layers:
             raise EngineError(
                 f"{type(self.module).__name__} called transformers' attention interface {step.layers_seen} times in a "
-                f"forward pass, expected {self.num_layers} (num_hidden_layers): the local engine cannot cache this model"
+                f"forward pass, expected {self.num_layers} (its number of layers): the local engine cannot cache it"
             )
         return output.logits[0].float()
 
@@ -95,7 +95,9 @@ def check_architecture(module: torch.nn.Module, max_model_len: int) -> None:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "vision_config", None) is not None:
         raise ConfigError(f"{name}: the local engine serves decoder-only text models{remedy}")
     if not getattr(_unwrapped(module), "_supports_attention_backend", False):
-        raise ConfigError(f"{name} does not use transformers' attention interface, which the local engine needs{remedy}")
+        raise ConfigError(
+            f"{name} does not use transformers' attention interface, which the local engine needs{remedy}"
+        )
     if "logits_to_keep" not in inspect.signature(_unwrapped(module).forward).parameters:
         raise ConfigError(f"{name}.forward has no `logits_to_keep`, which the local engine needs{remedy}")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -106,7 +108,7 @@ def check_architecture(module: torch.nn.Module, max_model_len: int) -> None:
     if other or (window is not None and window < max_model_len):
         what = f"layers of type {', '.join(sorted(other))}" if other else f"a sliding window of {window} tokens"
         raise ConfigError(
-            f"{name} has {what}; the local engine caches full attention only, up to max_model_len={max_model_len}{remedy}"
+            f"{name} has {what}; the local engine has full attention only, for max_model_len={max_model_len}{remedy}"
         )
 
 

@@ -44,7 +44,9 @@ class KVCache:
                 store[layer] = new
         return True
 
-    def write(self, layer: int, rows: torch.Tensor, positions: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def write(
+        self, layer: int, rows: torch.Tensor, positions: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Store keys and values `[N, K, D]` of N tokens at (`rows[N]`, `positions[N]`)."""
         key, value = kv
         if layer not in self._keys:

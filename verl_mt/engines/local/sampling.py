@@ -83,7 +83,9 @@ def _draw_chunked(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     parts = []
     for start in range(0, len(log_probs), size):
         part = slice(start, start + size)
-        piece = SamplingRows(rows.temperature[part], rows.top_k[part], rows.top_p[part], rows.min_p[part], rows.uniform[part])
+        piece = SamplingRows(
+            rows.temperature[part], rows.top_k[part], rows.top_p[part], rows.min_p[part], rows.uniform[part]
+        )
         parts.append(_draw(log_probs[part], piece))
     return torch.cat(parts)
 

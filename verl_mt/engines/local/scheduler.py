@@ -52,7 +52,9 @@ class _Work:
 class Scheduler:
     """Sequences, their rows, and the steps that advance them."""
 
-    def __init__(self, forward: PackedForward, end_token_ids: tuple[int, ...], max_model_len: int, options: LocalOptions):
+    def __init__(
+        self, forward: PackedForward, end_token_ids: tuple[int, ...], max_model_len: int, options: LocalOptions
+    ):
         self.forward = forward
         self.options = options
         self.version = 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
 from verl_mt.engines.local.delivery import Delivery
-from verl_mt.engines.local.stop_strings import StopStrings
+from verl_mt.engines.stop_strings import StopStrings
 
 
 class State(enum.Enum):
@@ -64,7 +64,7 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)
     followers: list[Sequence] = field(default_factory=list)
     target: np.ndarray = field(init=False)
-    """Ids to be computed before the next one is sampled: the prompt, and what was sampled before the cache was dropped."""
+    """Ids to compute before the next one is sampled: the prompt, and what was sampled before a cache was dropped."""
     log_probs: np.ndarray = field(init=False)
     """Of what was sampled before the cache was dropped."""
 

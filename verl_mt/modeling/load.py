@@ -1,0 +1,166 @@
+"""Loading a causal language model, and exporting one that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.errors import CheckpointError, ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    device: str | torch.device = "cpu",
+) -> Any:
+    """Load a model for training or sampling.
+
+    Args:
+        path: a local folder, a hub name, or `verl_mt://tiny`.
+        revision: branch, tag or commit of a hub model.
+        dtype: of the weights: float32, bfloat16, float16.
+        attn_implementation: transformers' name of the attention.
+        trust_remote_code: run Python code that comes with the model.
+        device: where the weights go.
+
+    Returns:
+        A `transformers.PreTrainedModel` in eval mode.
+
+    Raises:
+        ConfigError: no such folder or hub model, no weights in it, weights that do not fill the model, an unknown
+            dtype or attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in _DTYPES:
+        raise ConfigError(f"model dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}")
+    source = resolve_model_path(path)
+    if _is_local(source):
+        _check_folder(path, Path(source))
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=_DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: {error}. "
+            "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
+        ) from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"model path {path!r}: the checkpoint lacks {len(missing)} of the model's tensors "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they would have been random"
+        )
+    return model.to(device)
+
+
+def export_hf(model: Any, tokenizer: Any, folder: str | Path) -> Path:
+    """Write model and tokenizer as a Hugging Face folder: whole or not at all, and checked by loading it.
+
+    An existing folder is replaced only after the new one is complete.
+
+    Args:
+        model: a `transformers.PreTrainedModel`.
+        tokenizer: its tokenizer, or None to write none.
+        folder: where to; parents are created.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the folder's place is taken by something else, or what was written does not load back.
+    """
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and not _is_export(target):
+        raise CheckpointError(f"export to {target}: something that is no exported model is there; take another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        model.save_pretrained(staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        _check_loads_back(model, staging)
+        for file in staging.rglob("*"):
+            _sync(file)
+        _sync(staging)
+        _replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _is_export(folder: Path) -> bool:
+    return folder.is_dir() and (not any(folder.iterdir()) or (folder / "config.json").is_file())
+
+
+def _is_local(source: str) -> bool:
+    """A path rather than a hub name (`name` or `owner/name`)."""
+    return os.path.exists(source) or source.startswith((".", "~", os.sep)) or source.count("/") > 1
+
+
+def _check_folder(given: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model path {given!r}: no folder {folder}; give an existing folder or a hub name (owner/name)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model path {given!r}: {folder} has no config.json; it is not a Hugging Face model folder")
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise ConfigError(
+            f"model path {given!r}: {folder} has a config.json but no weights ({', '.join(_WEIGHTS[::2])})"
+        )
+
+
+def _check_loads_back(model: Any, folder: Path) -> None:
+    loaded, info = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    if info["missing_keys"] or info["unexpected_keys"]:
+        raise CheckpointError(
+            f"export to {folder}: what was written does not load back; missing {sorted(info['missing_keys'])}, "
+            f"unexpected {sorted(info['unexpected_keys'])}"
+        )
+    before, after = model.state_dict(), loaded.state_dict()
+    changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name].to(tensor.device))]
+    if changed:
+        raise CheckpointError(f"export to {folder}: {len(changed)} tensors changed on the way, among them {changed[0]}")
+
+
+def _replace(staging: Path, target: Path) -> None:
+    """Put `staging` in the place of `target`; a reader sees the old folder or the new one."""
+    staging.chmod(0o755)
+    if not target.exists():
+        os.rename(staging, target)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        os.rename(target, old)
+        os.rename(staging, target)
+        shutil.rmtree(old)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """To the disk, so that a power cut cannot leave a half-written export under the final name."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
