@@ -1,0 +1,267 @@
+"""The familiar reward signatures as `Reward`: verl's `compute_score`, ms-swift's `__call__`; slime's is recognised."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from verl_mt.data.trajectory import Status, StopReason
+from verl_mt.errors import ConfigError, PluginError
+from verl_mt.rewards.calls import CallFailed, call_with_deadline, is_async_callable
+from verl_mt.rewards.contract import InvalidScore, Reward, RewardFailure, RewardInput, Scores, as_scores
+
+MAX_CONCURRENT_CALLS = 32
+"""Calls of one batch that run at once; a call's deadline counts from its own start."""
+
+Signature = Literal["verl", "swift", "slime"]
+
+_VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class ORM:
+    """Base of ms-swift's outcome rewards; subclassing it is not required.
+
+    Example:
+        >>> class Short(ORM):
+        ...     def __call__(self, completions, **kwargs):
+        ...         return [1.0 if len(text) < 100 else 0.0 for text in completions]
+    """
+
+    def __init__(self, args: Any = None, **kwargs: Any):
+        self.args = args
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        raise NotImplementedError(f"{type(self).__name__} must implement __call__(completions, **kwargs)")
+
+
+def adapt(function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float) -> Reward:
+    """A user's function or callable object as a `Reward`, told apart by the names of its parameters.
+
+    Args:
+        function: the callable; classes are instantiated by the caller.
+        label: what the config calls it, for errors.
+        kwargs: extra arguments of every call.
+        timeout_s: deadline of one call in seconds.
+
+    Raises:
+        PluginError: none of the signatures, or a required parameter that nothing fills.
+        ConfigError: `kwargs` that it does not take, or slime's signature.
+    """
+    call = _documented_call(function)
+    signature = signature_of(call, label)
+    if signature == "slime":
+        raise ConfigError(
+            f"reward {label}: this is slime's signature (args, sample), which scores the Sample that a custom generate "
+            "function returns; without one, write compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
+    reserved = ("completions", "messages") if signature == "swift" else _VERL_ARGUMENTS
+    _check_kwargs(call, kwargs, reserved, label)
+    adapter = SwiftReward if signature == "swift" else VerlReward
+    return adapter(call, label=label, kwargs=kwargs, timeout_s=timeout_s)
+
+
+def signature_of(function: Callable[..., Any], label: str) -> Signature:
+    """Whose signature it is.
+
+    Raises:
+        PluginError: nobody's; shows what was got and what is possible.
+    """
+    parameters = _parameters(function, label)
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if "completions" in names:
+        return "swift"
+    if names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"]):
+        return "slime"
+    if "solution_str" in names or (not names and _takes_any(parameters)):
+        return "verl"
+    raise PluginError(
+        f"reward {label}: cannot tell how to call it from its parameters ({', '.join(map(str, parameters))}). Expected "
+        "compute_score(data_source, solution_str, ground_truth, extra_info), or __call__(completions, **kwargs)"
+    )
+
+
+class _FunctionReward(Reward):
+    def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
+        self.function = function
+        self.label = label
+        self.kwargs = dict(kwargs)
+        self.timeout_s = timeout_s
+        self._is_async = is_async_callable(function)
+        parameters = _parameters(function, label)
+        self._takes_any = _takes_any(parameters)
+        self._names = {p.name for p in parameters}
+        self._required = {
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in self.kwargs
+        }
+
+    async def _call(self, *args: Any, **offered: Any) -> Any:
+        taken = {k: v for k, v in offered.items() if self._takes_any or k in self._names}
+        work = functools.partial(self.function, *args, **taken, **self.kwargs)
+        return await call_with_deadline(work, is_async=self._is_async, timeout_s=self.timeout_s)
+
+    def _failure(self, item: RewardInput, error: CallFailed | InvalidScore) -> RewardFailure:
+        text = f"reward {self.label}, {item.where}: {error}"
+        if isinstance(error, InvalidScore):
+            return RewardFailure(text, text, "invalid")
+        return RewardFailure(text, error.traceback_text or text, error.kind)
+
+
+class VerlReward(_FunctionReward):
+    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict`.
+
+    One call per item. Arguments are passed by name, and only those that the function has: a scorer may leave some out.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
+        super().__init__(function, label=label, kwargs=kwargs, timeout_s=timeout_s)
+        missing = self._required - set(_VERL_ARGUMENTS)
+        if missing:
+            raise PluginError(
+                f"reward {label}: nothing fills its parameter {', '.join(sorted(missing))}; a reward gets "
+                f"{', '.join(_VERL_ARGUMENTS)} and what reward.kwargs holds"
+            )
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def one(item: RewardInput) -> Scores | RewardFailure:
+            async with slots:
+                return await self._score_one(item)
+
+        return list(await asyncio.gather(*map(one, items)))
+
+    async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
+        try:
+            value = await self._call(
+                data_source=item.data_source,
+                solution_str=item.solution_str,
+                ground_truth=item.ground_truth,
+                extra_info={**item.extra_info, "messages": _messages(item)},
+            )
+            return as_scores(value, self.label)
+        except (CallFailed, InvalidScore) as error:
+            return self._failure(item, error)
+
+
+class SwiftReward(_FunctionReward):
+    """ms-swift's `__call__(completions, **kwargs) -> list[float]`: the whole batch in one call.
+
+    `completions` are the texts of the last assistant turns; `kwargs` hold, as lists of the batch's length, the columns
+    of the rows, `messages`, `is_truncated`, `rollout_infos`, `request_id` (the trajectory's id), `solution` and
+    `ground_truth` (where the rows have no such column), and `trajectory_inputs`: trajectory id -> its records in order.
+
+    A batch that raises, is late or has the wrong length is called again item by item, so that only the items at fault
+    fail. An entry that is None or no number fails its item only.
+    """
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        if not items:
+            return []
+        try:
+            values = await self._score_batch(items)
+        except (CallFailed, InvalidScore) as error:
+            if len(items) == 1:
+                return [self._failure(items[0], error)]
+            return await self._score_alone(items)
+        return [self._checked(item, value) for item, value in zip(items, values)]
+
+    async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        columns = swift_columns(items)
+        missing = self._required - columns.keys() - {"completions"}
+        if missing:
+            raise InvalidScore(
+                f"needs the column {', '.join(sorted(missing))}; "
+                f"the rows have {', '.join(sorted(items[0].row)) or 'none'}"
+            )
+        offered = {name: column for name, column in columns.items() if name not in self.kwargs}
+        values = await self._call([item.completion for item in items], **offered)
+        if hasattr(values, "tolist"):
+            values = values.tolist()
+        if not isinstance(values, list | tuple) or len(values) != len(items):
+            got = f"{len(values)} of them" if isinstance(values, list | tuple) else f"{values!r:.80}"
+            raise InvalidScore(f"must return a list of {len(items)} scores, one per completion; got {got}")
+        return values
+
+    async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def one(item: RewardInput) -> Scores | RewardFailure:
+            async with slots:
+                return (await self.score([item]))[0]
+
+        return list(await asyncio.gather(*map(one, items)))
+
+    def _checked(self, item: RewardInput, value: Any) -> Scores | RewardFailure:
+        try:
+            return as_scores(value, self.label)
+        except InvalidScore as error:
+            return self._failure(item, error)
+
+
+def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:
+    """The keyword arguments of an ms-swift reward for a batch."""
+    names = list(dict.fromkeys(name for item in items for name in item.row))
+    columns: dict[str, Any] = {
+        "solution": [item.ground_truth for item in items],
+        "ground_truth": [item.ground_truth for item in items],
+    }
+    columns.update({name: [item.row.get(name) for item in items] for name in names if name != "completions"})
+    messages = [_messages(item) for item in items]
+    infos = [dict(item.extra_info.get("rollout_infos") or {}) for item in items]
+    ids = [str(item.extra_info.get("trajectory_id", position)) for position, item in enumerate(items)]
+    columns["messages"] = messages
+    columns["is_truncated"] = [_is_truncated(item) for item in items]
+    columns["rollout_infos"] = infos
+    columns["request_id"] = ids
+    columns["trajectory_inputs"] = {
+        ids[k]: item.extra_info.get("trajectory_inputs") or [{"messages": messages[k], "rollout_infos": infos[k]}]
+        for k, item in enumerate(items)
+    }
+    return columns
+
+
+def _messages(item: RewardInput) -> list[dict[str, Any]]:
+    """A copy: a reward that edits them must not edit the trajectory."""
+    return [dict(message) for message in item.extra_info.get("messages") or []]
+
+
+def _is_truncated(item: RewardInput) -> bool:
+    reason = item.extra_info.get("stop_reason")
+    return reason is not None and reason in set(StopReason) and StopReason(reason).status is Status.TRUNCATED
+
+
+def _documented_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """ms-swift's document writes `def __call__(completions, **kwargs)` without `self`; such a class works too."""
+    call = vars(type(function)).get("__call__")
+    if inspect.isfunction(call) and next(iter(inspect.signature(call).parameters), None) == "completions":
+        return call
+    return function
+
+
+def _check_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any], reserved: Sequence[str], label: str) -> None:
+    parameters = _parameters(function, label)
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    unknown = sorted(set(kwargs) - names) if not _takes_any(parameters) else []
+    taken = sorted(set(kwargs) & set(reserved))
+    if unknown:
+        raise ConfigError(
+            f"reward.kwargs: {label} takes no {', '.join(unknown)}; its parameters: {', '.join(sorted(names))}"
+        )
+    if taken:
+        raise ConfigError(f"reward.kwargs: {', '.join(taken)} of {label} comes from the rollout; remove it")
+
+
+def _parameters(function: Callable[..., Any], label: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"reward {label}: {function!r} is not a function with a readable signature") from error
+
+
+def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,187 @@
+"""Rewards by name: the registry, the scorers of known data sources, and `load_reward`."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from verl_mt.errors import ConfigError, PluginError
+from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
+from verl_mt.rewards import arithmetic, exact_match, gsm8k
+from verl_mt.rewards.adapters import ORM, adapt
+from verl_mt.rewards.contract import (
+    Reward,
+    RewardFailure,
+    RewardInput,
+    Scores,
+    as_scores,
+)
+
+__all__ = [
+    "ORM",
+    "Reward",
+    "RewardFailure",
+    "RewardInput",
+    "Scores",
+    "default_scorers",
+    "load_reward",
+    "orms",
+    "rewards",
+]
+
+rewards: Registry[Any] = Registry(
+    "reward",
+    {
+        "gsm8k": gsm8k.compute_score,
+        "exact_match": exact_match.compute_score,
+        "arithmetic": arithmetic.compute_score,
+    },
+)
+orms = rewards
+"""The same registry under ms-swift's name: `orms['mine'] = MyReward`."""
+
+default_scorers: dict[str, Any] = {
+    "openai/gsm8k": gsm8k.compute_score,
+    "gsm8k": gsm8k.compute_score,
+    "verl_mt/arithmetic": arithmetic.compute_score,
+}
+"""`data_source` -> scorer, where the config names no reward."""
+
+
+def load_reward(
+    path: str | None = None,
+    name: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout_s: float = 60.0,
+) -> Reward:
+    """The reward that the config names.
+
+    Args:
+        path: registered name, dotted path, `file.py:name`, a bare file or module; None = by the row's `data_source`.
+        name: the function in a bare file or module; None = `compute_score`.
+        kwargs: a function gets them with every call, a class when it is made.
+        timeout_s: deadline of one call in seconds.
+
+    Raises:
+        PluginError: nothing there, or it is not a reward.
+        ConfigError: `kwargs` that it does not take, or keys that contradict each other.
+    """
+    if timeout_s <= 0:
+        raise ConfigError(f"reward.timeout_s must be positive, got {timeout_s}")
+    kwargs = dict(kwargs or {})
+    if path is None:
+        if name is not None or kwargs:
+            raise ConfigError(
+                "reward.name and reward.kwargs belong to reward.path, which is null; name a reward there "
+                f"(registered: {listing(rewards)})"
+            )
+        return DataSourceReward(default_scorers, timeout_s=timeout_s)
+    target, label = _find(path, name)
+    if isinstance(target, type):
+        try:
+            target = target(**kwargs)
+        except TypeError as error:
+            raise PluginError(
+                f"reward {label}: making it with reward.kwargs {sorted(kwargs)} failed: {error}"
+            ) from error
+        kwargs = {}
+    if isinstance(target, Reward):
+        if kwargs:
+            raise ConfigError(f"reward.kwargs: {label} is an object already; it takes no arguments")
+        return target
+    if not callable(target):
+        raise PluginError(f"reward {label}: expected a function or a class, got {target!r:.80}")
+    return adapt(target, label=label, kwargs=kwargs, timeout_s=timeout_s)
+
+
+def _find(path: str, name: str | None) -> tuple[Any, str]:
+    """The object, and what to call it in errors."""
+    if path in rewards:
+        if name is not None:
+            raise ConfigError(f"reward.name is {name!r}, but reward.path {path!r} is a registered reward; remove one")
+        return rewards[path], path
+    if path.endswith(".py"):
+        target: Any = import_file(path)
+    elif name is not None:
+        return load_object(f"{path}:{name}", what="reward.path", registry=rewards), f"{path}:{name}"
+    else:
+        target = load_object(path, what="reward.path", registry=rewards)
+    if not isinstance(target, ModuleType):
+        return target, path
+    wanted = name or "compute_score"
+    if not hasattr(target, wanted):
+        functions = [n for n, v in vars(target).items() if callable(v) and not n.startswith("_")]
+        raise PluginError(
+            f"reward.path: {path} has no {wanted!r}{suggest(wanted, functions)}; it has {listing(functions)}. "
+            "reward.name names the function."
+        )
+    return getattr(target, wanted), f"{path}:{wanted}"
+
+
+class DataSourceReward(Reward):
+    """Each item by the scorer of its `data_source`. The shipped scorers are quick and run where they are called."""
+
+    def __init__(self, scorers: Mapping[str, Any], *, timeout_s: float):
+        self.scorers = dict(scorers)
+        self._rewards = {
+            name: _Inline(function, name)
+            if inspect.getmodule(function) in (gsm8k, arithmetic, exact_match)
+            else adapt(function, label=name, kwargs={}, timeout_s=timeout_s)
+            for name, function in self.scorers.items()
+        }
+
+    def check(self, data_source: str, where: str) -> None:
+        if data_source not in self.scorers:
+            raise ConfigError(f"{where}: {self._unknown(data_source)}")
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        results: list[Scores | RewardFailure | None] = [None] * len(items)
+        by_source: dict[str, list[int]] = {}
+        for position, item in enumerate(items):
+            by_source.setdefault(item.data_source, []).append(position)
+        for source, positions in by_source.items():
+            if source in self._rewards:
+                scored = await self._rewards[source].score([items[p] for p in positions])
+            else:
+                scored = [self._failure(items[p]) for p in positions]
+            for position, result in zip(positions, scored):
+                results[position] = result
+        return [result for result in results if result is not None]
+
+    def _failure(self, item: RewardInput) -> RewardFailure:
+        text = f"{item.where}: {self._unknown(item.data_source)}"
+        return RewardFailure(text, text, "unknown_data_source")
+
+    def _unknown(self, data_source: str) -> str:
+        return (
+            f"no scorer for data_source {data_source!r}{suggest(data_source, self.scorers)}. "
+            f"Known: {listing(self.scorers)}. For other data set reward.path"
+        )
+
+
+class _Inline(Reward):
+    """A shipped scorer, without thread and deadline."""
+
+    def __init__(self, function: Any, label: str):
+        self.function = function
+        self.label = label
+        self._names = set(inspect.signature(function).parameters)
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        return [self._score_one(item) for item in items]
+
+    def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
+        offered = {
+            "data_source": item.data_source,
+            "solution_str": item.solution_str,
+            "ground_truth": item.ground_truth,
+            "extra_info": item.extra_info,
+        }
+        try:
+            return as_scores(self.function(**{k: v for k, v in offered.items() if k in self._names}), self.label)
+        except Exception as error:
+            text = f"reward {self.label}, {item.where}: {error}"
+            return RewardFailure(text, traceback.format_exc())

@@ -1,0 +1,115 @@
+"""What every reward is inside: batched, async, one dict of numbers or one failure per trajectory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+FailureKind = Literal["raised", "timeout", "invalid", "unknown_data_source"]
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One trajectory to score."""
+
+    data_source: str
+    solution_str: str
+    """What the model wrote: its assistant turns joined by a newline. Tool and interaction text is not in it."""
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """The row's `extra_info`, with `messages`, `turn_scores`, `tool_rewards`, `num_turns`, `stop_reason`,
+    `rollout_infos` and `trajectory_id`; `trajectory_inputs` (a list) where a trajectory became several records."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The data set's row, all columns."""
+    completion: str = ""
+    """The text of the last assistant turn."""
+
+    @property
+    def where(self) -> str:
+        """Names the row and the trajectory, for errors."""
+        index, trajectory_id = self.extra_info.get("index"), self.extra_info.get("trajectory_id")
+        row = "a row without extra_info.index" if index is None else f"row {index}"
+        return row if trajectory_id is None else f"{row} (trajectory {trajectory_id})"
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """A trajectory that could not be scored; the others of its batch are not touched."""
+
+    error: str
+    """One sentence: the reward, the row, what happened."""
+    traceback: str
+    """The user code's traceback; the error itself where there is none (a deadline, a value that is no score)."""
+    kind: FailureKind = "raised"
+
+
+Scores = dict[str, float]
+"""`score` and any further numbers, all finite."""
+
+
+class Reward:
+    """Scores trajectories. A reward of your own may subclass this, or have one of the three familiar signatures."""
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        """One result per item, in the order of `items`. Never raises for a single bad item."""
+        raise NotImplementedError(f"{type(self).__name__} must implement async score(items)")
+
+    def check(self, data_source: str, where: str) -> None:
+        """Called at start for the rows of a data file, so that what cannot be scored is found before training.
+
+        Args:
+            data_source: the row's data source.
+            where: names file and row, for the error.
+
+        Raises:
+            ConfigError: this reward cannot score such rows.
+        """
+
+
+class InvalidScore(ValueError):
+    """A reward function returned something that is not a score."""
+
+
+def as_scores(value: Any, label: str) -> Scores:
+    """What a reward function returned, as numbers: a number, or a dict with `score` and more.
+
+    Further entries that are no finite numbers are left out, with one warning per reward and key.
+
+    Raises:
+        InvalidScore: no score, or one that is not a finite number.
+    """
+    parts = dict(value) if isinstance(value, Mapping) else {"score": value}
+    if "score" not in parts:
+        raise InvalidScore(f"returned a dict without 'score'; it has {', '.join(map(str, parts)) or 'no keys'}")
+    numbers_by_name = {str(name): _number(part) for name, part in parts.items()}
+    if numbers_by_name["score"] is None:
+        raise InvalidScore(f"returned {parts['score']!r:.80} as the score; expected a finite number")
+    for name, number in numbers_by_name.items():
+        if number is None and (label, name) not in _warned:
+            _warned.add((label, name))
+            log.warning("reward %s: %r is not a finite number and is left out: %.80r", label, name, parts[name])
+    return {name: number for name, number in numbers_by_name.items() if number is not None}
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # an array or tensor of several elements
+            return None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
