@@ -16,11 +16,14 @@ import json
 import re
 import secrets
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from verl_mt.errors import TemplateError
 
+_TWINS: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
+_TWIN_LOCK = threading.Lock()
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -92,9 +95,6 @@ class Encoder:
         self._literal_of_id = {i: t for t, i in self.added.items()}
         self.pattern = compile_literals(self.added)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._twin: Any = None
-        self._twin_anchor = ""
-        self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
@@ -137,7 +137,7 @@ class Encoder:
         """Text between two control tokens: its ids as they are, or the twin's where a literal was hidden in it."""
         if not hidden.find(text) and not self._forged(ids):
             return ids
-        twin, anchor = self._get_twin()
+        twin, anchor = twin_of(self.tokenizer, self._backend)
         plain = hidden.show(text)
         if anchor in plain:
             raise TemplateError("text contains this process's random marker; it cannot be encoded")
@@ -154,17 +154,6 @@ class Encoder:
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         return any(i in self._literal_of_id and i != unknown for i in ids)
 
-    def _get_twin(self) -> tuple[Any, str]:
-        """The tokenizer without added tokens, and a marker: text after it is encoded as after a control token."""
-        with self._lock:
-            if self._twin is None:
-                from tokenizers import AddedToken, Tokenizer
-
-                self._twin_anchor = f"\U0010fffd{secrets.token_hex(16)}\U0010fffd"
-                self._twin = Tokenizer.from_str(json.dumps(without_added_tokens(json.loads(self._backend.to_str()))))
-                self._twin.add_special_tokens([AddedToken(self._twin_anchor, normalized=False, special=True)])
-        return self._twin, self._twin_anchor
-
     def _encode_hidden_slow(self, text: str, hidden: Hidden) -> list[int]:
         """The same for tokenizers in pure Python: literals are cut in two until nothing of them is a control token."""
         pattern = re.compile("([" + "".join(map(re.escape, hidden.literal_of)) + "])")
@@ -180,6 +169,22 @@ class Encoder:
         if len(literal) < 2:
             raise TemplateError(f"{literal!r} is a control token of one character; it cannot be written as plain text")
         return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
+
+
+def twin_of(tokenizer: Any, backend: Any) -> tuple[Any, str]:
+    """The tokenizer without added tokens, and a marker: text after it is encoded as after a control token.
+
+    Built on first need (a second or two for a large vocabulary) and kept as long as the tokenizer lives.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    with _TWIN_LOCK:
+        if tokenizer not in _TWINS:
+            anchor = f"\U0010fffd{secrets.token_hex(16)}\U0010fffd"
+            twin = Tokenizer.from_str(json.dumps(without_added_tokens(json.loads(backend.to_str()))))
+            twin.add_special_tokens([AddedToken(anchor, normalized=False, special=True)])
+            _TWINS[tokenizer] = (twin, anchor)
+        return _TWINS[tokenizer]
 
 
 def compile_literals(literals: Iterable[str]) -> re.Pattern[str] | None:
@@ -203,7 +208,8 @@ def without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
         model["vocab"] = {f"\x00{t}\x00" if t in literals and t not in keep else t: i for t, i in vocab.items()}
     elif isinstance(vocab, list):
         model["vocab"] = [[f"\x00{t}\x00" if t in literals else t, score] for t, score in vocab]
-    if "merges" in model:
+    made_by_merging = isinstance(vocab, dict) and not literals.isdisjoint(vocab)
+    if "merges" in model and made_by_merging:
         pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
         model["merges"] = [
             list(pair) for pair in pairs if not (literals & {pair[0], pair[1], "".join(pair)})
