@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
@@ -36,13 +37,19 @@ def make_trajectory(name: str, group: str, reward: float | None, records: list[T
     )
 
 
+def build(trajectories: list[Trajectory], pad_token_id: int = 0) -> TensorDict:
+    batch = col.build_batch(trajectories, pad_token_id=pad_token_id)
+    assert batch is not None
+    return batch
+
+
 def two_turns() -> TrajectoryRecord:
     return make_record([1, 2, 3], [([10, 11], [50, 51, 52]), ([12], [])])
 
 
 def test_a_row_holds_the_record_as_it_was_recorded_and_padding_behind_it():
     short = make_record([1], [([7], [])])
-    batch = col.build_batch(
+    batch = build(
         [make_trajectory("a", "g", 1.0, [two_turns()]), make_trajectory("b", "g", 0.0, [short])],
         pad_token_id=99,
     )
@@ -62,7 +69,7 @@ def test_a_row_holds_the_record_as_it_was_recorded_and_padding_behind_it():
 
 def test_indices_are_factorised_in_order_of_first_appearance():
     rows = [("z", "G2"), ("y", "G1"), ("x", "G2")]
-    batch = col.build_batch([make_trajectory(n, g, 0.0, [two_turns()]) for n, g in rows], pad_token_id=0)
+    batch = build([make_trajectory(n, g, 0.0, [two_turns()]) for n, g in rows], pad_token_id=0)
     assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 1, 2]
     assert batch[col.GROUP_INDEX].tolist() == [0, 1, 0]
     assert batch[col.PROMPT_INDEX].tolist() == [0, 1, 0]
@@ -70,7 +77,7 @@ def test_indices_are_factorised_in_order_of_first_appearance():
 
 def test_records_of_one_trajectory_share_its_index_and_count_once_among_the_rewards():
     forked = make_trajectory("a", "g", 1.0, [two_turns(), two_turns(), two_turns()])
-    batch = col.build_batch([forked, make_trajectory("b", "g", 0.0, [two_turns()])], pad_token_id=0)
+    batch = build([forked, make_trajectory("b", "g", 0.0, [two_turns()])], pad_token_id=0)
     assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 0, 0, 1]
     assert batch[col.RECORD_INDEX].tolist() == [0, 1, 2, 0]
     rewards, groups = col.trajectory_rewards(batch)
@@ -91,7 +98,7 @@ def test_several_parts_with_one_id_and_one_reward_are_one_trajectory():
         make_trajectory("a", "g", 1.0, [two_turns()]),
         make_trajectory("a", "g", 1.0 + 1e-7, [two_turns()]),
     ]
-    batch = col.build_batch(parts, pad_token_id=0)
+    batch = build(parts, pad_token_id=0)
     assert batch[col.TRAJECTORY_INDEX].tolist() == [0, 0]
     assert batch[col.RECORD_INDEX].tolist() == [0, 1]
     assert batch[col.REWARDS].tolist() == [1.0, 1.0]
@@ -111,17 +118,22 @@ def test_failed_aborted_and_fully_masked_trajectories_are_skipped():
     good = make_trajectory("a", "g", 1.0, [two_turns()])
     kept, skipped = col.split_trainable([failed, masked, good])
     assert ([t.trajectory_id for t in kept], len(skipped)) == (["a"], 2)
-    assert list(col.build_batch([failed, masked, good], pad_token_id=0)[col.TRAJECTORY_ID]) == ["a"]
+    assert list(build([failed, masked, good])[col.TRAJECTORY_ID]) == ["a"]
 
 
-def test_a_batch_of_nothing_is_empty_and_has_all_columns():
-    batch = col.build_batch([], pad_token_id=0)
-    assert batch.batch_size == torch.Size([0])
-    assert batch[col.INPUT_IDS].shape == (0, 0)
-    assert list(batch[col.GROUP_ID]) == []
-    rewards, groups = col.trajectory_rewards(batch)
-    assert rewards.shape == groups.shape == (0,)
-    assert col.expand_to_tokens(rewards, batch).shape == (0, 0)
+def test_nothing_trainable_is_no_batch():
+    assert col.build_batch([], pad_token_id=0) is None
+
+
+def test_what_training_computed_goes_back_to_each_record_in_its_length():
+    forked = make_trajectory("a", "g", 1.0, [two_turns(), make_record([1], [([7], [])])])
+    batch = build([forked])
+    batch[col.ADVANTAGES] = col.expand_to_tokens(batch, torch.tensor([0.5]))
+    batch[col.OLD_LOG_PROBS] = torch.full(batch[col.INPUT_IDS].shape, float("nan"))
+    batch[col.OLD_LOG_PROBS][1] = -1.0
+    table = col.per_record(batch)
+    assert table["a", 0] == {"advantages": [0.0] * 3 + [0.5] * 2 + [0.0] * 3 + [0.5]}
+    assert table["a", 1] == {"advantages": [0.0, 0.5], "old_log_probs": [-1.0, -1.0]}
 
 
 def test_a_trajectory_without_reward_is_named():
@@ -156,18 +168,18 @@ def test_a_trajectorys_value_reaches_exactly_the_tokens_of_its_loss_mask(shape, 
         make_trajectory(f"t{i}", f"g{group}", float(i), [two_turns() for _ in range(records)])
         for i, (group, records) in enumerate(shape)
     ]
-    batch = col.build_batch(trajectories, pad_token_id=0)
+    batch = build(trajectories, pad_token_id=0)
     shuffled = batch[torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))]
     rewards, groups = col.trajectory_rewards(shuffled)
     assert rewards.tolist() == [float(i) for i in range(len(shape))]
     names = [f"g{g}" for g, _ in shape]
     assert [[a == b for b in groups.tolist()] for a in groups.tolist()] == [[a == b for b in names] for a in names]
-    tokens = col.expand_to_tokens(rewards, shuffled)
+    tokens = col.expand_to_tokens(shuffled, rewards)
     for row, name in enumerate(shuffled[col.TRAJECTORY_ID]):
         assert tokens[row].tolist() == [float(name[1:]) * m for m in shuffled[col.LOSS_MASK][row].tolist()]
 
 
 def test_expanding_the_wrong_number_of_values_is_refused():
-    batch = col.build_batch([make_trajectory("a", "g", 1.0, [two_turns()])], pad_token_id=0)
+    batch = build([make_trajectory("a", "g", 1.0, [two_turns()])], pad_token_id=0)
     with pytest.raises(DataError, match="for a batch of 1 trajectories"):
-        col.expand_to_tokens(torch.zeros(2), batch)
+        col.expand_to_tokens(batch, torch.zeros(2))

@@ -28,7 +28,7 @@ LOSS_MASK = "loss_mask"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 """float32 [B, T]; by the sampler, 0 where nothing was sampled."""
 OLD_LOG_PROBS = "old_log_probs"
-"""float32 [B, T]; by the trainer's policy before this batch's first update."""
+"""float32 [B, T]; by the trainer's policy before this batch's first update; NaN in rows not computed."""
 REF_LOG_PROBS = "ref_log_probs"
 """float32 [B, T]; by the frozen reference policy."""
 POLICY_VERSIONS = "policy_versions"
@@ -78,7 +78,7 @@ def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory
     return kept, [t for t in trajectories if not t.trainable]
 
 
-def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> TensorDict:
+def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> TensorDict | None:
     """One row per record of every trainable trajectory, in the order given; the others are skipped.
 
     Args:
@@ -107,6 +107,8 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
             _check_record(record, f"trajectory {trajectory.trajectory_id!r}, record {place}")
             record_index.append(place)
             num_records[trajectory.trajectory_id] = place + 1
+    if not rows:
+        return None
     records = [record for _, record in rows]
     owners = [trajectory for trajectory, _ in rows]
     ids: dict[str, list[str]] = {
@@ -142,12 +144,12 @@ def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:
     return batch[REWARDS][rows_N], batch[GROUP_INDEX][rows_N]
 
 
-def expand_to_tokens(values_N: Tensor, batch: TensorDict) -> Tensor:
+def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
     """[B, T]: a trajectory's value on every token of its loss mask, on all its records; 0 elsewhere.
 
     Args:
-        values_N: one value per trajectory, in the order of `trajectory_rewards`.
         batch: made by `build_batch`.
+        values_N: one value per trajectory, in the order of `trajectory_rewards`.
 
     Raises:
         DataError: not as many values as trajectories.
@@ -157,6 +159,25 @@ def expand_to_tokens(values_N: Tensor, batch: TensorDict) -> Tensor:
     if values_N.shape != (expected,):
         raise DataError(f"got values of shape {tuple(values_N.shape)} for a batch of {expected} trajectories")
     return values_N[place_B].unsqueeze(1) * batch[LOSS_MASK].to(values_N.dtype)
+
+
+def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """(trajectory id, record index) -> what training computed for each of the record's tokens.
+
+    The lists are as long as the record. `advantages` and `old_log_probs` are 0 outside the loss mask; a column that the
+    batch lacks, or that was not computed for a row (NaN), is absent.
+    """
+    lengths = batch[ATTENTION_MASK].sum(1).tolist()
+    places = batch[RECORD_INDEX].tolist()
+    result: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row, key in enumerate(zip(batch[TRAJECTORY_ID], places)):
+        values = {
+            name: batch[name][row, : lengths[row]]
+            for name in (ADVANTAGES, OLD_LOG_PROBS)
+            if name in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
+        }
+        result[key] = {name: v.tolist() for name, v in values.items() if not torch.isnan(v).any()}
+    return result
 
 
 def _first_row_of_each(index_B: Tensor) -> Tensor:

@@ -1,0 +1,198 @@
+"""Log-probs and entropies of given tokens: the trainer's forward pass.
+
+Convention (engines and trainer): position t holds log p(token t | tokens < t) = log_softmax(logits_{t-1} / T)[token t]
+over the full vocabulary, in float32; T = 0 counts as 1. Shape suffixes: `B` rows, `T` tokens, `N` wanted tokens,
+`H` hidden size, `V` vocabulary.
+
+The language-model head runs only where a log-prob is wanted, and a prefix that rows share runs only once
+(`shared_prefix.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from verl_mt.modeling.shared_prefix import can_share_prefixes, plan_prefixes, run_with_prefixes
+
+_MAX_LOGITS = 2**26
+"""Logits alive at once; more wanted tokens are done in pieces, recomputed in the backward pass."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Both are float32 [B, T] (float64 for a float64 model), 0 where nothing was wanted."""
+
+    log_probs_BT: Tensor
+    entropy_BT: Tensor | None
+    """-sum_v p log p of the distribution that the token was drawn from, in nats; None unless asked for."""
+
+
+def forward_log_probs(
+    model: nn.Module,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    *,
+    wanted_BT: Tensor,
+    temperature: float,
+    with_entropy: bool = False,
+    entropy_grad: bool = True,
+) -> LogProbs:
+    """Log-probs of the tokens at the wanted positions; works under autograd and without.
+
+    Args:
+        model: a Hugging Face causal language model. Its training mode is left as it is.
+        input_ids_BT: int64.
+        attention_mask_BT: bool or 0/1. Right-padded rows (1s, then 0s) take the fast path, others work too.
+        wanted_BT: bool; column 0 must be False.
+        temperature: T above; 0 counts as 1.
+        with_entropy: also return the entropies.
+        entropy_grad: False keeps the entropies out of the graph (a metric costs no memory then).
+
+    Raises:
+        ValueError: a log-prob of position 0 is wanted.
+    """
+    if wanted_BT[:, :1].any():
+        raise ValueError("position 0 has no log-prob: no token comes before it")
+    row_N, position_N = wanted_BT.nonzero(as_tuple=True)
+    if len(row_N) == 0:
+        dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        zeros = torch.zeros(wanted_BT.shape, dtype=dtype, device=wanted_BT.device)
+        return LogProbs(zeros, zeros.clone() if with_entropy else None)
+    used_B = wanted_BT.any(1)
+    compact_N = (used_B.cumsum(0) - 1)[row_N]
+    # The last wanted token itself is never an input.
+    width = int(position_N.max())
+    ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
+    hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, (compact_N, position_N - 1))
+    flags = (with_entropy, with_entropy and entropy_grad)
+    log_probs_N, entropy_N = _score(head, hidden_NH, input_ids_BT[row_N, position_N], temperature or 1.0, flags)
+
+    def scatter(values_N: Tensor) -> Tensor:
+        return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT.bool(), values_N)
+
+    return LogProbs(scatter(log_probs_N), None if entropy_N is None else scatter(entropy_N))
+
+
+def position_ids(attention_mask_BT: Tensor) -> Tensor:
+    """Positions that count real tokens only: mask [0, 0, 1, 1, 1, 0] -> [0, 0, 0, 1, 2, 2]."""
+    return (attention_mask_BT.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _hidden_states(
+    model: Any, ids_BT: Tensor, mask_BT: Tensor, wanted_BT: Tensor, index: tuple[Tensor, Tensor]
+) -> tuple[Tensor, nn.Module]:
+    """What the head must see to predict the wanted tokens, and the head.
+
+    `index` = (rows, positions of the tokens before the wanted ones). Where the model does more than a plain head
+    (soft-capped or scaled logits), the "hidden states" are its logits and the head does nothing.
+    """
+    row_N, before_N = index
+    base, head = _decoder(model), model.get_output_embeddings()
+    right_padded = not bool((mask_BT[:, 1:].long() > mask_BT[:, :-1].long()).any()) and bool(mask_BT[:, 0].all())
+    if right_padded:
+        # Causal attention never looks at padding on the right, so no mask is needed and the kernel may be causal.
+        inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False}
+    else:
+        positions = position_ids(mask_BT)
+        inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "position_ids": positions, "use_cache": False}
+    if not _has_plain_head(model):
+        return model(**inputs).logits[row_N, before_N], nn.Identity()
+    if right_padded and can_share_prefixes(model):
+        plan = plan_prefixes(ids_BT, wanted_BT)
+        if plan is not None:
+            hidden_BSH = run_with_prefixes(base, ids_BT, plan)
+            return hidden_BSH[row_N, before_N - plan.start_B[row_N]], head
+    return base(**inputs).last_hidden_state[row_N, before_N], head
+
+
+def _score(
+    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of all wanted tokens, in pieces of at most `_MAX_LOGITS` logits."""
+    vocab = hidden_NH.shape[1] if isinstance(head, nn.Identity) else len(head.weight)  # type: ignore[arg-type]
+    size = max(1, _MAX_LOGITS // vocab)
+    if len(targets_N) <= size:
+        return _score_piece(head, hidden_NH, targets_N, temperature, entropy)
+    pieces: list[Any] = []
+    for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size)):
+        arguments = (head, hidden, targets, temperature, entropy)
+        pieces.append(
+            checkpoint(_score_piece, *arguments, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else _score_piece(*arguments)
+        )
+    log_probs_N = torch.cat([piece[0] for piece in pieces])
+    return log_probs_N, torch.cat([piece[1] for piece in pieces]) if entropy[0] else None
+
+
+def _score_piece(
+    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None]:
+    logits_NV = head(hidden_NH)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    all_NV = logits_NV.log_softmax(-1)
+    log_probs_N = all_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    wanted, with_grad = entropy
+    if not wanted:
+        return log_probs_N, None
+    source_NV = all_NV if with_grad else all_NV.detach()
+    return log_probs_N, -(source_NV.exp() * source_NV).sum(-1)
+
+
+def _decoder(model: Any) -> Any:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model.base_model if decoder is None or decoder is model else decoder
+
+
+_plain_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _has_plain_head(model: Any) -> bool:
+    """Whether `model(x).logits == head(decoder(x))`: nothing is scaled, capped or added behind the head.
+
+    Found by one tiny forward pass per model, in which the head's input is scaled up so that its logits reach about
+    1000: a soft cap, invisible on small logits, shows there.
+    """
+    if model not in _plain_heads:
+        _plain_heads[model] = _probe_head(model)
+    return _plain_heads[model]
+
+
+@torch.no_grad()
+def _probe_head(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    ids = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0)
+    with _eval_mode(model):
+        hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        scale = 1000.0 / head(hidden).abs().max().clamp(min=1e-6)
+        expected = head(hidden * scale)
+        hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale, *inputs[1:]))
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+    return logits.shape == expected.shape and bool(((logits - expected).abs().max() <= 1.0).item())
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,141 @@
+"""A prefix that several rows share goes through the model once.
+
+Rows of one group start with the same prompt, and all rows of a task often with the same system message and tools.
+Their hidden states there are equal, so they are computed once and the rows attend to one set of keys and values, with
+gradients. Two levels::
+
+    common   [1, P0]   what all rows share, run once
+    prompts  [C, Q]    what the rows of one prompt share beyond it, run once per different prompt
+    rests    [B, S]    every row from its prompt's end on
+
+With 128 rows of 16 prompts, 180 tokens each and 40 of them sampled, that is a third of the work or less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MIN_SHARED = 16
+"""Shorter prefixes are not worth a forward pass of their own."""
+_MAX_MASK = 2**25
+"""Elements of the dense attention mask; beyond that a causal kernel without mask is the better deal."""
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """Where the work of each row begins."""
+
+    common: int
+    """P0: tokens that all rows share."""
+    prompt_rows_C: Tensor
+    """A row of each different prompt."""
+    prompt_of_B: Tensor
+    """The prompt of each row."""
+    prompt_end_C: Tensor
+    """Tokens of each prompt that are run once for its rows, the common ones included; never below `common`."""
+    start_B: Tensor
+    """The first position that is a row's own work: the end of its prompt."""
+    width: int
+    """S: the longest own work of a row, up to the token before its last wanted one."""
+
+
+def plan_prefixes(ids_BT: Tensor, wanted_BT: Tensor) -> PrefixPlan | None:
+    """What is worth sharing among these rows; None if nothing is.
+
+    Args:
+        ids_BT: right-padded.
+        wanted_BT: bool; the log-probs wanted. The position before a row's first one must stay the row's own.
+    """
+    num_rows = len(ids_BT)
+    if num_rows < 2:
+        return None
+    own_B = wanted_BT.long().argmax(1) - 1
+    prompts: dict[bytes, int] = {}
+    rows: list[int] = []
+    prompt_of = []
+    ids, ends = ids_BT.cpu().numpy(), own_B.tolist()
+    for row, end in enumerate(ends):
+        key = ids[row, :end].tobytes()
+        if key not in prompts:
+            prompts[key] = len(rows)
+            rows.append(row)
+        prompt_of.append(prompts[key])
+    first = ids_BT[rows, : min(ends)]
+    common = int((first == first[:1]).all(0).long().cumprod(0).sum())
+    end_C = torch.tensor([ends[row] for row in rows])
+    shared_by_prompt = len(rows) * 2 <= num_rows and int((end_C - common).max()) >= _MIN_SHARED // 2
+    if not shared_by_prompt:
+        end_C = torch.full((len(rows),), common)
+    if max(common if len(rows) > 1 or not shared_by_prompt else int(end_C[0]), int(end_C.min())) < _MIN_SHARED:
+        return None
+    prompt_of_B = torch.tensor(prompt_of)
+    start_B = end_C[prompt_of_B]
+    last_B = wanted_BT.shape[1] - 1 - wanted_BT.flip(1).long().argmax(1).cpu()
+    width = int((last_B - start_B).max())
+    if num_rows * width * (int(end_C.max()) + width) > _MAX_MASK:
+        return None
+    device = ids_BT.device
+    rows_C = torch.tensor(rows, device=device)
+    return PrefixPlan(common, rows_C, prompt_of_B.to(device), end_C.to(device), start_B.to(device), width)
+
+
+def run_with_prefixes(base: Any, ids_BT: Tensor, plan: PrefixPlan) -> Tensor:
+    """Hidden states [B, S, H] of every row's own part: column s is position `plan.start_B + s`."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=base.config)
+    prompts_CQ = ids_BT[plan.prompt_rows_C, plan.common : int(plan.prompt_end_C.max())]
+    if plan.common:
+        base(input_ids=ids_BT[:1, : plan.common], past_key_values=cache, use_cache=True)
+    if prompts_CQ.shape[1]:
+        if plan.common:
+            _select(cache, torch.zeros_like(plan.prompt_rows_C))
+        base(input_ids=prompts_CQ, past_key_values=cache, use_cache=True)
+        _select(cache, plan.prompt_of_B)
+    else:
+        _select(cache, torch.zeros_like(plan.prompt_of_B))
+    cached = plan.common + prompts_CQ.shape[1]
+    positions_BS = plan.start_B.unsqueeze(1) + torch.arange(plan.width, device=ids_BT.device)
+    rests_BS = ids_BT.gather(1, positions_BS.clamp(max=ids_BT.shape[1] - 1))
+    mask = _mask(plan.start_B, cached, plan.width, next(base.parameters()).dtype)
+    output = base(
+        input_ids=rests_BS, position_ids=positions_BS, attention_mask=mask, past_key_values=cache, use_cache=True
+    )
+    return output.last_hidden_state
+
+
+def _mask(start_B: Tensor, cached: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, cached + S] added to attention scores: a row sees its own prompt in the cache, and itself causally.
+
+    The cache is right-padded where prompts differ in length: its column k is position k of the row's prompt.
+    """
+    device = start_B.device
+    seen_BK = torch.arange(cached, device=device) < start_B.unsqueeze(1)
+    causal_SS = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    num_rows = len(start_B)
+    allowed = torch.cat(
+        [seen_BK[:, None].expand(num_rows, width, cached), causal_SS.expand(num_rows, width, width)], dim=2
+    )
+    blocked = torch.finfo(dtype).min
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, blocked).unsqueeze(1)
+
+
+def _select(cache: Any, rows: Tensor) -> None:
+    """Make cached row i a copy of the former row rows[i], with gradients."""
+    for layer in cache.layers:
+        layer.keys = layer.keys.index_select(0, rows)
+        layer.values = layer.values.index_select(0, rows)
+
+
+def can_share_prefixes(model: nn.Module) -> bool:
+    """Full attention in every layer, through a kernel that takes a dense mask, and no checkpointed activations
+    (transformers keeps no cache then)."""
+    config: Any = model.config
+    layer_types = getattr(config, "layer_types", None)
+    full = set(layer_types) == {"full_attention"} if layer_types else getattr(config, "sliding_window", None) is None
+    checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
+    return full and getattr(config, "_attn_implementation", None) in ("sdpa", "eager") and not checkpointing

@@ -1,0 +1,333 @@
+"""The trained policy: from a batch with advantages to new weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from verl_mt.algorithms.aggregate import token_weights
+from verl_mt.algorithms.kl import kl_penalty
+from verl_mt.algorithms.losses import ppo_clip_loss
+from verl_mt.algorithms.masked import masked_fill_zero
+from verl_mt.config.actor import ActorConfig
+from verl_mt.data import batch as columns
+from verl_mt.errors import DataError, VerlMTError
+from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
+from verl_mt.workers.micro_batch import compute_log_probs, split_rows
+from verl_mt.workers.schedule import lr_factor
+from verl_mt.workers.update_metrics import UpdateMetrics
+
+_MAX_NONFINITE = 3
+"""Updates in a row without a finite loss and gradient before the run stops."""
+
+
+class ActorWorker:
+    """Owns the policy's module, its optimizer and its learning-rate schedule.
+
+    The module stays in eval mode: dropout would make the policy that is trained another one than the one that sampled.
+
+    Args:
+        module: a Hugging Face causal language model; the local engine decodes with the same object.
+        config: its part of the configuration.
+        temperature: that of sampling; log-probs are of logits / temperature.
+        total_steps: training steps (rollout batches) of the whole run, for the schedule.
+        train_batch_size: prompts per training step, for the schedule; null mini-batches need none.
+        norm_constant: the L of `seq-mean-token-sum-norm`, in tokens.
+        seed: of the shuffling between mini-batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ActorConfig,
+        *,
+        temperature: float,
+        total_steps: int,
+        train_batch_size: int | None = None,
+        norm_constant: float | None = None,
+        seed: int = 0,
+    ):
+        self.module = module.eval()
+        self.config = config
+        self.num_updates = 0
+        self._num_batches = 0
+        self._temperature = temperature
+        self._norm_constant = norm_constant
+        self._updates_per_batch = config.ppo_epochs * _num_mini_batches(train_batch_size, config.ppo_mini_batch_size)
+        self._total_updates = total_steps * self._updates_per_batch
+        self._nonfinite_in_a_row = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._checkpointing = bool(getattr(module, "is_gradient_checkpointing", False))
+        if self._checkpointing:
+            # transformers checkpoints activations only in training mode, which must then not mean dropout.
+            _disable_dropout(module)
+        betas = (config.optim.betas[0], config.optim.betas[1])
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.optim.lr, betas=betas, weight_decay=config.optim.weight_decay
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        return next(self.module.parameters()).device
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """Train on a whole rollout batch: `ppo_epochs` passes of mini-batches of `ppo_mini_batch_size` prompts.
+
+        With one mini-batch and one epoch the policy that is updated is the one that sampled: the old log-probs are
+        the current ones, detached (ratio exactly 1), and one forward pass does everything. Otherwise the old
+        log-probs are computed once, before the first change of the weights.
+
+        Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. With
+        `skip_zero_advantage` and neither KL nor entropy term, rows whose advantages are all 0 add exactly nothing to
+        the gradient and skip the forward pass; the denominators still count them. If a mini-batch has nothing else,
+        the optimizer does not step, while the schedule advances.
+
+        Args:
+            batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
+                are filled in with what the weights gave before the first change, NaN in rows that were not computed.
+
+        Returns:
+            `actor/*` and `rollout/logprob_diff_*`; means over the tokens that went through the model. A number that
+            could not be measured is absent.
+
+        Raises:
+            DataError: a column is missing.
+            VerlMTError: loss or gradient was not finite three times in a row.
+        """
+        here = self._prepare(batch)
+        metrics = UpdateMetrics()
+        active_B = self._active_rows(here, metrics)
+        first_old = self._old_log_probs(here, active_B)
+        before = here[columns.OLD_LOG_PROBS]
+        for mini, rows in enumerate(self._mini_batches(here)):
+            metrics.lr = self._set_lr(mini)
+            self._update_once(here, rows, rows[active_B[rows]], first_old, before if mini == 0 else None, metrics)
+        self._num_batches += 1
+        metrics.log_prob_difference(here)
+        batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
+        return metrics.summary()
+
+    def compute_log_probs(self, batch: TensorDict) -> Tensor:
+        """[B, T] of the current weights where the loss mask is set, 0 elsewhere, on the batch's device."""
+        here = batch.to(self.device)
+        rows = torch.arange(len(here), device=self.device)
+        return self._compute_log_probs(here, rows).to(batch.device or "cpu")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self._generator.get_state(),
+            "num_updates": self.num_updates,
+            "num_batches": self._num_batches,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a `state_dict`; the module's tensors are written in place."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._generator.set_state(state["generator"].cpu())
+        self.num_updates = state["num_updates"]
+        self._num_batches = state["num_batches"]
+        self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+    def _prepare(self, batch: TensorDict) -> TensorDict:
+        needed = [columns.ADVANTAGES, *([columns.REF_LOG_PROBS] if self.config.use_kl_loss else [])]
+        missing = [name for name in needed if name not in batch.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+        if missing:
+            raise DataError(f"the batch has no column {', '.join(missing)}; fill it in before the update")
+        here = batch.exclude(columns.OLD_LOG_PROBS, *columns.ID_COLUMNS).to(self.device)
+        here[columns.OLD_LOG_PROBS] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
+        here[columns.ADVANTAGES] = masked_fill_zero(here[columns.ADVANTAGES], here[columns.LOSS_MASK])
+        return here
+
+    def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
+        """Which rows go through the model."""
+        in_loss_B = here[columns.LOSS_MASK].any(1)
+        if not self.config.skip_zero_advantage or self.config.use_kl_loss or self.config.entropy_coeff != 0:
+            return in_loss_B
+        moved_B = (here[columns.ADVANTAGES] != 0).any(1)
+        metrics.num_skipped = int((in_loss_B & ~moved_B).sum())
+        return in_loss_B & moved_B
+
+    def _old_log_probs(self, here: TensorDict, active_B: Tensor) -> Tensor:
+        """[B, T] that ratios are taken to; NaN = the current ones, detached.
+
+        What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
+        """
+        mini = self.config.ppo_mini_batch_size
+        on_policy = self.config.ppo_epochs == 1 and _num_mini_batches(_num_prompts(here), mini) == 1
+        old = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
+        by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
+        from_sampler = self.config.use_sampler_log_probs == "always"
+        if from_sampler:
+            old = torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], old)
+        if on_policy:
+            return old
+        needed_BT = here[columns.LOSS_MASK] & active_B.unsqueeze(1) & torch.isnan(old)
+        rows = needed_BT.any(1).nonzero().squeeze(1)
+        if len(rows):
+            here[columns.OLD_LOG_PROBS] = self._compute_log_probs(here, rows)
+        return torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
+
+    def _compute_log_probs(self, here: TensorDict, rows: Tensor) -> Tensor:
+        return compute_log_probs(
+            self.module,
+            here,
+            rows,
+            temperature=self._temperature,
+            max_tokens=self.config.ppo_max_token_len,
+            max_rows=self.config.ppo_micro_batch_size,
+        )
+
+    def _mini_batches(self, here: TensorDict) -> Iterator[Tensor]:
+        """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together."""
+        prompt_B = here[columns.PROMPT_INDEX]
+        prompts = torch.unique(prompt_B).cpu()
+        size = self.config.ppo_mini_batch_size or max(1, len(prompts))
+        for _ in range(self.config.ppo_epochs):
+            order = prompts
+            if self.config.shuffle and len(prompts) > size:
+                order = prompts[torch.randperm(len(prompts), generator=self._generator)]
+            for chosen in order.split(size):
+                yield torch.isin(prompt_B, chosen.to(prompt_B.device)).nonzero().squeeze(1)
+
+    def _update_once(
+        self,
+        here: TensorDict,
+        rows: Tensor,
+        active: Tensor,
+        old_BT: Tensor,
+        before_BT: Tensor | None,
+        metrics: UpdateMetrics,
+    ) -> None:
+        """One mini-batch, one optimizer step. `before_BT` takes the log-probs of weights that have not changed yet."""
+        if len(active) == 0:
+            return
+        weights_BT = torch.zeros_like(here[columns.ADVANTAGES])
+        weights_BT[rows] = token_weights(
+            here[columns.LOSS_MASK][rows],
+            here[columns.TRAJECTORY_INDEX][rows],
+            mode=self.config.loss_agg_mode,
+            norm_constant=self._norm_constant,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        max_tokens, max_rows = self.config.ppo_max_token_len, self.config.ppo_micro_batch_size
+        loss = torch.zeros((), device=self.device)
+        with self._training_mode():
+            for part in split_rows(here, active, max_tokens=max_tokens, max_rows=max_rows):
+                micro = here[part]
+                output = forward_log_probs(
+                    self.module,
+                    micro[columns.INPUT_IDS],
+                    micro[columns.ATTENTION_MASK],
+                    wanted_BT=micro[columns.LOSS_MASK],
+                    temperature=self._temperature,
+                    with_entropy=True,
+                    entropy_grad=self.config.entropy_coeff != 0,
+                )
+                micro_loss = self._loss(output, micro, weights_BT[part], old_BT[part], metrics)
+                micro_loss.backward()
+                loss += micro_loss.detach()
+                if before_BT is not None:
+                    before_BT[part] = output.log_probs_BT.detach().float()
+        self._step(loss, metrics)
+
+    def _loss(
+        self, output: LogProbs, micro: TensorDict, weights_BT: Tensor, old_BT: Tensor, metrics: UpdateMetrics
+    ) -> Tensor:
+        config, log_probs_BT, entropy_BT = self.config, output.log_probs_BT, output.entropy_BT
+        assert entropy_BT is not None
+        old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
+        clip: dict[str, Any] = {
+            "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+            "clip_high": config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+            "clip_c": config.clip_ratio_c,
+        }
+        sampled_BT = micro[columns.LOSS_MASK] & micro[columns.SAMPLED]
+        loss_BT, numbers = ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], sampled_BT, **clip)
+        given_BT = micro[columns.LOSS_MASK] & ~micro[columns.SAMPLED]
+        if given_BT.any():
+            # Tokens that nobody sampled are trained on request; they stay out of the metrics.
+            loss_BT = loss_BT + ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], given_BT, **clip)[0]
+        pg_loss = (loss_BT * weights_BT).sum()
+        loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
+        metrics.add_sum("actor/pg_loss", pg_loss)
+        if config.use_kl_loss:
+            kl_BT = kl_penalty(log_probs_BT, micro[columns.REF_LOG_PROBS], config.kl_loss_type)
+            kl_loss = (masked_fill_zero(kl_BT, micro[columns.LOSS_MASK]) * weights_BT).sum()
+            loss = loss + config.kl_loss_coef * kl_loss
+            metrics.add_sum("actor/kl_loss", kl_loss)
+        metrics.add_sum("actor/loss", loss)
+        numbers["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / sampled_BT.sum().clamp(min=1)
+        metrics.add_token_means(numbers, sampled_BT.sum())
+        return loss
+
+    def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
+        """Clip and step; or drop a gradient that is not finite."""
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip or math.inf)
+        if not bool(torch.isfinite(grad_norm) & torch.isfinite(loss)):
+            self._nonfinite_in_a_row += 1
+            metrics.num_nonfinite += 1
+            if self._nonfinite_in_a_row >= _MAX_NONFINITE:
+                raise VerlMTError(
+                    f"loss {loss.item()} or gradient norm {grad_norm.item()} was not finite in "
+                    f"{_MAX_NONFINITE} updates in a row (after {self.num_updates} good ones); lower "
+                    "actor_rollout_ref.actor.optim.lr, or go back to an earlier checkpoint"
+                )
+        else:
+            self._nonfinite_in_a_row = 0
+            self.optimizer.step()
+            self.num_updates += 1
+            metrics.num_updates += 1
+            metrics.grad_norms.append(grad_norm.detach())
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _set_lr(self, mini: int) -> float:
+        optim = self.config.optim
+        # Counted from the batch, so that a batch that lost prompts does not shift the schedule of the later ones.
+        step = self._num_batches * self._updates_per_batch + min(mini, self._updates_per_batch - 1)
+        factor = lr_factor(
+            step,
+            warmup_steps=optim.lr_warmup_steps,
+            total_steps=self._total_updates,
+            kind=optim.lr_scheduler_type,
+            min_ratio=optim.min_lr_ratio,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.lr * factor
+        return optim.lr * factor
+
+    @contextmanager
+    def _training_mode(self) -> Iterator[None]:
+        self.module.train(self._checkpointing)
+        try:
+            yield
+        finally:
+            self.module.eval()
+
+
+def _num_prompts(batch: TensorDict) -> int:
+    return len(torch.unique(batch[columns.PROMPT_INDEX]))
+
+
+def _num_mini_batches(num_prompts: int | None, size: int | None) -> int:
+    return 1 if size is None or num_prompts is None else max(1, math.ceil(num_prompts / size))
+
+
+def _disable_dropout(module: nn.Module) -> None:
+    for submodule in module.modules():
+        if isinstance(submodule, nn.Dropout):
+            submodule.p = 0.0
+        if isinstance(getattr(submodule, "attention_dropout", None), float):
+            setattr(submodule, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know only tensors

@@ -1,0 +1,66 @@
+"""Splitting a batch for the forward pass. No result depends on the split."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from verl_mt.data import batch as columns
+from verl_mt.modeling.log_probs import forward_log_probs
+
+
+def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: int | None) -> list[Tensor]:
+    """Micro-batches of rows that are much alike: little padding, and the rows of a prompt together (they share it).
+
+    Args:
+        batch: made by `build_batch`.
+        rows: int64, the rows to split.
+        max_tokens: rows times the longest row, per micro-batch; a longer row is alone in its micro-batch.
+        max_rows: rows per micro-batch; None = as many as fit.
+
+    Returns:
+        Row indices; each of `rows` exactly once.
+    """
+    lengths = batch[columns.ATTENTION_MASK].sum(1).tolist()
+    prompts = batch[columns.PROMPT_INDEX].tolist()
+    longest: dict[int, int] = {}
+    chosen = rows.tolist()
+    for row in chosen:
+        longest[prompts[row]] = max(longest.get(prompts[row], 0), lengths[row])
+    chosen.sort(key=lambda row: (longest[prompts[row]], prompts[row], lengths[row], row))
+    parts: list[list[int]] = []
+    width = 0
+    for row in chosen:
+        width = max(width, lengths[row])
+        full = not parts or len(parts[-1]) == max_rows or (len(parts[-1]) + 1) * width > max_tokens
+        if full:
+            parts.append([])
+            width = lengths[row]
+        parts[-1].append(row)
+    return [torch.tensor(part, device=rows.device) for part in parts]
+
+
+@torch.no_grad()
+def compute_log_probs(
+    module: nn.Module,
+    batch: TensorDict,
+    rows: Tensor,
+    *,
+    temperature: float,
+    max_tokens: int,
+    max_rows: int | None = None,
+) -> Tensor:
+    """Log-probs of the tokens in the loss mask: float32 [B, T], 0 at other positions, NaN in rows not in `rows`."""
+    mask = batch[columns.LOSS_MASK]
+    result = torch.full(mask.shape, float("nan"), device=mask.device)
+    for part in split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows):
+        output = forward_log_probs(
+            module,
+            batch[columns.INPUT_IDS][part],
+            batch[columns.ATTENTION_MASK][part],
+            wanted_BT=mask[part],
+            temperature=temperature,
+        )
+        result[part] = output.log_probs_BT.float()
+    return result

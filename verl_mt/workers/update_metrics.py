@@ -1,0 +1,69 @@
+"""The numbers of one update, collected over micro-batches without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_mt.data import batch as columns
+
+
+@dataclass
+class UpdateMetrics:
+    """Collects; `summary` gives plain numbers under their logged names."""
+
+    num_updates: int = 0
+    num_skipped: int = 0
+    num_nonfinite: int = 0
+    lr: float = 0.0
+    grad_norms: list[Tensor] = field(default_factory=list)
+    _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _token_sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _token_counts: list[Tensor] = field(default_factory=list)
+    _difference: dict[str, float] = field(default_factory=dict)
+
+    def add_sum(self, name: str, value: Tensor) -> None:
+        """A micro-batch's share of a mini-batch's number."""
+        self._sums[name].append(value.detach())
+
+    def add_token_means(self, means: dict[str, Tensor], num_tokens: Tensor) -> None:
+        """Means over a micro-batch's tokens."""
+        self._token_counts.append(num_tokens)
+        for name, mean in means.items():
+            self._token_sums[f"actor/{name}"].append(mean.detach() * num_tokens)
+
+    def log_prob_difference(self, batch: TensorDict) -> None:
+        """|log-prob by the update's own forward pass - by the sampler| over trained tokens that have both."""
+        own = batch[columns.OLD_LOG_PROBS]
+        both = batch[columns.SAMPLED] & batch[columns.LOSS_MASK] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
+        difference = (own - batch[columns.ROLLOUT_LOG_PROBS])[both & ~torch.isnan(own)].abs()
+        if len(difference):
+            self._difference = {
+                "rollout/logprob_diff_max": difference.max().item(),
+                "rollout/logprob_diff_mean": difference.mean().item(),
+            }
+
+    def summary(self) -> dict[str, float]:
+        """Sums are means over the mini-batches that were run; token means are over their tokens. What is not finite
+        (the loss of an update that was dropped) is absent."""
+        tried = self.num_updates + self.num_nonfinite
+        result = {
+            "actor/lr": self.lr,
+            "actor/num_updates": float(self.num_updates),
+            "actor/skipped_zero_advantage_sequences": float(self.num_skipped),
+            "actor/nonfinite_updates": float(self.num_nonfinite),
+        }
+        for name, values in self._sums.items():
+            result[name] = torch.stack(values).sum().item() / max(1, tried)
+        tokens = sum(n.item() for n in self._token_counts)
+        for name, values in self._token_sums.items():
+            result[name] = torch.stack(values).sum().item() / max(1, tokens)
+        if self.grad_norms:
+            result["actor/grad_norm"] = torch.stack(self.grad_norms).mean().item()
+        result |= self._difference
+        return {name: value for name, value in result.items() if math.isfinite(value)}
