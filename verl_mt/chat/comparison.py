@@ -21,7 +21,7 @@ from verl_mt.data.conversation import Message
 if TYPE_CHECKING:
     from verl_mt.chat.template import ChatTemplate
 
-_CONTEXT_CHARS = 20
+_CONTEXT_TOKENS = 6
 _MAX_ROW_CHARS = 2000
 _MAX_LOG_CHARS = 300
 _MIN_KNOWN_CHARS = 4
@@ -124,11 +124,9 @@ class Comparison:
         if not spans:
             return None
         main = next((span for span in spans if span.in_budget), spans[0])
-        near, far = self.recorded[: main.start], self.recorded[main.end :][:_CONTEXT_CHARS]
-        before = self.chat.decode(near[-_CONTEXT_CHARS:])[-_CONTEXT_CHARS:]
-        after = self.chat.decode(far)[:_CONTEXT_CHARS]
-        far = self.rendered[main.rendered_end :][:_CONTEXT_CHARS]
-        after_rendered = self.chat.decode(far)[:_CONTEXT_CHARS]
+        before = self.chat.decode(self.recorded[max(main.start - _CONTEXT_TOKENS, 0) : main.start])
+        after = self.chat.decode(self.recorded[main.end :][:_CONTEXT_TOKENS])
+        after_rendered = self.chat.decode(self.rendered[main.rendered_end :][:_CONTEXT_TOKENS])
         recorded, rendered = main.recorded, main.rendered
         if main.cause not in (Cause.RETOKENIZED, Cause.NEUTRALISED_TEXT):
             span = DiffSpan(main.start, main.end, main.rendered_start, main.rendered_end)
@@ -148,7 +146,7 @@ class Comparison:
             # Closes a turn only when another follows: in GLM the stop token is the next role's header.
             return []
         found: list[Mismatch] = []
-        for chunk in differing_chunks(self.recorded, self.rendered, self.ends):
+        for chunk in differing_chunks(self.recorded, self.rendered, self.ends, self.chat.decode):
             recorded, rendered = self._texts(chunk)
             core = chunk.core(self.recorded, self.rendered)
             if recorded == rendered:
@@ -198,7 +196,8 @@ class Comparison:
             causes = [Cause.TRUNCATION]
         else:
             given = self._text(self.recorded, chunk.start, sampled_at[0])
-            call = self._call_offset(sampled_at[0], recorded)
+            one_turn = sampled_at[-1] - sampled_at[0] + 1 == len(sampled_at) and sampled_at[-1] + 1 == chunk.end
+            call = self._call_offset(sampled_at[0], recorded) if one_turn else None
             causes = causes_of_turn(replace(turn, given=given, call_starts_at=call))
         _, mine, theirs = differing_text(recorded, rendered)
         return [_mismatch(cause, core, mine, theirs, in_budget=True) for cause in causes]

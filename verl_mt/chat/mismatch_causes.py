@@ -51,10 +51,11 @@ _REASONING = re.compile(
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)",
     re.DOTALL,
 )
-_TAG = re.compile(
-    r"</?think>|\[/?THINK\]|</?seed:think>|</?reasoning>|<\|inner_(?:prefix|suffix)\|>|◁/?think▷"
-    r"|<\|(?:channel|message|end|start)\|>"
-)
+_REASONING_TAG = r"</?think>|\[/?THINK\]|</?seed:think>|</?reasoning>|<\|inner_(?:prefix|suffix)\|>|◁/?think▷"
+_ONLY_TAGS = re.compile(rf"(?:\s*(?:{_REASONING_TAG}))+\s*")
+_TAG = re.compile(_REASONING_TAG + r"|<\|(?:channel|message|end|start)\|>")
+_CONTROL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
+"""What looks like a control token or a tag."""
 _BLANKS = str.maketrans("", "", " \n\t\r")
 
 
@@ -82,8 +83,13 @@ def squeeze(text: str) -> str:
 def differing_text(recorded: str, rendered: str) -> tuple[int, str, str]:
     """`(offset, recorded part, rendered part)`: the two texts without what they share at both ends."""
     head = common_prefix(recorded, rendered)
+    for text in (recorded, rendered):  # never from the middle of a tag: `<|end|>` and `<|return|>` share a beginning
+        head = min([head, *(m.start() for m in _CONTROL.finditer(text) if m.start() < head < m.end())])
     left, right = recorded[head:], rendered[head:]
     tail = common_prefix(left[::-1], right[::-1])
+    for text in (left, right):
+        cut = len(text) - tail
+        tail = min([tail, *(len(text) - m.end() for m in _CONTROL.finditer(text) if m.start() < cut < m.end())])
     return head, left[: len(left) - tail], right[: len(right) - tail]
 
 
@@ -91,6 +97,11 @@ def causes_of_turn(turn: TurnTexts) -> list[Cause]:
     """The causes for a chunk that holds sampled tokens and whose texts differ; never empty."""
     causes: list[Cause] = []
     recorded, rendered = turn.recorded, turn.rendered
+    _, mine, theirs = differing_text(recorded, rendered)
+    if _ONLY_TAGS.fullmatch(mine) and not squeeze(theirs):
+        return [Cause.STRIPPED_REASONING]  # such as a prefilled `<think>` that the finished turn does not show
+    if _ONLY_TAGS.fullmatch(theirs) and not squeeze(mine):
+        return [Cause.TEMPLATE_DEFAULT_TEXT]
     if _reasoning_text(recorded) != _reasoning_text(rendered):
         causes.append(_cause_of_reasoning(recorded, rendered))
         recorded, rendered = _REASONING.sub("", recorded), _REASONING.sub("", rendered)
@@ -108,6 +119,14 @@ def cause_of_given(turn: TurnTexts) -> Cause:
     if squeeze(turn.recorded) == squeeze(turn.rendered):
         return Cause.TURN_SEPARATOR
     return _cause_of_rest(turn, turn.recorded, turn.rendered)
+
+
+def without_empty_reasoning(text: str) -> str:
+    """`text` without the empty reasoning block that some templates write at the head of every turn."""
+    found = _REASONING.match(text.lstrip())
+    if found is None or squeeze(_TAG.sub("", found.group())):
+        return text
+    return text.lstrip()[found.end() :].lstrip("\n")
 
 
 def _reasoning_text(text: str) -> str | None:
@@ -154,8 +173,7 @@ def _cause_of_rest(turn: TurnTexts, recorded: str, rendered: str) -> Cause:
 def _only_ends(text: str, ends: tuple[str, ...]) -> bool:
     for end in ends:
         text = text.replace(end, "")
-    # A difference may begin inside the token's text: `<|end|>` and `<|return|>` share their first characters.
-    return not squeeze(text) or any(squeeze(text) in end for end in ends)
+    return not squeeze(text)
 
 
 def canonical_json(text: str) -> str:

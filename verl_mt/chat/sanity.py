@@ -23,7 +23,17 @@ from verl_mt.errors import ConfigError, TemplateError
 if TYPE_CHECKING:
     from verl_mt.chat.template import ChatTemplate
 
-__all__ = ["WARNING", "Cause", "Finding", "Mismatch", "SanityMode", "SanityMonitor", "check", "parse_mode"]
+__all__ = [
+    "WARNING",
+    "Cause",
+    "Finding",
+    "Mismatch",
+    "SanityMode",
+    "SanityMonitor",
+    "check",
+    "parse_mode",
+    "warning_text",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +148,7 @@ class SanityMonitor:
             new = [cause for cause in finding.causes if cause not in self._warned]
             self._warned.update(new)
         for cause in new:
-            logger.warning("%s", _warning(finding, cause))
+            logger.warning("%s", warning_text(finding, cause))
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
         """What was counted since the last reset; empty where the mode is off.
@@ -174,7 +184,7 @@ class SanityMonitor:
         return values
 
 
-def _warning(finding: Finding, cause: Cause) -> str:
+def warning_text(finding: Finding, cause: Cause) -> str:
     """What is logged the first time that a run meets `cause`."""
     if cause is Cause.RENDER_FAILED:
         return (

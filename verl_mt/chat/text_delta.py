@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl_mt.chat.mismatch_causes import without_empty_reasoning
 from verl_mt.chat.token_diff import common_prefix, end_of_last_turn
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
@@ -53,17 +54,19 @@ def turn_ids(
     method: DeltaMethod = "auto",
     tools: Sequence[dict[str, Any]] | None = None,
     complete: bool = True,
+    raw: bool = True,
 ) -> list[int]:
     """The ids of an assistant turn, its end-of-turn token included, every one with mask 1.
 
     Args:
         history: the messages before the turn.
-        message: the turn; best with the engine's raw text as its `content` and nothing parsed out of it, because then
-            the result is held against that text. With `tool_calls` or `reasoning_content` the template's
-            own writing of them has to be taken.
+        message: the turn, best with the engine's text as its `content` and nothing parsed out of it.
         method: `auto` tries `prev_curr`, then `fixed_base`; if the template rewrites the turn in both, the
             engine's text is encoded as it is, with the end of turn that the template writes elsewhere.
         tools: the schemas that the prompt showed.
+        raw: `content` is the engine's text, and the result is held against it. False: a message from elsewhere; the
+            template's own writing is taken, without an empty reasoning block. Messages with `tool_calls` or
+            `reasoning_content` are never raw.
         complete: False for a turn cut by a limit or from outside: it has no end of turn, and none is invented.
 
     Returns:
@@ -72,16 +75,17 @@ def turn_ids(
     Raises:
         TemplateError: the template gives no usable difference; says why, method by method.
     """
+    text = _raw_text(message) if raw else None
     ways: dict[str, Callable[[], _Turn]] = {
-        "prev_curr": lambda: _difference(chat, history, message, tools),
-        "fixed_base": lambda: _behind_fixed_base(chat, message),
+        "prev_curr": lambda: _difference(chat, history, message, tools, text),
+        "fixed_base": lambda: _behind_fixed_base(chat, message, text),
     }
     if method != "auto" and method not in ways:
         raise TemplateError(f"unknown delta method {method!r}; use prev_curr, fixed_base or auto")
     if method != "auto":
         ways = {method: ways[method]}
-    elif _raw_text(message) is not None:
-        ways["as_written"] = lambda: _as_written(chat, message)
+    elif text is not None:
+        ways["as_written"] = lambda: _as_written(chat, text)
     refused: list[str] = []
     for name, way in ways.items():
         try:
@@ -99,9 +103,13 @@ def _raw_text(message: Message) -> str | None:
 
 
 def _difference(
-    chat: ChatTemplate, history: Sequence[Message], message: Message, tools: Sequence[dict[str, Any]] | None
+    chat: ChatTemplate,
+    history: Sequence[Message],
+    message: Message,
+    tools: Sequence[dict[str, Any]] | None,
+    text: str | None,
 ) -> _Turn:
-    """What the second rendering adds to the first, split into the model's text and the template's closing."""
+    """What the second rendering adds to the first, split into the model's text (if it is known) and the closing."""
     schemas = list(tools) if tools else None
     prev = chat.full_text(list(history), schemas, add_generation_prompt=True)
     curr = chat.full_text([*history, message], schemas, add_generation_prompt=False)
@@ -111,9 +119,9 @@ def _difference(
             f"the template rewrites the prompt once the turn is there: {prev[at : at + 40]!r} became "
             f"{curr[at : at + 40]!r}"
         )
-    delta, text = curr[len(prev) :], _raw_text(message)
+    delta = curr[len(prev) :]
     if text is None:
-        return _Turn(prev, delta, "")
+        return _Turn(prev, delta if message.get("reasoning_content") else without_empty_reasoning(delta), "")
     if not delta.startswith(text):
         at = common_prefix(delta, text)
         raise TemplateError(
@@ -123,11 +131,11 @@ def _difference(
     return _Turn(prev, text, delta[len(text) :])
 
 
-def _behind_fixed_base(chat: ChatTemplate, message: Message) -> _Turn:
-    return _first_base(lambda base: _difference(chat, base, message, None))
+def _behind_fixed_base(chat: ChatTemplate, message: Message, text: str | None) -> _Turn:
+    return _first_base(lambda base: _difference(chat, base, message, None, text))
 
 
-def _as_written(chat: ChatTemplate, message: Message) -> _Turn:
+def _as_written(chat: ChatTemplate, text: str) -> _Turn:
     """The text itself, with what the template writes behind any turn's last words."""
 
     def behind(base: Sequence[Message]) -> _Turn:
@@ -135,7 +143,7 @@ def _as_written(chat: ChatTemplate, message: Message) -> _Turn:
         if _MARKER not in curr:
             raise TemplateError("the template does not show what the assistant said")
         prev = chat.full_text(list(base), None, add_generation_prompt=True)
-        return _Turn(prev, message["content"], curr.rpartition(_MARKER)[2])
+        return _Turn(prev, text, curr.rpartition(_MARKER)[2])
 
     return _first_base(behind)
 

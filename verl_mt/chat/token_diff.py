@@ -7,7 +7,7 @@ are aligned, tokens are compared only inside chunks that differ, so the cost sta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -54,36 +54,67 @@ def split_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> list[tup
 
 
 def differing_chunks(
-    recorded: Sequence[int], rendered: Sequence[int], end_token_ids: Collection[int]
+    recorded: Sequence[int],
+    rendered: Sequence[int],
+    end_token_ids: Collection[int],
+    decode: Callable[[Sequence[int]], str],
 ) -> list[DiffSpan]:
     """The chunks that differ, in order.
 
     Args:
         recorded, rendered: ids, already cut to the same place (see `end_of_last_turn`).
         end_token_ids: ids that end a turn.
+        decode: text of ids; used where one side has more chunks than the other.
     """
-    left, right = split_chunks(recorded, end_token_ids), split_chunks(rendered, end_token_ids)
-    left_keys = [tuple(recorded[a:b]) for a, b in left]
-    right_keys = [tuple(rendered[a:b]) for a, b in right]
+    left = [tuple(recorded[a:b]) for a, b in split_chunks(recorded, end_token_ids)]
+    right = [tuple(rendered[a:b]) for a, b in split_chunks(rendered, end_token_ids)]
+    left_edges = [0, *itertools.accumulate(map(len, left))]
+    right_edges = [0, *itertools.accumulate(map(len, right))]
     spans: list[DiffSpan] = []
-    for tag, i1, i2, j1, j2 in SequenceMatcher(None, left_keys, right_keys, autojunk=False).get_opcodes():
+    for tag, i1, i2, j1, j2 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if tag == "equal":
             continue
-        if i2 - i1 == j2 - j1:
-            pairs = [((i, i + 1), (j, j + 1)) for i, j in zip(range(i1, i2), range(j1, j2))]
-        else:
-            pairs = [((i1, i2), (j1, j2))]
-        for (a, b), (c, d) in pairs:
-            spans.append(DiffSpan(*_extent(left, a, b, len(recorded)), *_extent(right, c, d, len(rendered))))
+        for i, i_end, j, j_end in _paired([decode(c) for c in left[i1:i2]], [decode(c) for c in right[j1:j2]]):
+            a, b = left_edges[i1 + i], left_edges[i1 + i_end]
+            c, d = right_edges[j1 + j], right_edges[j1 + j_end]
+            if recorded[a:b] != rendered[c:d]:
+                spans.append(DiffSpan(a, b, c, d))
     return spans
 
 
-def _extent(chunks: list[tuple[int, int]], first: int, last: int, total: int) -> tuple[int, int]:
-    """Tokens of chunks `[first, last)`; an empty range keeps its place."""
-    if first == last:
-        place = chunks[first][0] if first < len(chunks) else total
-        return place, place
-    return chunks[first][0], chunks[last - 1][1]
+def _paired(left: list[str], right: list[str]) -> list[tuple[int, int, int, int]]:
+    """Which chunks of two differing groups belong together: ranges `(i, i_end, j, j_end)`.
+
+    A chunk on the left may be several on the right: an end token that was neutralised on one side splits the other.
+    Equal texts are the fixed points; between them chunks are paired one by one if there are as many on both sides.
+    """
+    pairs: list[tuple[int, int, int, int]] = []
+    i = j = 0
+    fixed = [*_equal_texts(left, right), (len(left), len(right), len(right))]
+    for at, start, end in fixed:
+        if at - i == start - j:
+            pairs += [(i + k, i + k + 1, j + k, j + k + 1) for k in range(at - i)]
+        else:
+            pairs.append((i, at, j, start))
+        if at < len(left):
+            pairs.append((at, at + 1, start, end))
+        i, j = at + 1, end
+    return pairs
+
+
+def _equal_texts(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int]]:
+    """`(i, j, j_end)` for each left text that right texts `[j, j_end)` spell together."""
+    first = 0
+    for i, text in enumerate(left):
+        for j in range(first, len(right)):
+            end, spelled = j, ""
+            while end < len(right) and len(spelled) < len(text):
+                spelled += right[end]
+                end += 1
+            if text and spelled == text:
+                yield i, j, end
+                first = end
+                break
 
 
 def end_of_last_turn(
