@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_mt.chat.parsers.base import FoundCalls, ToolParser
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _HINT = (
     "The last turn held no valid action. To look something up, put the query between the search tags; "
     "to finish, put the final answer between the answer tags. Try again."
 )
+
+
+class _Action(NamedTuple):
+    start: int
+    end: int
+    tag: str
+    text: str
 
 
 class SearchR1Parser(ToolParser):
@@ -46,18 +51,30 @@ class SearchR1Parser(ToolParser):
         self.hint = hint
 
     def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
-        match = _ACTION.search(text, start)
-        if match is None:
+        action = _first_action(text, start)
+        if action is None:
             return None
-        items = (ToolCall(self.tool_name, {self.argument: match[2].strip()}),) if match[1] == "search" else ()
-        return FoundCalls(match.start(), match.end(), items)
+        items = (ToolCall(self.tool_name, {self.argument: action.text.strip()}),) if action.tag == "search" else ()
+        return FoundCalls(action.start, action.end, items)
 
     def parse(
         self, text: str, tools: Sequence[ToolSchema | dict[str, Any]] = (), *, in_reasoning: bool = False
     ) -> ParsedTurn:
         turn = super().parse(text, tools, in_reasoning=in_reasoning)
-        action = _ACTION.search(turn.content)
+        action = _first_action(turn.content, 0)
         if action is None:
             bad = [MalformedCall(turn.content, self.hint)] if self.hint is not None else []
             return dataclasses.replace(turn, malformed=bad)
-        return dataclasses.replace(turn, calls=turn.calls[:1] if action[1] == "search" else [])
+        return dataclasses.replace(turn, calls=turn.calls[:1] if action.tag == "search" else [])
+
+
+def _first_action(text: str, start: int) -> _Action | None:
+    """Found without a regular expression: backtracking over many opening tags would take quadratic time."""
+    actions = []
+    for tag in ("search", "answer"):
+        opening = text.find(f"<{tag}>", start)
+        inside = opening + len(tag) + 2
+        closing = text.find(f"</{tag}>", inside) if opening >= 0 else -1
+        if closing >= 0:
+            actions.append(_Action(opening, closing + len(tag) + 3, tag, text[inside:closing]))
+    return min(actions, default=None)
