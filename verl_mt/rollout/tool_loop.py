@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verl_mt.data.trajectory import StopReason
+from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rollout.session import AssistantTurn, RolloutSession
 from verl_mt.tools.executor import ToolSession
@@ -39,6 +40,10 @@ async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: Assis
     ids = [call["id"] for call in turn.message.get("tool_calls", [])]
     calls = [replace(call, id=id_) for call, id_ in zip(turn.parsed.calls, ids)]
     results = await tools.run([*calls, *turn.parsed.malformed], turn=session.trajectory.num_turns)
+    lost = [result for result in results if result.failure == "infrastructure"]
+    if lost:
+        # Neither the model's nor the tool's fault: the trajectory is thrown away and started again.
+        raise EngineGoneError(f"tool {lost[0].name!r}: {lost[0].text}")
     session.extend([result.to_message() for result in results])
 
 

@@ -284,7 +284,7 @@ def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None
         advantages_N = estimate(
             rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo, eps=config.adv_eps
         )
-        batch[ADVANTAGES] = expand_to_tokens(advantages_N, batch)
+        batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
 
     return fill
 

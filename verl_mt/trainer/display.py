@@ -63,7 +63,7 @@ class Display(AbstractContextManager["Display"]):
     def note(self, text: str) -> None:
         """A line of its own."""
         if self._enabled:
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def resume_at(self, step: int) -> None:
         """Set the bar where a resumed run begins."""
@@ -97,7 +97,11 @@ class Display(AbstractContextManager["Display"]):
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """One line for a validation pass."""
-        shown = {k: v for k, v in metrics.items() if k.startswith("val/") and k.count("/") == 1}
+        shown = {
+            k: v
+            for k, v in metrics.items()
+            if k.startswith("val/") and k.count("/") == 1 and (v or k.startswith("val/accuracy"))
+        }
         self.note(
             f"[cyan]validation after step {step}:[/] "
             + "  ".join(f"{k[4:]} [bold]{v:.3f}[/]" for k, v in shown.items())

@@ -1,0 +1,89 @@
+"""Which directory a run uses, and when it resumes."""
+
+from __future__ import annotations
+
+import pytest
+from verl_mt.config.schema import TrainerConfig
+from verl_mt.errors import CheckpointError
+from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.run_directory import RunDirectory
+
+CONFIG = {"data": {"seed": 0}, "trainer": {"seed": 0, "progress": "auto"}}
+
+
+def open_run(tmp_path, config=CONFIG, **keys):
+    return RunDirectory.open(TrainerConfig(default_local_dir=str(tmp_path / "run"), **keys), config)
+
+
+def test_a_new_run_starts_in_its_directory(tmp_path):
+    run = open_run(tmp_path)
+    assert run.path == tmp_path / "run"
+    assert run.resume_from is None
+    assert (run.path / "config.yaml").exists()
+
+
+def test_an_unfinished_run_is_resumed_from_its_newest_checkpoint(tmp_path):
+    run = open_run(tmp_path)
+    CheckpointStore(run.path / "checkpoints").save(4, {}, score=None)
+    run.close()
+    again = open_run(tmp_path)
+    assert again.path == run.path
+    assert again.resume_from.name == "step_000004"
+
+
+def test_an_unfinished_run_without_a_checkpoint_starts_over_in_place(tmp_path):
+    open_run(tmp_path).close()
+    again = open_run(tmp_path)
+    assert (again.path, again.resume_from) == (tmp_path / "run", None)
+
+
+def test_after_a_finished_run_the_next_one_gets_a_number(tmp_path):
+    run = open_run(tmp_path)
+    run.finish()
+    run.close()
+    assert open_run(tmp_path).path == tmp_path / "run-2"
+
+
+def test_a_run_that_is_still_training_is_left_alone(tmp_path):
+    first = open_run(tmp_path)
+    assert open_run(tmp_path).path == tmp_path / "run-2"
+    first.close()
+
+
+def test_a_changed_config_is_refused_with_its_difference(tmp_path):
+    open_run(tmp_path).close()
+    changed = {"data": {"seed": 7}, "trainer": {"seed": 0, "progress": "auto"}}
+    with pytest.raises(CheckpointError, match=r"(?s)-  seed: 0.*\+  seed: 7"):
+        open_run(tmp_path, changed)
+
+
+def test_keys_that_change_nothing_computed_may_change(tmp_path):
+    open_run(tmp_path).close()
+    shown = {"data": {"seed": 0}, "trainer": {"seed": 0, "progress": "off"}}
+    assert open_run(tmp_path, shown).path == tmp_path / "run"
+
+
+def test_disable_starts_anew_beside_an_unfinished_run(tmp_path):
+    open_run(tmp_path).close()
+    assert open_run(tmp_path, resume_mode="disable").path == tmp_path / "run-2"
+
+
+def test_a_foreign_folder_is_not_touched(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        open_run(tmp_path)
+
+
+def test_a_run_killed_before_it_wrote_its_config_is_fresh(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text("")
+    assert open_run(tmp_path).path == tmp_path / "run"
+
+
+def test_resume_path_loads_a_named_checkpoint_into_a_new_directory(tmp_path):
+    path = CheckpointStore(tmp_path / "old" / "checkpoints").save(9, {}, score=None)
+    run = open_run(tmp_path, resume_mode="resume_path", resume_from_path=str(path))
+    assert run.resume_from == path
+    with pytest.raises(CheckpointError, match="resume_from_path"):
+        open_run(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / "nowhere"))
