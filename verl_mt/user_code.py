@@ -51,10 +51,22 @@ class UserCode:
     """
 
     def __init__(self, target: object, base: type, name: str):
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._target, self._base, self._name = target, base, name
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads and loops stay in their process; a copy starts its own.
+        return {**self.__dict__, "_lock": None, "_loop": None, "_thread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __del__(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float) -> Any:
         """`target.method(*args, **kwargs)`, awaited where it is awaitable.
@@ -81,30 +93,40 @@ class UserCode:
     async def _on_loop(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
-        loop = self._running_loop()
-        carrier = _carry(function, args, kwargs, contextvars.copy_context())
-        future = asyncio.run_coroutine_threadsafe(carrier, loop)
+        there, reply = self._running_loop(), _Reply()
+        context, task = contextvars.copy_context(), None
+
+        def start() -> None:
+            nonlocal task
+            if not reply.future.done():
+                task = there.create_task(_run(function, args, kwargs), context=context)
+                task.add_done_callback(lambda done: None if done.cancelled() else reply.send(done.result()))
+
+        there.call_soon_threadsafe(start)
         try:
-            return (await _with_deadline(asyncio.wrap_future(future), timeout_s)).unwrap()
+            return (await _with_deadline(reply.future, timeout_s)).unwrap()
         except CallTimeout:
-            await self._replace_if_blocked(loop)
+            await self._replace_if_blocked(there)
             raise
+        finally:
+            with contextlib.suppress(RuntimeError):  # that loop was replaced and is closed
+                there.call_soon_threadsafe(lambda: task.cancel() if task is not None else None)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             # After a fork the thread object is there but not alive.
             if self._loop is None or self._thread is None or not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name)
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), daemon=True, name=self._name)
                 self._thread.start()
             return self._loop
 
     async def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop is not self._loop:
-            return
-        beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        beat = _Reply()
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(beat.send, _Outcome())
         with contextlib.suppress(CallTimeout):
-            await _with_deadline(asyncio.wrap_future(beat), _GRACE_S)
+            await _with_deadline(beat.future, _GRACE_S)
             return
         with self._lock:
             if loop is not self._loop:
@@ -116,6 +138,33 @@ class UserCode:
             "Write the method as a plain `def` (it then runs in a thread), or await asyncio.to_thread(...).",
             self._name,
         )
+
+
+class _Reply:
+    """A future of the loop that waits, answered from another thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[_Outcome] = self._loop.create_future()
+
+    def send(self, outcome: _Outcome) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._set, outcome)
+
+    def _set(self, outcome: _Outcome) -> None:
+        if not self.future.done():
+            self.future.set_result(outcome)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then cancel what is left on it."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left))
+    loop.close()
 
 
 def user_code_of(target: Any, base: type, name: str) -> UserCode:
@@ -139,39 +188,25 @@ async def _with_deadline(awaitable: Any, timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s) as scope:
             return await awaitable
-    except TimeoutError as error:
+    except TimeoutError:
         if scope.expired():
-            raise CallTimeout(f"timed out after {timeout_s:g} s") from error
+            raise CallTimeout(f"timed out after {timeout_s:g} s") from None
         raise
 
 
 async def _in_thread(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 ) -> _Outcome:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_Outcome] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(outcome: _Outcome) -> None:
-        if not future.done():
-            future.set_result(outcome)
+    reply, context = _Reply(), contextvars.copy_context()
 
     def work() -> None:
         try:
-            outcome = _Outcome(value=context.run(function, *args, **kwargs))
+            reply.send(_Outcome(value=context.run(function, *args, **kwargs)))
         except BaseException as error:
-            outcome = _Outcome(error=_as_exception(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, outcome)
+            reply.send(_Outcome(error=_as_exception(error)))
 
     threading.Thread(target=work, daemon=True, name=name).start()
-    return await future
-
-
-async def _carry(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: contextvars.Context
-) -> _Outcome:
-    return await asyncio.get_running_loop().create_task(_run(function, args, kwargs), context=context)
+    return await reply.future
 
 
 async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:

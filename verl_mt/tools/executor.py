@@ -212,8 +212,11 @@ class ToolSession:
             answer = _Answer(f"Tool failed: {_reason(error)}", failure="infrastructure")
             self._log(name, turn, error)
         except Exception as error:
-            answer = _Answer(f"Tool failed: {_reason(error)}", failure="tool")
-            self._count(metric, "timeouts", float(isinstance(error, CallTimeout)))
+            late = isinstance(error, CallTimeout)
+            # The deadline as configured, not what was left of it: the text must not depend on the clock.
+            reason = f"timed out after {self._limits.timeout_s:g} s" if late else _reason(error)
+            answer = _Answer(f"Tool failed: {reason}", failure="tool")
+            self._count(metric, "timeouts", float(late))
             self._log(name, turn, error)
         if answer.failure is not None:
             self._count(metric, "model_errors" if answer.failure == "model" else "errors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,10 @@ class ToolSet:
         ToolCallError: unknown tool, or arguments that its schema refuses; the text is written for the model.
         """
         if name not in self._entries:
-            known = f"Available: {listing(self.names)}" if self._entries else "There are no tools"
-            raise ToolCallError(f"unknown tool {_short(name)}{suggest(str(name), self.names)}. {known}")
+            close = difflib.get_close_matches(str(name), self.names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            known = f"Available: {listing(self.names)}." if self._entries else "There are no tools."
+            raise ToolCallError(f"unknown tool {_short(name)}.{hint} {known}")
         if not isinstance(arguments, dict):
             raise ToolCallError(f"arguments of {name} must be a JSON object, got {_short(arguments)}")
         entry = self._entries[name]

@@ -1,0 +1,504 @@
+"""Tool calls: failure classes, limits, deadlines, exact counts, one lifecycle per trajectory and tool."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.config.rollout import MultiTurnConfig
+from verl_mt.data.conversation import MalformedCall, ToolCall
+from verl_mt.errors import DataError, EngineGoneError, ToolCallError
+from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.calculator import Calculator
+from verl_mt.tools.executor import ToolExecutor, ToolLimits
+from verl_mt.tools.limiter import ConcurrencyLimit
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl_mt.tools.toolset import ToolSet
+
+
+class Tool(BaseTool):
+    """Does what `behave(parameters)` does and remembers its whole life."""
+
+    def __init__(self, behave=lambda parameters: "ok", name: str = "tool", **own: Any):
+        self.behave = behave
+        self.life: list[tuple[str, str]] = []
+        self.kwargs: dict[str, dict[str, Any]] = {}
+        self.create_returns: Any = None
+        self.__dict__.update(own)
+        function = {"name": name, "parameters": {"type": "object", "properties": {}}}
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function}))
+
+    async def create(self, instance_id=None, **kwargs):
+        self.life.append(("create", instance_id))
+        self.kwargs["create"] = kwargs
+        return self.create_returns or instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.life.append(("execute", instance_id))
+        self.kwargs["execute"] = kwargs
+        result = self.behave(parameters)
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def calc_reward(self, instance_id, **kwargs):
+        self.life.append(("calc_reward", instance_id))
+        self.kwargs["calc_reward"] = kwargs
+        return 2.0
+
+    async def release(self, instance_id, **kwargs):
+        self.life.append(("release", instance_id))
+        self.kwargs["release"] = kwargs
+
+
+def executor(*tools: BaseTool, **limits: Any) -> ToolExecutor:
+    return ToolExecutor(ToolSet(tools), ToolLimits(**limits), list)
+
+
+def calls(*arguments: dict[str, Any], name: str = "tool") -> list[ToolCall]:
+    return [ToolCall(name, a, f"c{i}") for i, a in enumerate(arguments)]
+
+
+def play(tools: ToolExecutor, *turns: list[Any], row: dict | None = None):
+    """Run turns in one trajectory; returns (results, rewards, counters without seconds, session)."""
+
+    async def main():
+        session = tools.open("t", row)
+        await session.start()
+        results = [r for i, turn in enumerate(turns) for r in await session.run(turn, turn=i + 1)]
+        rewards = await session.close()
+        return results, rewards, session
+
+    results, rewards, session = asyncio.run(main())
+    counters = {k: v for k, v in session.counters.items() if not k.endswith("latency_s")}
+    return results, rewards, counters, session
+
+
+def test_the_model_s_mistakes_are_told_and_counted_apart_from_the_tool_s():
+    def behave(parameters):
+        if parameters.get("raise"):
+            raise RuntimeError("backend is down")
+        if parameters.get("teach"):
+            raise ToolCallError("query must not be empty")
+        return "fine"
+
+    turn = [
+        *calls({}, {"raise": 1}, {"teach": 1}),
+        ToolCall("toool", {}, "c3"),
+        MalformedCall("{bad", "not valid JSON", name="tool"),
+        MalformedCall("???", "no name"),
+    ]
+    results, rewards, counters, _ = play(executor(Tool(behave)), turn)
+    assert [r.failure for r in results] == [None, "tool", "model", "model", "model", "model"]
+    assert [r.text for r in results] == [
+        "fine",
+        "<error>Tool failed: backend is down</error>",
+        "<error>query must not be empty</error>",
+        "<error>unknown tool 'toool'. Did you mean 'tool'? Available: tool.</error>",
+        "<error>not valid JSON</error>",
+        "<error>no name</error>",
+    ]
+    assert [r.call_id for r in results] == ["c0", "c1", "c2", "c3", "", ""]
+    assert counters == {
+        "tools/tool/calls": 4,
+        "tools/tool/errors": 1,
+        "tools/tool/model_errors": 2,
+        "tools/unknown/calls": 2,
+        "tools/unknown/model_errors": 2,
+    }
+    assert rewards == {"tool": [0.0, 2.0]}
+
+
+def test_an_engine_that_is_gone_is_nobody_s_fault():
+    def behave(parameters):
+        raise EngineGoneError("judge engine died")
+
+    results, _, counters, _ = play(executor(Tool(behave), retries=3), calls({}))
+    assert results[0].failure == "infrastructure"
+    assert counters == {"tools/tool/calls": 1, "tools/tool/errors": 1}
+
+
+@pytest.mark.cap("C53")
+def test_results_come_in_the_order_of_the_calls_and_one_failure_loses_no_other():
+    async def behave(parameters):
+        await asyncio.sleep(parameters["s"])
+        if parameters["i"] == 2:
+            raise ValueError("no")
+        return str(parameters["i"]), parameters["i"] / 10
+
+    turn = calls(*({"i": i, "s": 0.05 - i / 100} for i in range(5)))
+    results, rewards, _, _ = play(executor(Tool(behave)), turn)
+    assert [r.text for r in results] == ["0", "1", "<error>Tool failed: no</error>", "3", "4"]
+    assert rewards == {"tool": [0.0, 0.1, 0.3, 0.4, 2.0]}
+
+
+@pytest.mark.cap("C52")
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_a_limit_of_two_keeps_two_in_flight_across_trajectories(kind):
+    running = peak = 0
+    lock = threading.Lock()
+
+    def enter(by):
+        nonlocal running, peak
+        with lock:
+            running += by
+            peak = max(peak, running)
+
+    class Sync(Tool):
+        def execute(self, instance_id, parameters, **kwargs):
+            enter(1)
+            time.sleep(0.02)
+            enter(-1)
+            return "ok"
+
+    async def behave(parameters):
+        enter(1)
+        await asyncio.sleep(0.02)
+        enter(-1)
+        return "ok"
+
+    tools = executor(Sync() if kind == "sync" else Tool(behave), concurrency=2)
+
+    async def main():
+        sessions = [tools.open(str(i)) for i in range(3)]
+        return await asyncio.gather(*(s.run(calls({}, {}), turn=1) for s in sessions))
+
+    for _ in range(2):  # a second event loop has the same limit
+        peak = 0
+        assert all(r.text == "ok" for results in asyncio.run(main()) for r in results)
+        assert peak == 2
+
+
+def test_a_tool_may_take_its_own_limit_twice_without_a_deadlock():
+    limit = ConcurrencyLimit(1)
+    inside = 0
+
+    async def behave(parameters):
+        nonlocal inside
+        async with limit.slot(), limit.slot():
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.001)
+            inside -= 1
+        return "ok"
+
+    results, *_ = play(executor(Tool(behave), timeout_s=2), calls({}, {}, {}))
+    assert [r.text for r in results] == ["ok"] * 3
+
+
+def test_a_tool_that_calls_itself_through_the_session_does_not_deadlock_at_limit_one():
+    tool = Tool()
+    tools = executor(Calculator({}), tool, concurrency=1, timeout_s=2)
+
+    async def main():
+        session = tools.open("t")
+
+        async def behave(parameters):
+            if parameters.get("depth"):
+                return (await session.run(calls({}), turn=1))[0].text
+            return "inner"
+
+        tool.behave = behave
+        tool.runs_inline = True
+        return await session.run(calls({"depth": 1}), turn=1)
+
+    assert [r.text for r in asyncio.run(main())] == ["inner"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
+def test_a_sleeping_tool_blocks_nobody(kind):
+    class Sync(Tool):
+        def execute(self, instance_id, parameters, **kwargs):
+            time.sleep(0.3)
+            return "slept"
+
+    async def asleep(parameters):
+        await asyncio.sleep(0.3)
+        return "slept"
+
+    def blocking(parameters):
+        time.sleep(0.3)
+        return "slept"
+
+    tool = {"sync": Sync(), "async": Tool(asleep), "blocking_async": Tool(blocking)}[kind]
+
+    async def main():
+        work = asyncio.create_task(executor(tool).open("t").run(calls({}), turn=1))
+        ticks = 0
+        while not work.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        return ticks, work.result()
+
+    ticks, results = asyncio.run(main())
+    assert results[0].text == "slept" and ticks >= 10
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
+def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
+    forever = threading.Event()
+
+    class Sync(Tool):
+        def execute(self, instance_id, parameters, **kwargs):
+            return forever.wait() if parameters.get("hang") else "ok"
+
+    async def asleep(parameters):
+        if parameters.get("hang"):
+            await asyncio.sleep(1e6)
+        return "ok"
+
+    def blocking(parameters):
+        return forever.wait() if parameters.get("hang") else "ok"
+
+    tool = {"sync": Sync(), "async": Tool(asleep), "blocking_async": Tool(blocking)}[kind]
+    started = time.monotonic()
+    try:
+        results, _, counters, session = play(executor(tool, timeout_s=0.1), calls({"hang": 1}), calls({}))
+    finally:
+        forever.set()
+    assert time.monotonic() - started < 3
+    assert [r.failure for r in results] == ["tool", None]
+    assert results[0].text == "<error>Tool failed: timed out after 0.1 s</error>"
+    assert counters == {"tools/tool/calls": 2, "tools/tool/errors": 1, "tools/tool/timeouts": 1}
+    assert session.counters["tools/tool/latency_s"] >= 0.1
+    assert [(s.phase, s.name, s.turn) for s in session.time_spans] == [("tool", "tool", 1), ("tool", "tool", 2)]
+
+
+def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried():
+    seen: list[str] = []
+
+    def behave(parameters):
+        seen.append(parameters["kind"])
+        if parameters["kind"] == "teach":
+            raise ToolCallError("no")
+        if parameters["kind"] == "down" or len(seen) < 2:
+            raise OSError("down")
+        return "up"
+
+    results, _, counters, _ = play(executor(Tool(behave), retries=2, timeout_s=5), calls({"kind": "flaky"}))
+    assert results[0].text == "up" and seen == ["flaky", "flaky"] and counters["tools/tool/retries"] == 1
+    assert "tools/tool/errors" not in counters
+
+    seen.clear()
+    _, _, counters, _ = play(executor(Tool(behave), retries=2), calls({"kind": "teach"}))
+    assert seen == ["teach"] and "tools/tool/retries" not in counters
+
+    seen.clear()
+    started = time.monotonic()
+    results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=0.5), calls({"kind": "down"}))
+    assert time.monotonic() - started < 1.5 and results[0].failure == "tool"
+    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] == len(seen) - 1
+
+
+def test_a_slow_attempt_leaves_time_for_its_retry():
+    attempts = 0
+
+    async def behave(parameters):
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            await asyncio.sleep(1e6)
+        return "second"
+
+    results, _, counters, _ = play(executor(Tool(behave), retries=1, timeout_s=0.6), calls({}))
+    assert results[0].text == "second" and "tools/tool/timeouts" not in counters
+
+
+def test_calls_beyond_the_limit_of_one_turn_are_refused_by_name_not_dropped():
+    tool = Tool()
+    results, _, counters, _ = play(executor(tool, max_parallel_calls=2), calls({}, {}, {}))
+    assert [r.failure for r in results] == [None, None, "model"]
+    assert "only the first 2 were run" in results[2].text
+    assert counters == {"tools/tool/calls": 3, "tools/tool/model_errors": 1}
+    assert [what for what, _ in tool.life].count("execute") == 2
+
+
+def test_ten_megabytes_are_cut_and_counted_and_control_tokens_are_just_text():
+    tool = Tool(lambda parameters: "x" * 10_000_000 if parameters else "<|im_end|>\n<|im_start|>assistant")
+    started = time.monotonic()
+    results, _, counters, _ = play(executor(tool, max_response_tokens=64), calls({"big": 1}, {}))
+    assert len(results[0].text) == 64 + len("...(truncated)...") and time.monotonic() - started < 2
+    assert results[1].text == "<|im_end|>\n<|im_start|>assistant"
+    assert counters == {"tools/tool/calls": 2, "tools/tool/truncated": 1}
+
+
+@pytest.mark.cap("C55")
+def test_an_error_text_is_cut_like_any_other():
+    def behave(parameters):
+        raise ValueError("y" * 100_000)
+
+    results, _, counters, _ = play(executor(Tool(behave), max_response_tokens=32, keep="head"), calls({}))
+    assert results[0].text.startswith("<error>Tool failed: yyy") and results[0].text.endswith("(truncated)</error>")
+    assert counters["tools/tool/truncated"] == 1 and len(results[0].text) < 80
+
+
+def test_all_four_kinds_of_row_arguments_reach_the_tool_without_nulls():
+    tool = Tool()
+    row = {
+        "tool": {
+            "create_kwargs": {"ground_truth": "72", "hint": None},
+            "execute_kwargs": {"k": 3},
+            "calc_reward_kwargs": {"scale": 2},
+            "release_kwargs": {"fast": True},
+        }
+    }
+    play(executor(tool), calls({}), row=row)
+    assert tool.kwargs == {
+        "create": {"ground_truth": "72"},
+        "execute": {"k": 3},
+        "calc_reward": {"scale": 2},
+        "release": {"fast": True},
+    }
+    with pytest.raises(DataError, match=r"trajectory t: .*unknown tool"):
+        play(executor(tool), row={"toool": {"create_kwargs": {"a": 1}}})
+
+
+def test_row_arguments_also_come_nested_where_the_tool_reads_them_so():
+    class Nested(Tool):
+        async def create(self, instance_id=None, **kwargs):
+            self.kwargs["create"] = kwargs
+            return instance_id if "truth" in kwargs.get("create_kwargs", {}) else None
+
+    tool = Nested()
+    play(executor(tool), calls({}), row={"tool": {"create_kwargs": {"truth": "1"}}})
+    assert tool.kwargs["create"] == {"truth": "1", "create_kwargs": {"truth": "1"}}
+
+
+def test_one_instance_lives_through_all_turns_and_only_tools_that_were_used_have_one():
+    used, unused = Tool(), Tool(name="unused")
+    _, rewards, _, _ = play(executor(used, unused), calls({}, {}), calls({}))
+    assert used.life == [
+        ("create", "t/tool"),
+        *[("execute", "t/tool")] * 3,
+        ("calc_reward", "t/tool"),
+        ("release", "t/tool"),
+    ]
+    assert unused.life == [] and rewards == {"tool": [0.0, 0.0, 0.0, 2.0]}
+
+
+def test_create_at_the_start_where_the_row_has_arguments_and_its_id_and_response_are_used():
+    tool = Tool(create_returns=("my-id", ToolResponse(text="You see a board.")))
+    tools = executor(tool)
+
+    async def main():
+        session = tools.open("t", {"tool": {"create_kwargs": {"seed": 1}}})
+        opening = await session.start()
+        assert tool.life == [("create", "t/tool")]
+        results = await session.run(calls({}), turn=1)
+        await session.close()
+        late = tools.open("u")
+        assert await late.start() == []
+        return opening, results, await late.run(calls({}), turn=1)
+
+    opening, results, late = asyncio.run(main())
+    assert [(r.name, r.text) for r in opening] == [("tool", "You see a board.")]
+    assert results[0].text == "ok" and ("execute", "my-id") in tool.life and ("release", "my-id") in tool.life
+    assert late[0].text == "You see a board.\nok"
+
+
+def test_a_create_that_fails_at_the_start_is_told_at_the_first_call():
+    class Fails(Tool):
+        async def create(self, instance_id=None, **kwargs):
+            raise ValueError("no ground truth")
+
+    results, rewards, counters, _ = play(executor(Fails()), calls({}), row={"tool": {"create_kwargs": {"a": 1}}})
+    assert results[0].text == "<error>Tool failed: no ground truth</error>" and rewards == {}
+    assert counters == {"tools/tool/calls": 1, "tools/tool/errors": 2}
+
+
+def test_a_row_s_own_set_of_tools_hides_the_others():
+    tools = executor(Tool(), Tool(name="other"))
+
+    async def main():
+        session = tools.open("t", None, tools=tools.tools.for_row(tool_selection=["other"]))
+        return await session.run(calls({}), turn=1)
+
+    assert "unknown tool 'tool'" in asyncio.run(main())[0].text
+
+
+def test_a_tool_cannot_change_the_arguments_in_the_messages():
+    call = ToolCall("tool", {"list": [1]}, "c")
+    play(executor(Tool(lambda parameters: parameters["list"].append(2) or "ok")), [call])
+    assert call.arguments == {"list": [1]}
+
+
+def test_limits_come_from_the_run_s_config():
+    config = MultiTurnConfig(tool_timeout_s=3, tool_retries=1, tool_concurrency=7, max_tool_response_tokens=9)
+    limits = ToolLimits.from_config(config)
+    assert limits == ToolLimits(3, 1, 7, config.max_parallel_calls, 9, "both")
+
+
+class Chaos(Tool):
+    """Fails at random places, in random ways."""
+
+    def __init__(self, seed: int, name: str):
+        self.random = random.Random(seed)
+        super().__init__(name=name)
+
+    def _maybe(self, what: str) -> None:
+        if self.random.random() < 0.3:
+            raise self.random.choice([ValueError(what), SystemExit(1), ToolCallError(what), asyncio.CancelledError()])
+
+    async def create(self, instance_id=None, **kwargs):
+        self._maybe("create")
+        return await super().create(instance_id)
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        await super().execute(instance_id, parameters)
+        self._maybe("execute")
+        if self.random.random() < 0.1:
+            await asyncio.sleep(1e6)
+        return self.random.choice(["ok", {"a": 1}, (), ("x", "bad reward"), None])
+
+    async def calc_reward(self, instance_id, **kwargs):
+        await super().calc_reward(instance_id)
+        self._maybe("calc_reward")
+        return 1.0
+
+    async def release(self, instance_id, **kwargs):
+        await super().release(instance_id)
+        self._maybe("release")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 4), max_size=3), st.booleans())
+def test_every_created_instance_is_scored_and_released_exactly_once_whatever_fails(seed, turns, cancel):
+    tools = executor(Chaos(seed, "a"), Chaos(seed + 1, "b"), timeout_s=0.03)
+    row = {"a": {"create_kwargs": {"x": 1}}} if seed % 2 else None
+    chooser = random.Random(seed)
+
+    async def main():
+        session = tools.open("t", row)
+        results = 0
+        try:
+            await session.start()
+            for turn, n in enumerate(turns):
+                batch = [ToolCall(chooser.choice("ab"), {}) for _ in range(n)]
+                work = asyncio.create_task(session.run(batch, turn=turn))
+                if cancel and turn == 1:
+                    await asyncio.sleep(0)
+                    work.cancel()
+                results += len(await work)
+        except asyncio.CancelledError:
+            assert cancel
+        finally:
+            first, second = await asyncio.gather(session.close(), session.close())
+            assert first == second
+        counters = session.counters
+        if not cancel:
+            assert results == sum(turns) == sum(v for k, v in counters.items() if k.endswith("/calls"))
+        return first
+
+    rewards = asyncio.run(main())
+    for tool in tools.tools:
+        assert isinstance(tool, Chaos)
+        life = [what for what, _ in tool.life]
+        created = life.count("create")
+        assert created <= 1 and life.count("calc_reward") == life.count("release") == created
+        assert not life or life[-2:] == ["calc_reward", "release"]
+        assert (tool.name in rewards) == bool(created)
