@@ -88,6 +88,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     content = OmegaConf.create(OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree))
     for item in outcome.items:
         OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
+    assert isinstance(content, DictConfig)
     return to_config(content)
 
 
@@ -111,7 +112,7 @@ def hydra_main(
         argv: words of the command line; None = `sys.argv[1:]`.
     """
     try:
-        config = _config_of_command(list(sys.argv[1:] if argv is None else argv), config_name, task.__module__)
+        config = _config_of_command(list(sys.argv[1:] if argv is None else argv), config_name, getattr(task, "__module__", None) or "verl_mt")
         if config is not None:
             task(config)
     except VerlMTError as error:

@@ -180,4 +180,6 @@ def _register_plugins() -> None:
     plugins = Plugins.instance()
     for plugin in (VerlMTConfigSource, VerlMTSearchPath):
         plugins.register(plugin)
-    ConfigStore.instance().store(BASE, node=Config)
+    store = ConfigStore.instance()
+    if f"{BASE}.yaml" not in store.repo:
+        store.store(BASE, node=Config)

@@ -27,7 +27,6 @@ from verl_mt.config.tree import leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
-_SHORTHAND = aliases.ROLLOUT + "multi_turn"
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def _normalise_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
     except ValueError as error:
         outcome.problems.append(Problem(f"{key}={_short(value)} ({where}): {error}", unknown_key=True))
         return
-    if value is aliases.DROP:
+    if value is aliases.DROP or value == f"${{{target}}}":  # verl's response_length: ${data.max_response_length}
         return
     always = aliases.ALWAYS.get(key)
     reason = None if always or target != key else _refused(key)

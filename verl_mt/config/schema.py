@@ -20,7 +20,7 @@ class DataConfig(Section):
     train_files: Any = knob(
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
-    val_files: Any = knob("verl_mt.tiny.problems:rows", "Validation data, in the same forms; null = no validation.")
+    val_files: Any = knob(None, "Validation data, in the same forms; null = no validation.")
     train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
     val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.")
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
@@ -74,7 +74,7 @@ class TrainerConfig(Section):
     """`trainer`."""
 
     total_training_steps: int | None = knob(None, "Training steps; null = `total_epochs` decides.", min=0)
-    total_epochs: int = knob(1, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
+    total_epochs: int = knob(30, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
     project_name: str = knob("verl_mt", "Project, for trackers.")
     experiment_name: str = knob("run", "Run name; the run directory is runs/<experiment_name>.")
     default_local_dir: str | None = knob(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")

@@ -1,0 +1,104 @@
+"""Combinations that cannot work are refused before anything starts, all of them in one error."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+
+import pytest
+
+from verl_mt.config.checks import check
+from verl_mt.config.compose import compose
+from verl_mt.config.normalize import normalise_overrides
+from verl_mt.config.schema import Config
+from verl_mt.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+
+
+tiny = functools.cache(compose)
+
+
+def changed(overrides: Sequence[str]) -> Config:
+    """The default task with overrides, without a composition for each."""
+    config = copy.deepcopy(tiny())
+    for item in normalise_overrides(list(overrides))[1].items:
+        *parents, last = item.key.split(".")
+        node = functools.reduce(lambda n, p: n[p] if isinstance(n, dict) else getattr(n, p), parents, config)
+        if isinstance(node, dict):
+            node[last] = item.value
+        else:
+            setattr(node, last, item.value)
+    return config
+
+
+def test_the_schemas_defaults_pass():
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([f"{ROLLOUT}.multi_turn.enable=False"], ["tools_config_file", "enable is False"]),
+        ([f"{ROLLOUT}.multi_turn.max_assistant_turns=1"], ["max_assistant_turns is 1", "tools are given"]),
+        ([f"{ROLLOUT}.top_p=0.9"], ["top_p is 0.9", "val_kwargs.top_p"]),
+        ([f"{ROLLOUT}.top_k=20"], ["top_k is 20"]),
+        ([f"{ROLLOUT}.min_p=0.1"], ["min_p is 0.1"]),
+        ([f"{ROLLOUT}.temperature=0"], ["temperature is 0"]),
+        ([f"{ROLLOUT}.n=1"], ["n is 1", "GRPO"]),
+        (["data.train_batch_size=12", f"{ACTOR}.ppo_mini_batch_size=5"], ["(5)", "(12)", "1, 2, 3, 4, 6, 12"]),
+        (["trainer.deterministic=True", f"{ROLLOUT}.name=sglang"], ["deterministic", "sglang"]),
+        (["trainer.nnodes=2"], ["trainer.nnodes is 2", "placement=ray"]),
+        (["trainer.n_workers_per_node=2"], ["n_workers_per_node is 2", "placement=ray"]),
+        (["trainer.placement=ray"], ["name=local", "sglang"]),
+        (
+            ["trainer.n_gpus_per_node=3", f"{ROLLOUT}.name=sglang", "data.train_batch_size=16"],
+            ["128 sequences", "3 ranks"],
+        ),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size is 2", "sglang"]),
+        ([f"{ROLLOUT}.engine_kwargs.a=1"], ["engine_kwargs", "sglang"]),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "sglang"]),
+        ([f"{ROLLOUT}.dtype=bfloat16"], ["dtype is bfloat16", "float32"]),
+        ([f"{ROLLOUT}.max_model_len=256"], ["max_model_len (256)", "(256)"]),
+        ([f"{ACTOR}.ppo_max_token_len=300"], ["ppo_max_token_len (300)", "384"]),
+        ([f"{ROLLOUT}.prompt_length=99"], ["prompt_length (99)", "(256)"]),
+        (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
+        (["trainer.resume_from_path=x"], ["resume_mode=auto", "resume_path"]),
+        (["trainer.logger=[swanlab]"], ["swanlab", "tensorboard"]),
+        (["trainer.test_freq=0"], ["test_freq is 0"]),
+        (["data.train_max_samples=-2"], ["train_max_samples is -2"]),
+        (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
+        (["reward.name=f"], ["reward.path"]),
+        (["data.sampler_kwargs.a=1"], ["data.sampler"]),
+        ([f"{ACTOR}.optim.betas=[0.9]"], ["betas"]),
+        ([f"{ROLLOUT}.val_kwargs.top_k=-5"], ["val_kwargs.top_k is -5"]),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_with_its_keys(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        check(changed(overrides))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_several_problems_are_one_error():
+    with pytest.raises(ConfigError, match="3 problems") as caught:
+        compose([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.n=1", "trainer.nnodes=2"])
+    assert str(caught.value).count("\n  - ") == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ROLLOUT}.val_kwargs.top_p=0.9", f"{ROLLOUT}.val_kwargs.top_k=20", f"{ROLLOUT}.val_kwargs.temperature=0"],
+        [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.n=1", "trainer.val_only=True"],
+        [f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.tool_kwargs.tools_config_file=null"],
+        [f"{ROLLOUT}.multi_turn=True"],
+        ["trainer.deterministic=True"],
+        ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    ],
+)
+def test_what_can_work_is_accepted(overrides):
+    check(changed(overrides))

@@ -1,0 +1,201 @@
+"""Command lines and YAML content before Hydra sees them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.config.aliases import ALWAYS, CONVERT, RENAMES
+from verl_mt.config.compose import compose, to_config
+from verl_mt.config.normalize import (
+    _literal,
+    normalise_items,
+    normalise_overrides,
+    normalise_tree,
+    normalize_argv,
+    suggest_key,
+)
+from verl_mt.config.tree import leaves, open_parent
+from verl_mt.errors import ConfigError, UnknownKeyError
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+@pytest.mark.cap("V1")
+@pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2])))
+def test_the_shorthand_works_beside_sub_keys_in_any_order(order):
+    words = [f"{MULTI_TURN}=True", f"{MULTI_TURN}.max_user_turns=3", f"{MULTI_TURN}.tool_parser=hermes"]
+    turns = compose([words[i] for i in order]).actor_rollout_ref.rollout.multi_turn
+    assert (turns.enable, turns.max_user_turns, turns.max_assistant_turns) == (True, 3, 4)
+
+
+def test_flags_stay_where_they_are_and_known_overrides_stay_as_written():
+    argv = ["--config-name", "tiny", "-cp=x", "data.seed=3", "trainer.experiment_name=a-b_c"]
+    assert normalize_argv(argv) == ["--config-name", "tiny", "-cp=x", "data.seed=3", "trainer.experiment_name=a-b_c"]
+
+
+def test_normalising_twice_changes_nothing():
+    argv = [
+        f"{MULTI_TURN}=True",
+        "data.max_response_length=64",
+        "trainer.n_gpus_per_node=2",
+        "trainer.logger=console",
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+        "actor_rollout_ref.rollout.stop=['</answer>',"it's"]",
+    ]
+    once = normalize_argv(argv)
+    assert normalize_argv(once) == once
+
+
+def test_every_refusal_of_a_command_is_in_one_error():
+    argv = [
+        "actor_rollout_ref.rolout.n=3",
+        "data.train_batch_size=abc",
+        "critic.optim.lr=1",
+        "algorithm.use_kl_in_reward=True",
+        "actor_rollout_ref.rollout.name=vllm",
+        "data.seed=1,2",
+        "hydra.run.dir=x",
+        "actor_rollout_ref.actor.ppo_epochs=0",
+        "~trainer.seed",
+        "nonsense",
+    ]
+    with pytest.raises(UnknownKeyError) as caught:
+        normalize_argv(argv)
+    text = str(caught.value)
+    assert text.startswith("10 problems")
+    for part in (
+        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "GRPO has no critic", "use_kl_loss", "use sglang",
+        "sweeps", "trainer.default_local_dir", "at least 1", "cannot be deleted", "'nonsense'",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_wrong_values_alone_are_a_config_error():
+    with pytest.raises(ConfigError, match=r"ppo_epochs=0.*at least 1") as caught:
+        normalize_argv(["actor_rollout_ref.actor.ppo_epochs=0"])
+    assert not isinstance(caught.value, UnknownKeyError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trainer.totl_training_steps", "trainer.total_training_steps"),
+        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
+    assert suggest_key(wrong) == f"; did you mean {right}?"
+
+
+@given(st.sampled_from(sorted(leaves())), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_typing_error_in_any_key_never_passes(key, data):
+    position = data.draw(st.integers(0, len(key) - 1))
+    typo = key[:position] + key[position + 1 :]
+    if typo in leaves() or typo in RENAMES or open_parent(typo) or not typo.replace(".", ""):
+        return
+    outcome = normalise_items([(typo, 1)], "test")
+    assert outcome.problems
+    assert not outcome.items
+
+
+def test_every_alias_points_to_a_key_that_exists():
+    for old, rename in RENAMES.items():
+        assert rename.to in leaves(), old
+        assert old not in leaves(), old
+    assert set(CONVERT) <= set(leaves())
+
+
+def test_no_key_is_both_ours_and_always_so():
+    assert not set(ALWAYS) & (set(leaves()) | set(RENAMES))
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        (f"{MULTI_TURN}.tool_config_path=t.yaml", "tool_kwargs.tools_config_file", "t.yaml"),
+        (f"{MULTI_TURN}.interaction_config_path=i.yaml", "interaction_config_file", "i.yaml"),
+        ("data.max_response_length=77", "response_length", 77),
+        (f"{MULTI_TURN}.max_tool_response_length=256", "multi_turn.max_tool_response_tokens", 256),
+        (f"{MULTI_TURN}.tool_response_truncate_side=left", "multi_turn.tool_response_keep", "head"),
+        (f"{MULTI_TURN}.tool_response_truncate_side=right", "multi_turn.tool_response_keep", "tail"),
+        (f"{MULTI_TURN}.format=llama3_json", "multi_turn.tool_parser", "llama3_json"),
+        (f"{MULTI_TURN}.tokenization_sanity_check_mode=off", "multi_turn.tokenization_sanity_check_mode", "off"),
+        (f"{MULTI_TURN}.tokenization_sanity_check_mode=False", "multi_turn.tokenization_sanity_check_mode", "off"),
+        (f"{MULTI_TURN}.tokenization_sanity_check_mode=disable", "multi_turn.tokenization_sanity_check_mode", "off"),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "val_kwargs.temperature", 0.0),
+    ],
+)
+@pytest.mark.cap("V2", "V3", "V7")
+def test_a_spelling_of_verls_sets_our_key_on_the_command_line_and_in_a_file(word, key, value):
+    old, _, given_value = word.partition("=")
+    _, on_the_command_line = normalise_overrides([word])
+    _, in_a_file = normalise_tree({old: {"False": False}.get(given_value, given_value)}, "x.yaml")
+    for outcome in (on_the_command_line, in_a_file):
+        assert [(i.key, i.value) for i in outcome.items] == [(f"actor_rollout_ref.rollout.{key}", value)]
+        assert not outcome.problems
+
+
+def test_a_key_that_is_always_so_here_is_named_and_explained_once(capsys):
+    from verl_mt.config import compose as module
+
+    module._SAID.clear()
+    compose(["data.return_raw_chat=True"])
+    compose(["data.return_raw_chat=True"])
+    assert capsys.readouterr().err.count("data.return_raw_chat=true (command line)") == 1
+
+
+def test_two_spellings_of_one_key_with_two_values_are_refused():
+    with pytest.raises(ConfigError, match=r"both set actor_rollout_ref\.rollout\.response_length"):
+        normalize_argv(["data.max_response_length=5", "actor_rollout_ref.rollout.response_length=6"])
+    with pytest.raises(ConfigError, match="both set"):
+        normalize_argv([f"{MULTI_TURN}=True", f"{MULTI_TURN}.enable=False"])
+    normalize_argv(["data.max_response_length=5", "actor_rollout_ref.rollout.response_length=5"])
+    assert normalize_argv(["data.seed=1", "data.seed=2"]) == ["data.seed=1", "data.seed=2"]
+
+
+def test_the_list_that_a_shells_quotes_left_as_text_is_a_list():
+    words = ['trainer.logger=\'["console","wandb"]\'', 'trainer.logger=["console","wandb"]', "trainer.logger=console"]
+    values = [normalise_overrides([word])[1].items[0].value for word in words]
+    assert values == [["console", "wandb"], ["console", "wandb"], ["console"]]
+
+
+def test_free_mappings_take_new_keys_with_and_without_plus():
+    for prefix in ("", "+", "++"):
+        argv = normalize_argv([f"{prefix}data.apply_chat_template_kwargs.enable_thinking=False"])
+        assert argv == ["++actor_rollout_ref.model.template_kwargs.enable_thinking=false"]
+    assert compose(argv).actor_rollout_ref.model.template_kwargs == {"enable_thinking": False}
+
+
+text_values = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(
+    lambda t: "${" not in t
+)
+
+
+@given(text_values)
+@settings(max_examples=40, deadline=None)
+def test_any_text_survives_the_way_through_an_alias(text):
+    # A value of a renamed key is written anew in Hydra's grammar and must be read back as the same text.
+    word = f"{MULTI_TURN}.tool_config_path={_literal(text)}"
+    lines, outcome = normalise_overrides([word])
+    assert not outcome.problems
+    _, again = normalise_overrides(lines)
+    assert [i.value for i in again.items] == [text] == [i.value for i in outcome.items]
+
+
+def test_a_config_groups_file_may_not_set_keys_outside_its_package():
+    nested, outcome = normalise_tree({"train_batch_size": 4, "max_response_length": 9}, "data/x.yaml", "data")
+    assert nested == {"train_batch_size": 4}
+    assert "@package _global_" in outcome.problems[0].text
+
+
+def test_interpolations_follow_a_renamed_key():
+    config = to_config({"data": {"max_response_length": 64, "max_prompt_length": "${data.max_response_length}"}})
+    assert config.data.max_prompt_length == 64

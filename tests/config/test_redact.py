@@ -1,0 +1,45 @@
+"""Secrets never reach a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_mt.config.redact import REDACTED, is_secret_name, redact
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "apiKey", "X-API-KEY", "hf_token", "token", "password", "db_password", "client_secret", "Authorization",
+     "wandb_api_key", "access_key", "secret_key", "bearer"],
+)  # fmt: skip
+def test_a_secrets_name_is_known(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_tokens", "token_ids", "num_tokens", "eos_token", "pad_token", "prompt_key", "key", "tokenizer_path",
+     "max_new_tokens", "stop_token_ids", "ppo_max_token_len", "loss_agg_mode", "token_usage"],
+)  # fmt: skip
+def test_what_only_sounds_like_a_secret_stays(name):
+    assert not is_secret_name(name)
+
+
+def test_redaction_goes_to_any_depth_and_leaves_everything_else():
+    given = {
+        "a": [{"api_key": "k", "max_tokens": 5}, ("x", {"hf_token": "t"})],
+        "headers": {"Authorization": "Bearer x", "X-API-KEY": "y"},
+        "password": None,
+        "token": 7,
+        "secret": "",
+        "wandb": {"api_key": "${oc.env:WANDB_API_KEY}"},
+    }
+    assert redact(given) == {
+        "a": [{"api_key": REDACTED, "max_tokens": 5}, ["x", {"hf_token": REDACTED}]],
+        "headers": {"Authorization": REDACTED, "X-API-KEY": REDACTED},
+        "password": None,
+        "token": 7,
+        "secret": "",
+        "wandb": {"api_key": "${oc.env:WANDB_API_KEY}"},
+    }
+    assert given["headers"]["Authorization"] == "Bearer x"
