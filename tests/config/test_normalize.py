@@ -44,7 +44,7 @@ def test_normalising_twice_changes_nothing():
         "trainer.n_gpus_per_node=2",
         "trainer.logger=console",
         "+data.apply_chat_template_kwargs.enable_thinking=False",
-        "actor_rollout_ref.rollout.stop=['</answer>',"it's"]",
+        """actor_rollout_ref.rollout.stop=['</answer>',"it's"]""",
     ]
     once = normalize_argv(argv)
     assert normalize_argv(once) == once

@@ -112,7 +112,8 @@ def hydra_main(
         argv: words of the command line; None = `sys.argv[1:]`.
     """
     try:
-        config = _config_of_command(list(sys.argv[1:] if argv is None else argv), config_name, getattr(task, "__module__", None) or "verl_mt")
+        words = list(sys.argv[1:] if argv is None else argv)
+        config = _config_of_command(words, config_name, getattr(task, "__module__", None) or "verl_mt")
         if config is not None:
             task(config)
     except VerlMTError as error:
