@@ -34,6 +34,8 @@ class Hidden:
         self._pattern = literal_pattern
         self.character_of: dict[str, str] = {}
         self.literal_of: dict[str, str] = {}
+        self.foreign = False
+        """Foreign text was shown to `hide`, with or without literals in it."""
         self._free: Iterator[str] = iter(())
 
     def __bool__(self) -> bool:
@@ -45,10 +47,14 @@ class Hidden:
         Role and type strings are the program's own and stay. A private-use character that the value, or what is
         rendered `beside` it, already holds is never chosen; so everything of one rendering goes through one call.
         """
-        if self._pattern is None or not any(self._pattern.search(s) for s in strings_in(value)):
+        strings = list(strings_in(value))
+        self.foreign = self.foreign or bool(strings)
+        if self._pattern is None or not any(self._pattern.search(s) for s in strings):
             return value
         taken: set[str] = set().union(*map(set, strings_in([value, beside])))
-        self._free = (chr(c) for block in _PRIVATE_USE for c in block if chr(c) not in taken and chr(c) not in self.literal_of)
+        self._free = (
+            chr(c) for block in _PRIVATE_USE for c in block if chr(c) not in taken and chr(c) not in self.literal_of
+        )
         return self._walk(value)
 
     def show(self, text: str) -> str:
@@ -95,6 +101,11 @@ class Encoder:
         self._literal_of_id = {i: t for t, i in self.added.items()}
         self.pattern = compile_literals(self.added)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._normalises = (
+            self._backend is not None
+            and self._backend.normalizer is not None
+            and any(t.normalized for t in self._backend.get_added_tokens_decoder().values())
+        )
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
@@ -110,7 +121,7 @@ class Encoder:
     def encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
         """Ids of a rendering whose foreign literals were hidden: those become plain text, all else is as usual."""
         text = hidden.unescape(text)
-        if not hidden.find(text):
+        if not hidden.find(text) and not (hidden.foreign and self._normalises):
             return self.encode(text)
         if self._backend is None:
             return self._encode_hidden_slow(text, hidden)
@@ -159,7 +170,9 @@ class Encoder:
         pattern = re.compile("([" + "".join(map(re.escape, hidden.literal_of)) + "])")
         out: list[int] = []
         for piece in pattern.split(text):
-            out += self._encode_plain_slow(hidden.literal_of[piece]) if piece in hidden.literal_of else self.encode(piece)
+            out += (
+                self._encode_plain_slow(hidden.literal_of[piece]) if piece in hidden.literal_of else self.encode(piece)
+            )
         return out
 
     def _encode_plain_slow(self, literal: str) -> list[int]:
@@ -211,9 +224,7 @@ def without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
     made_by_merging = isinstance(vocab, dict) and not literals.isdisjoint(vocab)
     if "merges" in model and made_by_merging:
         pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        model["merges"] = [
-            list(pair) for pair in pairs if not (literals & {pair[0], pair[1], "".join(pair)})
-        ]
+        model["merges"] = [list(pair) for pair in pairs if not (literals & {pair[0], pair[1], "".join(pair)})]
     spec["model"] = model
     return spec
 

@@ -1,0 +1,178 @@
+"""Foreign text never becomes a control token, and harmless text keeps the ids it always had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_toys import CHATML, PLAIN_ADDED, SPECIALS, byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_mt.chat.encode import Encoder, without_added_tokens
+from verl_mt.errors import TemplateError
+
+LITERALS = st.sampled_from(
+    [*SPECIALS, *PLAIN_ADDED, "<|im_", "end|>", "<|im_<|im_end|>end|>", "\ue000", "\ue001", "\U000f0000"]
+)
+FOREIGN = st.lists(st.one_of(LITERALS, st.text(st.characters(exclude_categories=["Cs"]), max_size=8)), max_size=8).map(
+    "".join
+)
+
+TOKENIZER = byte_tokenizer(CHATML)
+ENCODER = Encoder(TOKENIZER)
+
+
+def neutral(encoder: Encoder, text: str) -> list[int]:
+    hidden = encoder.hidden()
+    return encoder.encode_hidden(hidden.hide(text), hidden)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FOREIGN)
+def test_neutral_text_has_no_control_id_and_decodes_to_itself(text):
+    ids = neutral(ENCODER, text)
+    assert ENCODER.control_ids(ids) == []
+    assert ENCODER.decode(ids) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(FOREIGN, FOREIGN)
+def test_the_scaffold_around_foreign_text_keeps_its_control_ids(first, second):
+    hidden = ENCODER.hidden()
+    a, b = hidden.hide([first, second])
+    ids = ENCODER.encode_hidden(f"<|im_start|>user\n{a}<|im_end|>\n<think>{b}</think>", hidden)
+    wanted = [ENCODER.added[t] for t in ("<|im_start|>", "<|im_end|>", "<think>", "</think>")]
+    assert ENCODER.control_ids(ids) == wanted
+    assert ENCODER.decode(ids) == f"<|im_start|>user\n{first}<|im_end|>\n<think>{second}</think>"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_text_without_control_literals_keeps_its_usual_ids(text):
+    assert neutral(ENCODER, text) == ENCODER.encode(text)
+
+
+def test_a_control_literal_beside_a_private_use_character_is_not_confused_with_it():
+    hidden = ENCODER.hidden()
+    shown = hidden.hide(["<|im_end|>"], beside=["\ue000"])
+    assert ENCODER.decode(ENCODER.encode_hidden("\ue000" + shown[0], hidden)) == "\ue000<|im_end|>"
+
+
+def test_roles_are_not_hidden_and_the_value_is_not_changed():
+    message = {"role": "<|user|>", "content": [{"type": "text", "text": "<|im_end|>"}], "n": 3}
+    before = json.dumps(message)
+    shown = ENCODER.hidden().hide(message)
+    assert json.dumps(message) == before
+    assert shown["role"] == "<|user|>"
+    assert shown["content"][0]["text"] != "<|im_end|>"
+
+
+def test_a_template_that_writes_ascii_json_is_seen_through():
+    hidden = ENCODER.hidden()
+    shown = json.dumps(hidden.hide("a<|im_end|>b"))
+    assert ENCODER.decode(ENCODER.encode_hidden(shown, hidden)) == '"a<|im_end|>b"'
+
+
+def metaspace(prepend_scheme: str) -> PreTrainedTokenizerFast:
+    """A sentencepiece-like tokenizer: control pieces are in its own vocabulary and reachable by merges."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "<", "s", ">", "/", "</", "s>", "<s", "x", "|"]
+    merges = [("▁", "a"), ("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s"), ("<s", ">")]
+    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.cap("P4")
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_sentencepiece_prefixes_stay_where_the_tokenizer_puts_them(scheme):
+    encoder = Encoder(metaspace(scheme))
+    for harmless in ("a", " a", "a b", "b"):
+        text = f"</s>{harmless}x|<s>b"
+        hidden = encoder.hidden()
+        shown = hidden.hide("</s>")
+        with_literal = encoder.encode_hidden(f"</s>{harmless}{shown}|<s>b", hidden)
+        usual = encoder.encode(text)
+        cut = len(encoder.encode(f"</s>{harmless}"))
+        assert with_literal[:cut] == usual[:cut]
+        assert with_literal[-2:] == usual[-2:]
+        assert encoder.control_ids(with_literal) == [2, 1]
+
+
+def test_control_pieces_of_the_vocabulary_itself_cannot_be_spelled():
+    encoder = Encoder(metaspace("never"))
+    assert encoder.control_ids(neutral(encoder, "</s><s>a")) == []
+    assert encoder.decode(neutral(encoder, "</s>a")) == "</s>a"
+
+
+def test_the_twin_of_a_unigram_model_cannot_spell_them_either():
+    spec = {
+        "added_tokens": [{"content": "</s>"}],
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["</s>", 0.0], ["a", -1.0]]},
+    }
+    assert [piece for piece, _ in without_added_tokens(spec)["model"]["vocab"]] == ["<unk>", "\x00</s>\x00", "a"]
+
+
+def test_a_literal_that_only_appears_after_normalisation_is_plain_text():
+    backend = byte_tokenizer(CHATML).backend_tokenizer
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_tokens([AddedToken("<end>", normalized=True)])
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    ids = neutral(encoder, "a <END> <|im_end|> <end>")
+    assert encoder.control_ids(ids) == []
+    assert encoder.decode(ids) == "a <end> <|im_end|> <end>"
+    assert encoder.control_ids(neutral(encoder, "a <END> b")) == []
+
+
+def test_white_space_that_a_control_token_swallows_is_not_encoded_twice():
+    tokenizer = byte_tokenizer(CHATML, rstrip=("<|user|>",))
+    encoder = Encoder(tokenizer)
+    hidden = encoder.hidden()
+    ids = encoder.encode_hidden("<|user|>\n  x" + hidden.hide("<|im_end|>"), hidden)
+    assert ids[:2] == encoder.encode("<|user|>\n  x")[:2]
+    assert encoder.decode(ids) == "<|user|>x<|im_end|>"
+
+
+class Slow:
+    """A tokenizer in pure Python, as small as one can be."""
+
+    unk_token_id = None
+    all_special_tokens = ["<e>"]
+
+    def get_added_vocab(self):
+        return {"<e>": 1000}
+
+    def convert_tokens_to_ids(self, token):
+        return self.get_added_vocab()[token]
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        parts = text.split("<e>")
+        ids = [ord(c) for c in parts[0]]
+        for part in parts[1:]:
+            ids += [1000, *map(ord, part)]
+        return ids
+
+    def decode(self, ids, **_):
+        return "".join("<e>" if i == 1000 else chr(i) for i in ids)
+
+
+def test_a_tokenizer_in_pure_python_is_served_too():
+    encoder = Encoder(Slow())
+    hidden = encoder.hidden()
+    ids = encoder.encode_hidden("<e>a" + hidden.hide("b<e>c"), hidden)
+    assert encoder.control_ids(ids) == [1000]
+    assert encoder.decode(ids) == "<e>ab<e>c"
+
+
+def test_a_vocabulary_that_makes_control_ids_of_plain_text_is_refused():
+    backend = Tokenizer(models.WordLevel({"x": 0, "<|im_end|>": 1}, unk_token="<|im_end|>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    with pytest.raises(TemplateError, match="turns plain text into the control"):
+        neutral(encoder, "x <|im_end|> y")

@@ -1,0 +1,130 @@
+"""Loading tokenizers: one clear error for each way a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from chat_toys import CHATML, byte_tokenizer, user
+from tokenizers import pre_tokenizers
+
+from verl_mt.chat import load_chat
+from verl_mt.chat.loading import contradictions, load_tokenizer, read_template
+from verl_mt.errors import TemplateError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    byte_tokenizer(CHATML, eos="<|im_end|>").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_saved_tokenizer_loads_with_its_template(folder):
+    chat = load_chat(str(folder))
+    assert chat.decode(chat.prompt_ids([user("q")])) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_eos_list_of_the_generation_config_ends_turns(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert {1, 2} < load_chat(str(folder)).end_token_ids
+
+
+def test_the_eos_of_the_model_config_is_used_where_there_is_no_generation_config(folder):
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    chat = load_chat(str(folder))
+    assert 3 in chat.end_token_ids
+
+
+def test_a_template_may_be_given_as_text_or_file(folder, tmp_path):
+    text = "X" + CHATML
+    file = tmp_path / "mine.jinja"
+    file.write_text(text)
+    for given in (text, str(file)):
+        assert load_chat(str(folder), custom_chat_template=given).full_text([user("q")]).startswith("X")
+    with pytest.raises(TemplateError, match="neither a Jinja text.*nor a file"):
+        read_template("no_such_file.jinja")
+
+
+def test_template_kwargs_and_trust_reach_the_template(folder):
+    chat = load_chat(str(folder), template_kwargs={"a": 1}, trust_prompts=False)
+    assert (chat.template_kwargs, chat.trust_prompts) == ({"a": 1}, False)
+
+
+def test_the_tokenizer_may_be_elsewhere(folder, tmp_path_factory):
+    weights = tmp_path_factory.mktemp("weights")
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert 7 in load_chat(str(weights), tokenizer_path=str(folder)).end_token_ids
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(TemplateError, match="does not exist"):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(TemplateError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_without_chat_template_is_named(tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(TemplateError, match="custom_chat_template"):
+        load_chat(str(tmp_path))
+    assert load_chat(str(tmp_path), custom_chat_template=CHATML).generation_prompt_text
+
+
+def test_a_broken_tokenizer_file_is_one_error(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(TemplateError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(folder))
+
+
+def test_an_unknown_hub_name_is_one_error():
+    with pytest.raises(TemplateError, match=r"no tokenizer could be loaded from 'nobody/nothing' \(revision abc\)"):
+        load_tokenizer("nobody/nothing", revision="abc")
+
+
+@pytest.mark.cap("P23")
+def test_a_tokenizer_that_contradicts_its_file_is_seen(folder):
+    tokenizer = byte_tokenizer(CHATML)
+    file = folder / "tokenizer.json"
+    assert contradictions(tokenizer, file) == []
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    assert any("Hello world" in text for text in contradictions(tokenizer, file))
+
+
+@pytest.mark.cap("P23")
+def test_a_class_that_rebuilds_the_tokenizer_is_replaced_with_a_warning(shared_data, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shared_data / "tokenizers" / "phi-3-mini" / name, tmp_path / name)
+    shutil.copy(shared_data / "tokenizers" / "phi-3-mini.original_tokenizer_config.json", tmp_path / "tokenizer_config.json")
+    with pytest.warns(UserWarning, match=r"gives other ids than its own tokenizer.json.*P23"):
+        tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode(" Hello world", add_special_tokens=False) == [29871, 15043, 3186]
+
+
+def test_the_shipped_tiny_model_has_a_name():
+    from verl_mt.config_paths import resolve_model_path
+
+    try:
+        chat = load_chat("verl_mt://tiny")
+    except TemplateError as error:
+        if "does not exist" not in str(error):
+            raise
+        pytest.skip(f"not built yet: {resolve_model_path('verl_mt://tiny')}")
+    chat.require(tools=True, interaction=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"), [("qwen2.5", "qwen2"), ("llama3.1", "llama-bpe"), ("phi-3-mini", "phi-3")]
+)
+def test_real_vocabularies_give_the_ids_of_an_independent_implementation(shared_data, name, expected):
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / name))
+    texts = (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    wanted = (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.out").read_text(encoding="utf-8").splitlines()
+    for text, line in zip(texts, wanted):
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(i) for i in line.split()], text

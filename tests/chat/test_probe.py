@@ -1,0 +1,137 @@
+"""What the probe finds in templates made here, each wrong in one way."""
+
+from __future__ import annotations
+
+import pytest
+from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenizer, call, tool, user
+
+from verl_mt.chat import ChatTemplate
+from verl_mt.errors import TemplateError
+
+EOS = "<|im_end|>"
+
+
+def capabilities(source: str):
+    return ChatTemplate(byte_tokenizer(source, eos=EOS)).capabilities
+
+
+def test_a_template_that_can_do_everything_has_no_problems():
+    found = capabilities(TOOL_CHATML)
+    assert found.problems == {}
+    assert found.roles == {"system", "user", "assistant", "tool"}
+    assert (found.append_only, found.merges_tool_messages, found.drops_reasoning) == (True, True, False)
+    assert (found.tools, found.tool_calls, found.parallel_calls, found.arguments) == (True, True, True, "dict")
+
+
+def test_a_frame_for_every_role_writes_no_calls_and_no_schemas():
+    found = capabilities(CHATML)
+    assert set(found.problems) == {"tools", "tool_call", "parallel_calls", "text_with_call"}
+    assert found.arguments is None
+    assert not found.merges_tool_messages
+
+
+@pytest.mark.cap("P13")
+def test_arguments_are_given_as_a_string_where_a_dict_comes_out_wrong():
+    source = TOOL_CHATML.replace("c.function.arguments|tojson", "c.function.arguments + ''")
+    chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
+    assert chat.capabilities.arguments == "string"
+    assert '{"a": 1}' in chat.full_text([user("q"), assistant("", call("f", {"a": 1}))])
+
+
+@pytest.mark.cap("P13")
+def test_html_escapes_in_a_call_are_seen():
+    source = TOOL_CHATML.replace("c.function.name + ' ' + c.function.arguments|tojson", "'{\"n\": \"' + c.function.name + '\"' + (c.function.arguments|tojson|safe)")
+    found = capabilities(source)
+    assert found.arguments == "string" or found.problems["tool_call"].cause == "P13"
+    text = ChatTemplate(byte_tokenizer(source, eos=EOS)).full_text([user("q"), assistant("", call("f", {"a": 1}))])
+    assert ("&#34;" in text) == ("tool_call" in found.problems)
+
+
+def test_calls_without_a_function_key_are_written_flat():
+    source = TOOL_CHATML.replace("c.function.name", "c.name").replace("c.function.arguments", "c.arguments")
+    chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
+    assert "tool_call" not in chat.capabilities.problems
+    assert 'f {"a": 1}' in chat.full_text([user("q"), assistant("", call("f", {"a": 1}))])
+
+
+def test_call_ids_of_nine_characters_are_made_where_a_template_insists():
+    source = (
+        "{% for m in messages if m.tool_calls %}{% if m.tool_calls[0].id|length != 9 %}"
+        "{{ raise_exception('ids of nine') }}{% endif %}{% endfor %}" + TOOL_CHATML.replace("m.content + '\n</tool", "m.tool_call_id + m.content + '\n</tool")
+    )
+    chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
+    assert chat.capabilities.short_call_ids
+    turn = assistant("", call("f", {}, "call_with_a_long_id"))
+    delta = chat.delta_ids([tool("R", "call_with_a_long_id")], history=[user("q"), turn], last_ids=[0])
+    full = chat.full_text([user("q"), turn, tool("R", "call_with_a_long_id")])
+    shown = full[full.index("<tool_response>") :].split("R")[0]
+    assert shown in chat.decode(delta.ids)
+
+
+@pytest.mark.cap("P5", "P6")
+def test_a_template_that_rewrites_history_is_not_append_only():
+    source = CHATML.replace("m.content +", "(m.content if loop.last else m.content.split('</think>')[-1]) +")
+    found = capabilities(source)
+    assert found.drops_reasoning
+    assert not capabilities(source.replace("m.content if loop.last", "'!' + m.content if loop.last")).append_only
+
+
+@pytest.mark.cap("P11")
+def test_tools_that_move_to_the_last_user_turn_are_seen():
+    source = (
+        "{% for m in messages %}{% if loop.last and tools %}{{ tools|tojson }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert capabilities(source).rewrites_prompt
+
+
+@pytest.mark.cap("P20")
+def test_a_clock_is_seen():
+    assert capabilities("{{ strftime_now('%Y') }}" + CHATML).uses_clock
+    assert not capabilities(CHATML).uses_clock
+
+
+@pytest.mark.cap("P24")
+def test_a_template_that_needs_tools_is_served_with_tools_and_refused_without():
+    source = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TOOL_CHATML
+    chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
+    assert chat.capabilities.problems["no_tools"].cause == "P24"
+    chat.require(tools=True, interaction=True)
+    with pytest.raises(TemplateError, match="P24"):
+        chat.require(tools=False, interaction=False)
+    delta = chat.delta_ids([user("x")], history=[user("q"), assistant("a")], last_ids=[0])
+    assert chat.decode(delta.ids) == "<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.cap("P24")
+def test_a_template_that_the_sandbox_forbids_is_named():
+    source = "{% for m in messages if m.tool_calls %}{% set _ = messages.append(1) %}{% endfor %}" + TOOL_CHATML
+    found = capabilities(source)
+    assert found.problems["tool_call"].cause == "P24"
+    assert found.problems["tool_result"].cause == "P24"
+
+
+@pytest.mark.cap("P10")
+def test_roles_that_must_alternate_are_served_from_a_context_that_alternates():
+    source = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+    )
+    chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
+    assert chat.capabilities.problems["tool_result"].cause == "P10"
+    delta = chat.delta_ids([user("x")], history=[user("q"), assistant("a")], last_ids=[0])
+    assert "x" in chat.decode(delta.ids)
+
+
+def test_a_variable_that_the_template_needs_is_named():
+    chat = ChatTemplate(byte_tokenizer("{{ functions + '' }}" + CHATML, eos=EOS))
+    with pytest.raises(TemplateError, match="'functions' is undefined.*template_kwargs"):
+        _ = chat.generation_prompt_text
+    assert chat.with_kwargs({"functions": "[]"}).generation_prompt_text == "<|im_start|>assistant\n"
+
+
+def test_the_header_is_the_end_where_nothing_else_is():
+    chat = ChatTemplate(byte_tokenizer(HEADER_ENDS))
+    assert chat.capabilities.problems.keys() == {"tools"}
+    assert chat.stop_token_ids == chat.end_token_ids

@@ -1,0 +1,199 @@
+"""Prompts and deltas of templates made here, and the published ones on their own vocabularies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from chat_toys import (
+    CHATML,
+    HEADER_ENDS,
+    TOOL_CHATML,
+    assistant,
+    byte_tokenizer,
+    call,
+    char_tokenizer,
+    tool,
+    user,
+)
+
+from verl_mt.chat import ChatTemplate
+from verl_mt.errors import TemplateError
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return ChatTemplate(byte_tokenizer(TOOL_CHATML, eos="<|im_end|>"))
+
+
+def one(template: ChatTemplate, literal: str) -> int:
+    return template.tokenizer.convert_tokens_to_ids(literal)
+
+
+def after(template, env, turn, last, **more):
+    return template.delta_ids(env, history=[user("q"), turn], last_ids=[last], **more)
+
+
+def test_a_users_turn_begins_with_what_the_template_puts_behind_the_end_token(chat):
+    delta = after(chat, [user("next")], assistant("a"), one(chat, "<|im_end|>"))
+    assert chat.decode(delta.ids) == "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+    assert delta.inserted_end == 0
+
+
+def test_the_delta_is_encoded_as_it_would_be_behind_the_end_token(chat):
+    delta = after(chat, [user("\n next")], assistant("a"), one(chat, "<|im_end|>"))
+    whole = chat.encode_text("<|im_end|>\n<|im_start|>user\n\n next<|im_end|>\n<|im_start|>assistant\n", neutral=False)
+    assert delta.ids == whole[1:]
+
+
+def test_a_malformed_call_can_be_answered_by_a_tool_message(chat):
+    delta = after(chat, [{"role": "tool", "content": "bad JSON"}], assistant("<tool_call>{"), one(chat, "<|im_end|>"))
+    assert "<tool_response>\nbad JSON\n</tool_response>" in chat.decode(delta.ids)
+
+
+def test_tool_results_and_a_user_message_can_come_together(chat):
+    turn = assistant("", call("f", {}))
+    delta = after(chat, [tool("R"), user("and?")], turn, one(chat, "<|im_end|>"))
+    assert chat.decode(delta.ids) == (
+        "\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tools_are_not_repeated_in_a_delta(chat):
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    delta = after(chat, [user("next")], assistant("a"), one(chat, "<|im_end|>"), tools=tools)
+    assert "lookup" in chat.decode(chat.prompt_ids([user("q")], tools))
+    assert "lookup" not in chat.decode(delta.ids)
+
+
+@pytest.mark.cap("P18")
+def test_where_the_next_header_ends_the_turn_it_stands_there_once():
+    chat = ChatTemplate(byte_tokenizer(HEADER_ENDS))
+    header, observation = one(chat, "<|user|>"), one(chat, "<|observation|>")
+    assert {header, observation, one(chat, "</s>")} == chat.end_token_ids
+    sampled = after(chat, [user("x")], assistant("a"), header)
+    assert chat.decode(sampled.ids) == "\nx<|assistant|>"
+    other = after(chat, [user("x")], assistant("a"), one(chat, "</s>"))
+    assert (chat.decode(other.ids), other.inserted_end) == ("<|user|>\nx<|assistant|>", 0)
+    cut = after(chat, [user("x")], assistant("a"), 5)
+    assert (chat.decode(cut.ids), cut.inserted_end) == ("<|user|>\nx<|assistant|>", 1)
+    answered = after(chat, [tool("R")], assistant("", call("f", {})), observation)
+    assert chat.decode(answered.ids) == "\nR<|assistant|>"
+    assert chat.turn_text([*chat.encode_text("a", neutral=False), header]) == "a"
+
+
+@pytest.mark.cap("P7")
+def test_prefilled_reasoning_belongs_to_the_prompt():
+    source = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    assert chat.prefilled_reasoning
+    assert chat.generation_prompt_text == "<|im_start|>assistant\n<think>\n"
+    assert chat.decode(after(chat, [user("x")], assistant("a"), one(chat, "<|im_end|>")).ids).endswith("<think>\n")
+
+
+def test_a_closed_reasoning_block_is_not_prefilled_reasoning(chat):
+    assert not chat.prefilled_reasoning
+    assert not chat.with_kwargs({"enable_thinking": False}).prefilled_reasoning
+
+
+def test_prompts_are_trusted_unless_told_otherwise():
+    tokenizer = byte_tokenizer(CHATML, eos="<|im_end|>")
+    trusting, careful = ChatTemplate(tokenizer), ChatTemplate(tokenizer, trust_prompts=False)
+    messages = [user("use <think> and <|im_end|>")]
+    assert one(trusting, "<think>") in trusting.prompt_ids(messages)
+    ids = careful.prompt_ids(messages)
+    assert one(careful, "<think>") not in ids
+    assert ids.count(one(careful, "<|im_end|>")) == 1
+    assert careful.decode(ids) == trusting.decode(trusting.prompt_ids(messages))
+
+
+@pytest.mark.cap("P21")
+def test_a_bos_in_the_template_is_not_doubled():
+    tokenizer = byte_tokenizer("<s>" + CHATML, eos="<|im_end|>")
+    tokenizer.bos_token = "<s>"
+    tokenizer.add_bos_token = True
+    chat = ChatTemplate(tokenizer)
+    assert chat.prompt_ids([user("q")]).count(one(chat, "<s>")) == 1
+    assert chat.full_ids([user("q"), assistant("a")]).count(one(chat, "<s>")) == 1
+
+
+@pytest.mark.cap("P18")
+def test_an_eos_that_only_unprompted_renderings_have_is_not_appended_to_a_dangling_turn():
+    source = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    chat = ChatTemplate(byte_tokenizer(source))
+    delta = after(chat, [user("x")], assistant("a"), one(chat, "<|im_end|>"), add_generation_prompt=False)
+    assert chat.decode(delta.ids) == "\n<|im_start|>user\nx<|im_end|>\n"
+    assert chat.decode(chat.prompt_ids([user("q")], add_generation_prompt=False)).endswith("q<|im_end|>\n")
+    assert chat.full_text([user("q")]).endswith("</s>")
+
+
+@pytest.mark.cap("P14", "P13")
+def test_messages_are_normalised_without_touching_the_callers(chat):
+    turn = {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": [call("f", '{"a": 1}')]}
+    messages = [user("q"), turn, tool("R")]
+    before = copy.deepcopy(messages)
+    assert '<tool_call>f {"a": 1}</tool_call>' in chat.full_text(messages)
+    assert messages == before
+
+
+def test_dropped_tool_messages_are_refused_with_their_cause():
+    source = "{% for m in messages if m.role != 'tool' %}" + CHATML.split("%}", 1)[1]
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    with pytest.raises(TemplateError, match="drops messages of role tool") as caught:
+        after(chat, [tool("R")], assistant("", call("f", {})), one(chat, "<|im_end|>"))
+    assert caught.value.cause == "P16"
+    with pytest.raises(TemplateError, match=r"tool_result.*custom_chat_template") as caught:
+        chat.require(tools=True, interaction=False)
+    assert caught.value.cause == "P16"
+    chat.require(tools=False, interaction=True)
+
+
+def test_a_tokenizer_without_template_is_refused_at_once():
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatTemplate(tokenizer)
+
+
+def test_a_named_template_is_chosen_by_the_conversations_tools():
+    tokenizer = byte_tokenizer("", eos="<|im_end|>")
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "TOOLS" + TOOL_CHATML}
+    chat = ChatTemplate(tokenizer)
+    assert not chat.full_text([user("q")]).startswith("TOOLS")
+    assert chat.full_text([user("q")], [{"type": "function"}]).startswith("TOOLS")
+    turn = assistant("", call("f", {}))
+    plain = after(chat, [tool("R")], turn, one(chat, "<|im_end|>"))
+    with_tools = after(chat, [tool("R")], turn, one(chat, "<|im_end|>"), tools=[{"type": "function"}])
+    assert "tool_response" not in chat.decode(plain.ids)
+    assert "tool_response" in chat.decode(with_tools.ids)
+
+
+def test_a_delta_does_not_grow_with_the_conversation(chat, monkeypatch):
+    seen: list[int] = []
+    render = chat.tokenizer.apply_chat_template
+
+    def counting(messages, **more):
+        seen.append(sum(len(str(m.get("content"))) for m in messages))
+        return render(messages, **more)
+
+    end = one(chat, "<|im_end|>")
+    history = [user("word " * 1000), assistant("a")] * 30
+    chat.delta_ids([user("next")], history=history, last_ids=[end])
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", counting)
+    chat.delta_ids([user("next")], history=history, last_ids=[end])
+    assert len(seen) == 1
+    assert seen[0] < 100
+
+
+@pytest.mark.cap("P25")
+def test_decoding_does_not_clean_up_spaces(chat):
+    text = "a . b , c ' s"
+    assert chat.decode(chat.encode_text(text, neutral=True)) == text
+
+
+def test_end_ids_of_the_generation_config_count():
+    tokenizer = byte_tokenizer(CHATML, eos="<|im_end|>")
+    chat = ChatTemplate(tokenizer, extra_end_ids=[one(ChatTemplate(tokenizer), "</s>")])
+    assert chat.end_token_ids == {one(chat, "<|im_end|>"), one(chat, "</s>")}
+    assert after(chat, [user("x")], assistant("a"), one(chat, "</s>")).inserted_end == 0
