@@ -57,7 +57,7 @@ class BaseTool:
             kwargs: the row's `extra_info.tools_kwargs[name].create_kwargs`.
 
         Returns:
-            The id to use from now on, alone or with a first response (shown to the model where it is not empty).
+            The id to use from now on, alone or with a response, which the model sees before the first call's result.
         """
         return (instance_id or str(uuid4())), ToolResponse()
 

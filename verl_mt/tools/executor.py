@@ -152,21 +152,14 @@ class ToolSession:
         self._creating: dict[str, asyncio.Lock] = {}
         self._closing: asyncio.Task[dict[str, list[float]]] | None = None
 
-    async def start(self) -> list[ToolResult]:
+    async def start(self) -> None:
         """Create the instances that the row has `create_kwargs` for.
 
-        Returns:
-            What their `create` had to say, where it said something; one result per such tool.
+        Never raises: a `create` that fails is logged and counted, and tried again at the tool's first call. What
+        `create` answers is shown with the result of that call.
         """
         names = [n for n, kinds in self._row_kwargs.items() if n in self._tools and kinds.get("create_kwargs")]
         await asyncio.gather(*(self._create_early(name) for name in names))
-        results = []
-        for name in names:
-            instance = self._instances.get(name)
-            if instance is not None and instance.opening is not None:
-                opening, instance.opening = instance.opening, None
-                results.append(self._finish(name, "", _from_response(opening)))
-        return results
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall], *, turn: int) -> list[ToolResult]:
         """Run the calls of one assistant turn, concurrently.
@@ -220,7 +213,7 @@ class ToolSession:
             self._log(name, turn, error)
         if answer.failure is not None:
             self._count(metric, "model_errors" if answer.failure == "model" else "errors")
-        return self._finish(name, call_id, answer, metric)
+        return self._finish(name, call_id, metric, answer)
 
     async def _execute(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
         async with self._executor.slot(name):
@@ -275,7 +268,6 @@ class ToolSession:
         try:
             await self._instance(name, self._limits.timeout_s)
         except Exception as error:
-            # Not the end: the model's first call of this tool tries again and is told.
             self._count(name, "errors")
             self._count(name, "timeouts", float(isinstance(error, CallTimeout)))
             self._log(name, 0, error)
@@ -306,11 +298,11 @@ class ToolSession:
         code = user_code_of(tool, BaseTool, f"tool {name}")
         return await code.call(method, args, kwargs, timeout_s=timeout_s)
 
-    def _finish(self, name: str, call_id: str, answer: _Answer, metric: str | None = None) -> ToolResult:
+    def _finish(self, name: str, call_id: str, metric: str, answer: _Answer) -> ToolResult:
         limits, count_tokens = self._limits, self._executor.count_tokens
         text, cut = truncate(encodable(answer.text), limits.max_response_tokens, limits.keep, count_tokens)
         if cut:
-            self._count(metric or name, "truncated")
+            self._count(metric, "truncated")
         return ToolResult(
             name,
             call_id,
