@@ -1,0 +1,88 @@
+"""The worker group that a config declares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_mt.config.actor import ActorConfig, ModelConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.data import batch as col
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
+from verl_mt.errors import ConfigError
+from verl_mt.workers.worker_group import build_worker_group
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 29, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+    return folder
+
+
+def a_batch():
+    trajectories = []
+    for sample, reward in enumerate((1.0, 0.0)):
+        record = TrajectoryRecord()
+        record.append_given([1, 2, 3], kind="prompt", turn=0)
+        record.append_sampled([4 + sample, 6], [-1.0, -1.0], [0, 0], turn=1)
+        name = f"t{sample}"
+        trajectories.append(
+            Trajectory(name, "p", "p", name, records=[record], reward=reward, stop_reason=StopReason.FINISHED)
+        )
+    batch = col.build_batch(trajectories, pad_token_id=0)
+    assert batch is not None
+    batch[col.ADVANTAGES] = col.expand_to_tokens(batch, torch.tensor([1.0, -1.0]))
+    return batch
+
+
+def build(folder, *, checkpointing: bool = False, **actor):
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing)
+    config = ActorRolloutRefConfig(model=model, actor=ActorConfig(**actor))
+    return build_worker_group(config, total_steps=10, train_batch_size=1)
+
+
+def test_without_a_kl_term_there_is_no_reference_policy(model_folder):
+    workers = build(model_folder)
+    batch = a_batch()
+    workers.add_ref_log_probs(batch)
+    assert workers.ref is None and col.REF_LOG_PROBS not in batch.keys()  # noqa: SIM118
+    assert workers.policy_module is workers.actor.module
+    assert workers.update(batch)["actor/num_updates"] == 1
+
+
+def test_the_reference_policy_never_moves_and_survives_a_resume(model_folder):
+    workers = build(model_folder, use_kl_loss=True)
+    start = workers.compute_log_probs(a_batch())
+    for _ in range(3):
+        batch = a_batch()
+        workers.add_ref_log_probs(batch)
+        torch.testing.assert_close(batch[col.REF_LOG_PROBS], start)
+        metrics = workers.update(batch)
+    assert metrics["actor/kl_loss"] > 0
+    resumed = build(model_folder, use_kl_loss=True)
+    resumed.load_state_dict(workers.state_dict())
+    assert torch.equal(resumed.compute_log_probs(a_batch()), workers.compute_log_probs(a_batch()))
+    batch = a_batch()
+    resumed.add_ref_log_probs(batch)
+    torch.testing.assert_close(batch[col.REF_LOG_PROBS], start)
+
+
+def test_gradient_checkpointing_is_switched_on_by_the_config(model_folder):
+    workers = build(model_folder, checkpointing=True)
+    assert workers.policy_module.is_gradient_checkpointing
+    assert workers.update(a_batch())["actor/num_updates"] == 1
+    assert not workers.policy_module.training
+
+
+def test_a_placement_or_device_that_cannot_be_had_is_refused(model_folder):
+    config = ActorRolloutRefConfig(model=ModelConfig(path=str(model_folder)))
+    with pytest.raises(ConfigError, match=r"trainer\.placement=ray.*set trainer\.placement=inline"):
+        build_worker_group(config, total_steps=1, placement="ray")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"trainer\.device=cuda: torch finds no CUDA device"):
+            build_worker_group(config, total_steps=1, device="cuda")
