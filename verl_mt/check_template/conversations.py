@@ -170,8 +170,8 @@ def show(result: Replayed, console: Console | None = None) -> None:
     """Print a conversation, trained tokens in colour, warnings below."""
     console = console or Console(highlight=False)
     trained, total = sum(result.loss_mask), len(result.loss_mask)
-    console.print(Rule(f"{result.conversation.where}   {trained} of {total} tokens are trained on"))
-    console.print(render_tokens(result.chat, result.token_ids, result.loss_mask))
-    console.print(legend())
+    console.print(Rule(f"{trained} of {total} tokens are trained on"))
+    console.print(result.conversation.where, legend(), sep="   ", soft_wrap=True, markup=False)
+    console.print(render_tokens(result.chat, result.token_ids, result.loss_mask), soft_wrap=True)
     for text in result.warnings:
-        console.print(f"warning: {text}", style="yellow", markup=False)
+        console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
