@@ -74,7 +74,8 @@ def _check_local(config: RolloutConfig, module: Any) -> None:
         raise ConfigError(f"{_KEY}.engine_kwargs: the local engine takes none, got {sorted(config.engine_kwargs)}")
     if config.tensor_model_parallel_size != 1:
         raise ConfigError(
-            f"{_KEY}.tensor_model_parallel_size: got {config.tensor_model_parallel_size}, but the local engine runs on one rank"
+            f"{_KEY}.tensor_model_parallel_size: the local engine runs on one rank, "
+            f"got {config.tensor_model_parallel_size}"
         )
     actual = str(next(module.parameters()).dtype).removeprefix("torch.")
     if config.dtype is not None and config.dtype != actual:

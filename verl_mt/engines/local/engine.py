@@ -102,7 +102,7 @@ class LocalEngine(InferenceEngine):
         await self._command(lambda: self._scheduler.abort(request_id))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """`in_place` keeps the caches, `retract` drops them, and running turns go on after `resume`; `abort` ends them."""
+        """`in_place` keeps the caches, `retract` drops them; running turns go on after `resume`. `abort` ends them."""
 
         def act() -> None:
             self._scheduler.paused = True

@@ -1,0 +1,22 @@
+"""Fixtures of the engine tests; the helpers are in `engine_models.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_models import make_model
+
+
+@pytest.fixture(scope="session")
+def qwen3() -> Any:
+    """Shared by tests that do not change it."""
+    return make_model()
+
+
+@pytest.fixture
+def run_async() -> Callable[[Any], Any]:
+    """Run a coroutine; nothing may take longer than a minute."""
+    return lambda coroutine: asyncio.run(asyncio.wait_for(coroutine, 60))

@@ -1,0 +1,430 @@
+"""The local engine as its callers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from engine_models import VOCAB, assert_exact, make_model, plain_log_probs, request
+
+from verl_mt.data.requests import VersionSpan
+from verl_mt.engines.base import Disk, InPlace
+from verl_mt.engines.local import LocalEngine, LocalOptions
+from verl_mt.errors import DeadlineError, EngineError, EngineGoneError
+
+PROMPT = [5, 17, 200, 31, 8, 99, 140, 77]
+
+
+@asynccontextmanager
+async def engine_of(
+    model: Any, end_token_ids: Any = (), decode: Any = None, **options: Any
+) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(
+        model, end_token_ids=end_token_ids, decode=decode, max_model_len=256, options=LocalOptions(**options)
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama"])
+@pytest.mark.parametrize("lengths", [[20] * 5, [3, 40, 17, 1, 29]], ids=["equal", "ragged"])
+def test_greedy_equals_transformers_generate_token_for_token(architecture, lengths, run_async):
+    model = make_model(architecture)
+    prompts = [random_ids(length, seed) for seed, length in enumerate(lengths)]
+
+    async def go():
+        async with engine_of(model, max_prefill_tokens=33) as engine:
+            return await asyncio.gather(*[engine.generate(request(p, max_new_tokens=20)) for p in prompts])
+
+    outputs = run_async(go())
+    for prompt, output in zip(prompts, outputs):
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
+        assert output.finish_reason == "length"
+        assert_exact(model, prompt, output)
+
+
+def test_a_tool_answer_costs_only_its_own_tokens_and_log_probs_stay_exact(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            stream, session, computed = random_ids(30, 1), "conversation", 0
+            for turn in range(4):
+                output = await engine.generate(request(stream, session, temperature=0.7, seed=turn))
+                # All but the last sampled token, which was never fed to the model.
+                assert output.cached_tokens == computed
+                assert_exact(qwen3, stream, output, temperature=0.7)
+                computed = len(stream) + len(output.token_ids) - 1
+                stream = stream + output.token_ids + random_ids(5 + turn, turn)
+
+    run_async(go())
+
+
+def test_a_rewritten_history_is_recomputed_from_where_it_differs(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            first = await engine.generate(request(PROMPT * 3, "s"))
+            changed = PROMPT * 2 + [1, 2, 3]
+            second = await engine.generate(request(changed, "s"))
+            assert second.cached_tokens == len(PROMPT) * 2
+            assert_exact(qwen3, changed, second)
+            again = await engine.generate(request(PROMPT * 3, "s"))
+            assert again.token_ids == first.token_ids
+
+    run_async(go())
+
+
+def test_a_waiting_session_holds_no_one_up_and_sequences_join_a_running_batch(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            await engine.generate(request(PROMPT, "waits for its tool"))
+            long = asyncio.ensure_future(engine.generate(request(PROMPT[::-1], max_new_tokens=200)))
+            short = [await engine.generate(request(random_ids(9, i), max_new_tokens=2)) for i in range(5)]
+            assert all(len(output.token_ids) == 2 for output in short)
+            assert not long.done()
+            assert_exact(qwen3, PROMPT[::-1], await long)
+
+    run_async(go())
+
+
+def test_abort_keeps_what_was_sampled(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            ask = request(PROMPT, max_new_tokens=240)
+            task = asyncio.ensure_future(engine.generate(ask))
+            await engine.generate(request(PROMPT[1:], max_new_tokens=10))
+            await engine.abort(ask.request_id)
+            await engine.abort("unknown")
+            output = await task
+            assert output.finish_reason == "abort"
+            assert 5 < len(output.token_ids) < 240
+            assert_exact(qwen3, PROMPT, output)
+
+    run_async(go())
+
+
+def test_a_cancelled_caller_ends_its_request(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3, max_num_seqs=1) as engine:
+            await engine.pause()
+            task = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=240)))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await engine.resume()
+            assert not engine._scheduler._live
+
+    run_async(go())
+
+
+def test_a_deadline_returns_what_is_there(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            await engine.pause()
+            output = await engine.generate(request(PROMPT, deadline_s=0.05))
+            assert (output.finish_reason, output.token_ids, output.version_spans) == ("abort", [], [])
+
+    run_async(go())
+
+
+def test_a_deadline_in_deterministic_mode_is_an_error(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3, deterministic=True) as engine:
+            engine.open_session("a", 0)
+            engine.open_session("its tool never answers", 1)
+            with pytest.raises(DeadlineError, match=r"deadline_s=0\.05.*deterministic"):
+                await engine.generate(request(PROMPT, "a", deadline_s=0.05))
+
+    run_async(go())
+
+
+def test_new_weights_drop_the_caches(run_async):
+    model = make_model(seed=1)
+
+    async def go():
+        async with engine_of(model) as engine:
+            before = await engine.generate(request(PROMPT, "s"))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            await engine.apply(InPlace(7))
+            stream = PROMPT + before.token_ids + [4, 5]
+            after = await engine.generate(request(stream, "s"))
+            assert (engine.version, after.cached_tokens, after.version_spans) == (7, 0, [VersionSpan(7, 8)])
+            assert_exact(model, stream, after)
+
+    run_async(go())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mode, run_async):
+    model = make_model(seed=2)
+
+    async def go():
+        async with engine_of(model) as engine:
+            task = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=150, temperature=1.0, seed=3)))
+            await engine.generate(request(PROMPT[2:]))
+            await engine.pause(mode)
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.5)
+            await engine.apply(InPlace(1))
+            await engine.resume()
+            output = await task
+            old, new = output.version_spans
+            assert (old.version, new.version) == (0, 1)
+            assert old.num_tokens + new.num_tokens == 150 == len(output.log_probs)
+            expected = plain_log_probs(model, PROMPT, output.token_ids)[old.num_tokens :]
+            torch.testing.assert_close(torch.tensor(output.log_probs[old.num_tokens :]), expected, atol=1e-5, rtol=1e-5)
+
+    run_async(go())
+
+
+def test_only_updates_in_place_are_taken(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            with pytest.raises(EngineError, match="InPlace updates, got Disk"):
+                await engine.apply(Disk(1, "somewhere"))
+
+    run_async(go())
+
+
+def test_pause_stops_sampling_and_abort_mode_ends_all_turns(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            await engine.pause()
+            task = asyncio.ensure_future(engine.generate(request(PROMPT)))
+            await asyncio.sleep(0.05)
+            assert not task.done()
+            await engine.pause("abort")
+            assert (await task).finish_reason == "abort"
+            await engine.resume()
+            assert (await engine.generate(request(PROMPT))).finish_reason == "length"
+            with pytest.raises(EngineError, match="unknown mode"):
+                await engine.pause("later")
+
+    run_async(go())
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            ask = {"temperature": 1.0, "seed": 11, "max_new_tokens": 100}
+            alone = await engine.generate(request(PROMPT, **ask))
+            many = [engine.generate(request(random_ids(3 * i + 1, i), temperature=1.0)) for i in range(6)]
+            together, other, *_ = await asyncio.gather(
+                engine.generate(request(PROMPT, **ask)), engine.generate(request(PROMPT, **{**ask, "seed": 12})), *many
+            )
+            assert together.token_ids == alone.token_ids != other.token_ids
+
+    run_async(go())
+
+
+def test_requests_without_a_seed_differ_within_an_engine_and_repeat_across_engines(qwen3, run_async):
+    async def go(seed):
+        async with engine_of(qwen3, seed=seed) as engine:
+            return [(await engine.generate(request(PROMPT, temperature=1.0))).token_ids for _ in range(2)]
+
+    first, again, other = run_async(go(0)), run_async(go(0)), run_async(go(1))
+    assert first[0] != first[1]
+    assert first == again != other
+
+
+def test_deterministic_mode_gives_the_same_bits_whatever_the_timing(qwen3, run_async):
+    async def conversation(engine, number, rng):
+        name, stream, outputs = f"s{number}", random_ids(12, 100) + random_ids(number, number), []
+        for turn in range(3):
+            await asyncio.sleep(rng.random() * 0.01)
+            ask = request(stream, name, temperature=1.0, max_new_tokens=1 + (5 * number + 3 * turn) % 11)
+            output = await engine.generate(ask)
+            outputs.append((output.token_ids, output.log_probs, output.cached_tokens))
+            stream = stream + output.token_ids + random_ids(turn + 2, turn)
+        await asyncio.sleep(rng.random() * 0.01)
+        engine.close_session(name)
+        return outputs
+
+    async def go(seed):
+        rng, numbers, rounds = random.Random(seed), list(range(7)), []
+        async with engine_of(qwen3, deterministic=True, max_num_seqs=5, max_prefill_tokens=16) as engine:
+            for _ in range(2):
+                rng.shuffle(numbers)
+                for number in numbers:
+                    engine.open_session(f"s{number}", number)
+                done = dict(zip(numbers, await asyncio.gather(*[conversation(engine, n, rng) for n in numbers])))
+                rounds.append([done[n] for n in range(7)])
+        # What was sampled before leaves no trace once all sessions are closed.
+        assert rounds[0] == rounds[1]
+        return rounds[0]
+
+    assert run_async(go(1)) == run_async(go(2)) == run_async(go(3))
+
+
+def test_deterministic_mode_wants_sessions_opened(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3, deterministic=True) as engine:
+            with pytest.raises(EngineError, match="open_session first"):
+                await engine.generate(request(PROMPT))
+
+    run_async(go())
+
+
+def test_end_tokens_stop_ids_and_stop_strings_end_a_turn_and_are_kept(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            ids = (await engine.generate(request(PROMPT, max_new_tokens=30))).token_ids
+        cut = next(i for i in range(5, 30) if ids[i] not in ids[:i])
+        half = f"{ids[cut - 1]}><{ids[cut]}"
+        async with engine_of(qwen3, end_token_ids=[ids[cut]], decode=decode) as engine:
+            by_end = await engine.generate(request(PROMPT, max_new_tokens=30))
+        async with engine_of(qwen3, decode=decode) as engine:
+            by_id = await engine.generate(request(PROMPT, max_new_tokens=30, stop_token_ids=(ids[cut],)))
+            by_text = await engine.generate(request(PROMPT, max_new_tokens=30, stop=("never", half)))
+            at_limit = await engine.generate(request(PROMPT, max_new_tokens=cut + 1, stop=(half,)))
+        for output in (by_end, by_id, by_text, at_limit):
+            assert output.token_ids == ids[: cut + 1]
+            assert output.finish_reason == "stop"
+
+    run_async(go())
+
+
+def test_a_turn_ends_at_the_longest_sequence_the_engine_allows(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            output = await engine.generate(request(random_ids(250, 0), max_new_tokens=100))
+            assert (len(output.token_ids), output.finish_reason) == (6, "length")
+
+    run_async(go())
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (request(random_ids(256, 0)), "256 input tokens leave no room within max_model_len=256"),
+        (request([]), "input_ids is empty"),
+        (request([5, VOCAB]), f"vocabulary of {VOCAB}"),
+        (request([5], stop=("x",)), "without `decode`"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_alone(qwen3, run_async, ask, message):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            with pytest.raises(EngineError, match=message):
+                await engine.generate(ask)
+            assert len((await engine.generate(request(PROMPT))).token_ids) == 8
+
+    run_async(go())
+
+
+class Breaks(torch.nn.Module):
+    """Raises at its k-th forward pass."""
+
+    def __init__(self, model, at):
+        super().__init__()
+        self.module, self.config, self.left = model, model.config, at
+
+    def forward(self, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("out of memory")
+        return self.module(**kwargs)
+
+
+def test_a_failure_in_the_engine_thread_reaches_everyone(qwen3, run_async):
+    async def go():
+        async with engine_of(Breaks(qwen3, at=3), max_num_seqs=2) as engine:
+            tasks = [engine.generate(request(random_ids(5, i))) for i in range(5)]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(r, EngineGoneError) and "out of memory" in str(r) for r in results)
+            assert isinstance(results[0].__cause__, RuntimeError)
+            for call in (engine.generate(request(PROMPT)), engine.pause(), engine.abort("x"), engine.apply(InPlace(1))):
+                with pytest.raises(EngineGoneError, match="out of memory"):
+                    await call
+            engine.close_session("anything")
+
+    run_async(go())
+
+
+def test_close_ends_waiting_requests_is_idempotent_and_leaves_no_thread(qwen3, run_async):
+    before = set(threading.enumerate())
+
+    async def go():
+        async with engine_of(qwen3) as engine:
+            await engine.pause()
+            task = asyncio.ensure_future(engine.generate(request(PROMPT)))
+            await asyncio.sleep(0.02)
+            await engine.close()
+            await engine.close()
+            with pytest.raises(EngineGoneError, match="closed"):
+                await task
+            with pytest.raises(EngineGoneError, match="closed"):
+                await engine.generate(request(PROMPT))
+
+    run_async(go())
+    assert not [t for t in set(threading.enumerate()) - before if "engine" in t.name]
+
+
+def test_the_actors_module_is_left_as_it_was(run_async):
+    model = make_model(seed=4)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    implementation = model.config._attn_implementation
+
+    async def go():
+        async with engine_of(model) as engine:
+            assert_exact(model, PROMPT, await engine.generate(request(PROMPT)))
+            assert [m.training for m in model.modules()] == modes
+
+    run_async(go())
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(p.grad, g) and p.requires_grad for p, g in zip(model.parameters(), gradients))
+    model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+
+
+def test_logits_that_are_not_finite_fail_the_request_and_spare_later_ones(run_async):
+    model = make_model(seed=5)
+
+    async def go():
+        async with engine_of(model) as engine:
+            weight = model.model.layers[0].self_attn.v_proj.weight.data
+            good = weight.clone()
+            weight.fill_(float("nan"))
+            with pytest.raises(EngineError, match="not finite"):
+                await engine.generate(request(PROMPT))
+            weight.copy_(good)
+            await engine.apply(InPlace(1))
+            assert_exact(model, PROMPT, await engine.generate(request(PROMPT)))
+
+    run_async(go())
+
+
+def test_released_memory_comes_back_by_itself(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            first = await engine.generate(request(PROMPT, "s"))
+            cache = engine._scheduler.slots.cache
+            assert cache.num_bytes > 0
+            await engine.release_memory()
+            assert cache.num_bytes == 0
+            await engine.resume_memory()
+            second = await engine.generate(request(PROMPT, "s"))
+            assert second.token_ids == first.token_ids
+
+    run_async(go())
