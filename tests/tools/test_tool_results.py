@@ -63,7 +63,7 @@ def words(text: str) -> list[str]:
 @given(st.text(alphabet="ab é\n", max_size=300), st.integers(1, 20), st.sampled_from(["head", "tail", "both"]))
 def test_a_cut_text_keeps_at_most_the_limit_and_only_ends_of_the_text(text, limit, keep):
     cut, was_cut = truncate(text, limit, keep, words)
-    assert was_cut == (len(words(text)) > limit)
+    assert was_cut == (len(words(text)) > limit or len(text) > 16 * limit)
     if not was_cut:
         assert cut == text
         return
@@ -86,7 +86,7 @@ def test_ten_megabytes_are_cut_without_tokenizing_them():
     started = time.monotonic()
     for text in ("x" * 10_000_000, "word " * 2_000_000):
         cut, was_cut = truncate(text, 512, "both", count)
-        assert was_cut and len(cut) == 512 + len("...(truncated)...")
+        assert was_cut and 500 <= len(cut) - len("...(truncated)...") <= 512
     assert seen < 200_000 and time.monotonic() - started < 1
 
 

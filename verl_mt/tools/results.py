@@ -18,6 +18,9 @@ Keep = Literal["head", "tail", "both"]
 CountTokens = Callable[[str], Sized]
 """text -> its token ids; only their number is used."""
 
+MAX_CHARACTERS_PER_TOKEN = 16
+"""Far above what text has (about 4): only runs of one character come near it, and those are slow to tokenize."""
+
 CUT_MARKER = "...(truncated)..."
 """Stands in the cut; a cut at one end has dots only on the side of the text that was kept."""
 
@@ -106,19 +109,19 @@ def encodable(text: str) -> str:
 def truncate(text: str, max_tokens: int, keep: Keep, count_tokens: CountTokens) -> tuple[str, bool]:
     """Cut a text that is longer than `max_tokens`; the marker in its cut place comes on top of the limit.
 
-    Only as much of the text is tokenized as may be kept, so 10 MB cost no more than 10 kB.
+    Only as much of the text is tokenized as may be kept, so 10 MB cost no more than 10 kB. For the same reason a text
+    of more than `MAX_CHARACTERS_PER_TOKEN` characters per allowed token is cut however few tokens it is.
 
     Returns:
         (text, whether it was cut).
     """
-    if len(text) <= 16 * max_tokens and len(count_tokens(text)) <= max_tokens:
-        return text, False
-    fitting = _fitting(text, max_tokens, count_tokens, from_end=keep == "tail")
-    if fitting == len(text):
+    if len(text) <= MAX_CHARACTERS_PER_TOKEN * max_tokens and len(count_tokens(text)) <= max_tokens:
         return text, False
     if keep == "head":
+        fitting = _fitting(text, max_tokens, count_tokens, from_end=False)
         return text[:fitting] + "..." + CUT_MARKER.strip("."), True
     if keep == "tail":
+        fitting = _fitting(text, max_tokens, count_tokens, from_end=True)
         return CUT_MARKER.strip(".") + "..." + text[len(text) - fitting :], True
     head = _fitting(text, (max_tokens + 1) // 2, count_tokens, from_end=False)
     tail = min(_fitting(text, max_tokens // 2, count_tokens, from_end=True), len(text) - head)
@@ -126,22 +129,22 @@ def truncate(text: str, max_tokens: int, keep: Keep, count_tokens: CountTokens) 
 
 
 def _fitting(text: str, budget: int, count_tokens: CountTokens, *, from_end: bool) -> int:
-    """How many characters of one end of the text are at most `budget` tokens."""
+    """How many characters of one end of a text that must be cut are at most `budget` tokens."""
     if budget < 1:
         return 0
 
     def fits(size: int) -> bool:
         return len(count_tokens(text[len(text) - size :] if from_end else text[:size])) <= budget
 
-    size = min(len(text), 4 * budget)
-    low = 0
+    most = min(len(text) - 1, MAX_CHARACTERS_PER_TOKEN * budget)
+    size, low = min(most, 4 * budget), 0
     while fits(size):
         low = size
-        if size == len(text):
+        if size == most:
             return size
-        size = min(len(text), 2 * size)
+        size = min(most, 2 * size)
     high = size
-    while high - low > 1:
+    while high - low > max(1, high // 128):  # exact for short texts, within 1 % for long ones
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
