@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.diagnostics.step_metrics import pass_at_k, rollout_metrics, tool_metrics, validation_metrics
 
@@ -58,6 +59,8 @@ def test_validation_is_also_reported_by_data_source():
     assert metrics["val/b/c/accuracy_greedy"] == 0.0
 
 
-@pytest.mark.parametrize(("n", "c", "k", "expected"), [(4, 2, 2, 0.8333333), (4, 0, 2, 0.0), (4, 4, 1, 1.0), (5, 1, 5, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"), [(4, 2, 2, 0.8333333), (4, 0, 2, 0.0), (4, 4, 1, 1.0), (5, 1, 5, 1.0)]
+)
 def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)

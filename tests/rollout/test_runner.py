@@ -7,6 +7,7 @@ import json
 
 import pytest
 from toys import toy_tokenizer
+
 from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
@@ -84,7 +85,7 @@ def engine_saying(script: dict[str, list[str]]) -> ScriptedEngine:
         said = script[asked][int(request.request_id.split("/")[-1]) - 1]
         if isinstance(said, Exception):
             raise said
-        ids = CHAT.encode_text(said, neutral=False) + [CHAT.tokenizer.eos_token_id]
+        ids = [*CHAT.encode_text(said, neutral=False), CHAT.tokenizer.eos_token_id]
         if len(ids) > request.sampling.max_new_tokens:
             ids = ids[: request.sampling.max_new_tokens]
             return ids, None, "length", [-0.5] * len(ids)
@@ -262,7 +263,7 @@ def _next(turns):
     said = next(turns)
     if isinstance(said, Exception):
         raise said
-    ids = CHAT.encode_text(said, neutral=False) + [CHAT.tokenizer.eos_token_id]
+    ids = [*CHAT.encode_text(said, neutral=False), CHAT.tokenizer.eos_token_id]
     return ids, None, "stop", [-0.5] * len(ids)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from rollout_support import fixed_session
+
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, LedgerError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore

@@ -207,6 +207,8 @@ class Trajectory:
     row_index: int = -1
     """Row of the data set, -1 where there is none."""
     messages: list[Message] = field(default_factory=list)
+    turn_texts: list[str] = field(default_factory=list)
+    """What the model wrote in each assistant turn, reasoning and calls included, without the end-of-turn token."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool schemas that the prompt showed, as the template got them."""
     records: list[TrajectoryRecord] = field(default_factory=list)

@@ -38,6 +38,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str]
 def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[str, float]:
     """`val/accuracy<suffix>` (mean score), by data source too, with pass@k where there are several samples.
 
+    A reward that returns `first_answer` beside `score` is validated by it: retries do not flatter the model.
     A trajectory that failed or was aborted counts as score 0: leaving it out would flatter the model.
     """
     by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
@@ -77,9 +78,9 @@ def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) 
         totals[f"tools/{name}/errors"] += 0
         totals[f"tools/{name}/latency_s"] += 0
     for trajectory in trajectories:
-        totals.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})  # type: ignore[misc]
+        totals.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})
     for key in [k for k in totals if k.endswith("/latency_s")]:
-        totals[key] = totals[key] / max(1, totals[key.removesuffix("latency_s") + "calls"])  # type: ignore[assignment]
+        totals[key] = totals[key] / max(1, totals[key.removesuffix("latency_s") + "calls"])
     return dict(totals)
 
 
@@ -106,7 +107,7 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["rollout/aborted"] = sum(t.status is Status.ABORTED for t in trajectories)
     totals: Counter[str] = Counter()
     for trajectory in trajectories:
-        totals.update({k: v for k, v in trajectory.counters.items() if "/" not in k})  # type: ignore[misc]
+        totals.update({k: v for k, v in trajectory.counters.items() if "/" not in k})
     for name in ("retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks"):
         if totals[name]:
             metrics[f"rollout/{name}"] = totals[name]
@@ -123,12 +124,17 @@ def _groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _accuracy(groups: Sequence[TrajectoryGroup]) -> float:
-    scores = [t.reward_parts.get("score", 0.0) for g in groups for t in g.trajectories]
+    scores = [_score(t) for g in groups for t in g.trajectories]
     return fmean(scores) if scores else 0.0
 
 
 def _num_right(group: TrajectoryGroup) -> int:
-    return sum(t.reward_parts.get("score", 0.0) >= 1.0 for t in group.trajectories)
+    return sum(_score(t) >= 1.0 for t in group.trajectories)
+
+
+def _score(trajectory: Trajectory) -> float:
+    parts = trajectory.reward_parts
+    return parts.get("first_answer", parts.get("score", 0.0))
 
 
 def _is_call_count(name: str) -> bool:

@@ -77,6 +77,10 @@ class PromptBuilder:
             )
         return kept
 
+    def rows(self) -> list[DataRow]:
+        """All rows that were rendered and fit."""
+        return [prompt.row for prompt in self._cache.values()]
+
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
         if self.tools is None:
             return None, None

@@ -122,6 +122,7 @@ class RolloutRunner:
                 trajectory = replace(
                     blank,
                     messages=[],
+                    turn_texts=[],
                     tools=[],
                     records=[],
                     tool_rewards={},
@@ -161,7 +162,8 @@ class RolloutRunner:
                     trajectory_id=trajectory.trajectory_id,
                     timeout_s=self.interaction_timeout_s,
                 )
-                await interaction.start()
+                if interaction is not None:
+                    await interaction.start()
             await run_tool_loop(session, tools, interaction)
             session.finish()
             return None
@@ -262,7 +264,7 @@ class _Gate:
 
 
 def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
-    texts = [_text(m) for m in trajectory.messages[len(prompt.messages) :] if m["role"] == "assistant"]
+    texts = trajectory.turn_texts
     row = prompt.row
     return RewardInput(
         data_source=row.data_source,
@@ -281,8 +283,3 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
         },
         row=row.raw,
     )
-
-
-def _text(message: dict) -> str:  # type: ignore[type-arg]
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

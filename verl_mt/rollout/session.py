@@ -235,9 +235,12 @@ class RolloutSession:
         text = context.chat.turn_text(ids) if output.text is None or output.token_ids is not None else output.text
         if context.parser is not None:
             parsed = context.parser.parse(text, self.trajectory.tools, in_reasoning=context.chat.prefilled_reasoning)
+            calls = [replace(call, id=call.id or f"call_{turn}_{k}") for k, call in enumerate(parsed.calls)]
+            parsed = replace(parsed, calls=calls)
         else:
             parsed = ParsedTurn(content=text)
-        message = self._message(text, parsed, turn)
+        self.trajectory.turn_texts.append(text)
+        message = self._message(text, parsed)
         self.trajectory.messages.append(message)
         self._count("cached_tokens", output.cached_tokens)
         self._count("input_tokens", start)
@@ -256,7 +259,8 @@ class RolloutSession:
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
         self.record.append_sampled(ids, None, [version] * len(ids), turn=turn)
 
-    def _message(self, text: str, parsed: ParsedTurn, turn: int) -> Message:
+    def _message(self, text: str, parsed: ParsedTurn) -> Message:
+        parser = self.context.parser
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             if self.context.chat.capabilities.reasoning_content != "ignored":
@@ -264,10 +268,8 @@ class RolloutSession:
             elif not parsed.calls:
                 # This template ignores `reasoning_content`; the text as written is what it can render.
                 message["content"] = text
-        if parsed.calls:
-            message["tool_calls"] = [
-                replace(call, id=call.id or f"call_{turn}_{k}").to_message() for k, call in enumerate(parsed.calls)
-            ]
+        if parsed.calls and not (parser is not None and parser.calls_in_content):
+            message["tool_calls"] = [call.to_message() for call in parsed.calls]
         return message
 
     def _after_the_end(self, verb: str) -> LedgerError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.session import InteractionSession
@@ -37,9 +35,7 @@ async def run_tool_loop(
 
 
 async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: AssistantTurn) -> None:
-    ids = [call["id"] for call in turn.message.get("tool_calls", [])]
-    calls = [replace(call, id=id_) for call, id_ in zip(turn.parsed.calls, ids)]
-    results = await tools.run([*calls, *turn.parsed.malformed], turn=session.trajectory.num_turns)
+    results = await tools.run([*turn.parsed.calls, *turn.parsed.malformed], turn=session.trajectory.num_turns)
     lost = [result for result in results if result.failure == "infrastructure"]
     if lost:
         # Neither the model's nor the tool's fault: the trajectory is thrown away and started again.

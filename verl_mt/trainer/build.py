@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from tensordict import TensorDict
@@ -66,6 +68,8 @@ def build_trainer(config: Config) -> PPOTrainer:
     run = RunDirectory.open(config.trainer, snapshot)
     state = None if run.resume_from is None else checkpoint.load(run.resume_from)
     runner = build_runner(config, chat, tools, workers.policy_module)
+    for row in prompts.rows():
+        runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
     trainer = PPOTrainer(
         config=config.trainer,
         plan=plan,
@@ -82,7 +86,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         pad_token_id=_pad_token_id(chat),
     )
     if config.trainer.export_at_end:
-        trainer.export = lambda: export_hf(workers.policy_module, chat.tokenizer, run.path / "hf")
+        trainer.export = partial(export_hf, workers.policy_module, chat.tokenizer, run.path / "hf")
     if state is not None:
         trainer.load_state_dict(state)
         trainer.log.display.resume_at(trainer.step_number)
@@ -94,7 +98,10 @@ def build_trainer(config: Config) -> PPOTrainer:
 def prepare_process(config: Config) -> None:
     """Threads, seeds and determinism of this process."""
     torch.set_num_threads(config.trainer.num_threads or _idle_cores())
-    torch.manual_seed(config.trainer.seed)
+    seed = config.trainer.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
 

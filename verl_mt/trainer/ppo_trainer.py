@@ -66,7 +66,7 @@ class PPOTrainer:
     pad_token_id: int
     step_number: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
-    export: Callable[[], None] = lambda: None
+    export: Callable[[], object] = lambda: None
     _score: float | None = None
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class PPOTrainer:
                 groups = self._rollout()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
             metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics()
-            if len(batch) == 0:
+            if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
                 with _timed(timing, "ref"):

@@ -104,7 +104,7 @@ class RunDirectory:
             self._lock = None
 
 
-def _numbered(path: Path):  # type: ignore[no-untyped-def]
+def _numbered(path: Path):
     yield path
     number = 2
     while True:

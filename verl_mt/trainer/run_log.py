@@ -77,12 +77,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
             write_rows(self.run.path / "rollouts" / f"val_{step:06d}.jsonl", rows)
 
-    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict) -> None:
+    def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
         if not self._write_rollouts:
             return
         rows = []
-        per_record = _per_record(batch)
+        per_record = _per_record(batch) if batch is not None else {}
         for trajectory in (t for g in groups for t in g.trajectories):
             extras = [per_record.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
             rows.append(
@@ -134,8 +134,6 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 def _per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
     """(trajectory id, record) -> what the update computed for each of its tokens."""
-    if len(batch) == 0:
-        return {}
     lengths = batch[ATTENTION_MASK].sum(1).tolist()
     keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist(), strict=True)
     present = [name for name in (ADVANTAGES, OLD_LOG_PROBS) if name in set(batch.keys())]
