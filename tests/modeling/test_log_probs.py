@@ -102,9 +102,11 @@ def test_equal_to_full_logits_row_by_row_without_padding(qwen, seed, temperature
         ("Cohere", {"logit_scale": 0.25}),
         ("Granite", {"logits_scaling": 4.0}),
         ("Mistral", {"sliding_window": 8}),
+        ("Bloom", {"n_head": 2, "n_layer": 2}),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
     ],
 )
-def test_other_architectures_too_with_capped_or_scaled_logits_and_windows(kind, kwargs):
+def test_other_architectures_too_with_capped_or_scaled_logits_windows_or_masks_of_their_own(kind, kwargs):
     model = tiny(kind, **kwargs)
     ids, mask, wanted = random_batch(1, num_rows=4, shared=20, prompts=2)
     with torch.no_grad():
@@ -133,7 +135,7 @@ def test_sharing_prefixes_changes_no_gradient(shared, prompts, monkeypatch):
     ids, mask, wanted = random_batch(3, num_rows=6, shared=shared, prompts=prompts)
     coefficients = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with_sharing = gradients(model, ids, mask, wanted, coefficients)
-    monkeypatch.setattr(module_under_test, "can_share_prefixes", lambda _: False)
+    monkeypatch.setattr(module_under_test, "can_share_prefixes", lambda *_: False)
     without = gradients(model, ids, mask, wanted, coefficients)
     for a, b in zip(with_sharing, without):
         # The norms of transformers compute in float32 whatever the model's type.

@@ -11,8 +11,6 @@ The language-model head runs only where a log-prob is wanted, and a prefix that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from verl_mt.modeling.shared_prefix import can_share_prefixes, plan_prefixes, run_with_prefixes
+from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
 _MAX_LOGITS = 2**26
 """Logits alive at once; more wanted tokens are done in pieces, recomputed in the backward pass."""
@@ -105,7 +103,7 @@ def _hidden_states(
         inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "position_ids": positions, "use_cache": False}
     if not _has_plain_head(model):
         return model(**inputs).logits[row_N, before_N], nn.Identity()
-    if right_padded and can_share_prefixes(model):
+    if right_padded and can_share_prefixes(model, base):
         plan = plan_prefixes(ids_BT, wanted_BT)
         if plan is not None:
             hidden_BSH = run_with_prefixes(base, ids_BT, plan)
@@ -174,7 +172,7 @@ def _probe_head(model: Any) -> bool:
     if head is None:
         return False
     ids = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0)
-    with _eval_mode(model):
+    with eval_mode(model):
         hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
         scale = 1000.0 / head(hidden).abs().max().clamp(min=1e-6)
         expected = head(hidden * scale)
@@ -184,15 +182,3 @@ def _probe_head(model: Any) -> bool:
         finally:
             hook.remove()
     return logits.shape == expected.shape and bool(((logits - expected).abs().max() <= 1.0).item())
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

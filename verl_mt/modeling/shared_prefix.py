@@ -13,11 +13,17 @@ With 128 rows of 16 prompts, 180 tokens each and 40 of them sampled, that is a t
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
 
 _MIN_SHARED = 16
 """Shorter prefixes are not worth a forward pass of their own."""
@@ -131,11 +137,58 @@ def _select(cache: Any, rows: Tensor) -> None:
         layer.values = layer.values.index_select(0, rows)
 
 
-def can_share_prefixes(model: nn.Module) -> bool:
-    """Full attention in every layer, through a kernel that takes a dense mask, and no checkpointed activations
-    (transformers keeps no cache then)."""
+def can_share_prefixes(model: nn.Module, base: Any) -> bool:
+    """Whether the model gives the same hidden states this way: full attention in every layer, through a kernel that
+    takes a dense mask, no checkpointed activations (transformers keeps no cache then), and, found by one tiny forward
+    pass per model, a cache and positions that work as they should.
+
+    Args:
+        model: a Hugging Face causal language model.
+        base: the part of it that makes hidden states.
+    """
     config: Any = model.config
     layer_types = getattr(config, "layer_types", None)
     full = set(layer_types) == {"full_attention"} if layer_types else getattr(config, "sliding_window", None) is None
     checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
-    return full and getattr(config, "_attn_implementation", None) in ("sdpa", "eager") and not checkpointing
+    if not full or checkpointing or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+        return False
+    if model not in _probed:
+        with eval_mode(model):
+            _probed[model] = _probe(base)
+    return _probed[model]
+
+
+_probed: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _probe(base: Any) -> bool:
+    """Compare with a plain pass: two prompts of different length behind two common tokens, three rows."""
+    device = next(base.parameters()).device
+    ids_BT = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 6, 5], [1, 2, 4, 6, 3, 0]], device=device)
+    ends, start = torch.tensor([4, 3], device=device), torch.tensor([4, 4, 3], device=device)
+    prompts, prompt_of = torch.tensor([0, 2], device=device), torch.tensor([0, 0, 1], device=device)
+    plan = PrefixPlan(2, prompts, prompt_of, ends, start, width=2)
+    plain_BTH = base(input_ids=ids_BT, use_cache=False).last_hidden_state
+    expected = torch.stack([plain_BTH[row, first : first + 2] for row, first in enumerate(start.tolist())])
+    try:
+        got = run_with_prefixes(base, ids_BT, plan)
+    except Exception as error:
+        # An architecture with a cache or mask of its own may raise anything here; the plain pass serves it.
+        _log.info("%s cannot share prefixes: %r", type(base).__name__, error)
+        return False
+    tolerance = 1e-3 if plain_BTH.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((got - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode inside, as it was before afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
