@@ -131,8 +131,9 @@ def _config_of_command(argv: list[str], config_name: str | None, module: str) ->
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}" if "." in module else module,
         usage="%(prog)s [flags] [key=value ...]",
-        description="Keys are dotted: actor_rollout_ref.rollout.n=4. Sections:",
-        epilog="\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())
+        description="Keys are dotted: actor_rollout_ref.rollout.n=4.",
+        epilog="sections:\n"
+        + "\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())
         + "\n\nAll keys with their defaults: python -m verl_mt.config.reference, or docs/configuration.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -173,7 +174,7 @@ def _compose(
             notes.append(
                 "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
             )
-    base, name = _locate(config_name, folder)
+    base, name = _locate(config_name, folder, extra)
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
     with composing(composition):
         tree, failure = _hydra_compose(base, name, lines)
@@ -195,7 +196,7 @@ def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig,
         return OmegaConf.create(), f"{text} (config {name!r} of {base})"
 
 
-def _locate(config_name: str, folder: str | Path | None) -> tuple[Path, str]:
+def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]) -> tuple[Path, str]:
     """(absolute folder, name without .yaml) of the primary file.
 
     Raises:
@@ -206,7 +207,7 @@ def _locate(config_name: str, folder: str | Path | None) -> tuple[Path, str]:
         return file.parent, file.stem
     base = shipped_config_dir() if folder is None else _folder(folder, "config_dir")
     name = config_name.removesuffix(".yaml")
-    if not any((place / f"{name}.yaml").is_file() for place in (base, shipped_config_dir())):
+    if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}")
     return base, name

@@ -30,7 +30,8 @@ SCHEMA_VERSION = 1
 _TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
-    "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity", "error", "info",
+    "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
+    "error", "info",
 )  # fmt: skip
 
 

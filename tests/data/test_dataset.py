@@ -1,0 +1,224 @@
+"""Rows: what is read, what is refused, and what each refusal names."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.data.dataset import drop_nulls, load_rows
+from verl_mt.errors import DataError, PluginError
+
+ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"index": 0},
+}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def load(spec, **kwargs):
+    return load_rows(spec, split="train", **kwargs)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    made = types.ModuleType("made_up_rows")
+    monkeypatch.setitem(sys.modules, "made_up_rows", made)
+    return made
+
+
+def test_the_three_kinds_of_files_give_the_same_rows(tmp_path):
+    rows = [ROW | {"reward_model": {"style": "rule", "ground_truth": str(i)}} for i in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    entries = [jsonl(tmp_path / "a.jsonl", rows), str(tmp_path / "a.json"), str(tmp_path / "a.parquet")]
+    loaded = load(entries)
+    for source in loaded:
+        assert [r.ground_truth for r in source.rows] == ["0", "1", "2"]
+        assert [r.prompt for r in source.rows] == [ROW["prompt"]] * 3
+        assert [r.index for r in source.rows] == [0, 1, 2]
+        assert [r.data_source for r in source.rows] == ["openai/gsm8k"] * 3
+    assert [r.file for s in loaded for r in s.rows[:1]] == entries
+
+
+def test_the_forms_of_train_files(tmp_path):
+    a, b = jsonl(tmp_path / "a.jsonl", [ROW]), jsonl(tmp_path / "b.jsonl", [ROW, ROW])
+    assert [(s.name, s.weight, len(s.rows)) for s in load(a)] == [("a", None, 1)]
+    assert [s.name for s in load([a, b])] == ["a", "b"]
+    assert [s.name for s in load([a, a])] == ["a_0", "a_1"]
+    mixed = load({"x": {"path": a, "weight": 3}, "y": {"path": b, "weight": 1}, "z": a})
+    assert [(s.name, s.weight) for s in mixed] == [("x", 3.0), ("y", 1.0), ("z", None)]
+    assert [s.weight for s in load([{"path": a, "weight": 2}])] == [2.0]
+    assert len(load(b, num_rows=1)[0].rows) == 1
+
+
+@pytest.mark.cap("C40")
+def test_the_data_sets_own_answer_is_not_part_of_the_prompt(tmp_path):
+    few_shot = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2"},
+    ]
+    rows = [ROW | {"prompt": [*few_shot, {"role": "assistant", "content": "4"}]}, ROW | {"prompt": few_shot}]
+    for row in load(jsonl(tmp_path / "a.jsonl", rows))[0].rows:
+        assert row.prompt == few_shot
+
+
+def test_a_text_prompt_is_a_user_message(tmp_path):
+    rows = load(jsonl(tmp_path / "a.jsonl", [ROW | {"prompt": "hi"}]))[0].rows
+    assert rows[0].prompt == [{"role": "user", "content": "hi"}]
+
+
+def test_a_ground_truth_column_serves_too(tmp_path):
+    row = {"data_source": "d", "prompt": "p", "ground_truth": None}
+    assert load(jsonl(tmp_path / "a.jsonl", [row]))[0].rows[0].ground_truth is None
+
+
+def test_what_parquet_fills_in_is_removed(tmp_path):
+    create = {"create_kwargs": {"ground_truth": "1"}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    search = {"search": {"create_kwargs": {"topk": 3}}}
+    rows = [
+        ROW | {"extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"calculator": create}}},
+        ROW | {"extra_info": {"tools_kwargs": search, "interaction_kwargs": {"name": "x"}}},
+        ROW | {"prompt": [ROW["prompt"][1], call, {"role": "tool", "content": "2"}], "extra_info": {"split": "test"}},
+    ]  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, second, third = load(str(tmp_path / "a.parquet"))[0].rows
+    assert first.tools_kwargs == {"calculator": create}
+    assert (first.need_tools_kwargs, second.need_tools_kwargs) == (True, False)
+    assert second.tools_kwargs == search
+    assert second.interaction_kwargs == {"name": "x"}
+    assert third.extra_info == {"split": "test"}
+    assert third.prompt == [ROW["prompt"][1], call, {"role": "tool", "content": "2"}]
+
+
+json_values = st.recursive(
+    st.integers() | st.text(max_size=5) | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(json_values)
+@settings(max_examples=50, deadline=None)
+def test_a_value_without_nulls_is_left_alone(value):
+    assert drop_nulls(value) == value
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.dictionaries(st.sampled_from("xyz"), st.integers(-9, 9),
+       min_size=1), min_size=1), min_size=1, max_size=4))  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_structs_come_back_from_parquet_as_they_were_written(tmp_path_factory, structs):
+    file = tmp_path_factory.mktemp("parquet") / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**ROW, "extra_info": s} for s in structs]), file)
+    assert [r.extra_info for r in load(str(file))[0].rows] == structs
+
+
+def test_a_generator_gets_number_seed_and_split(module):
+    def rows(num_rows, seed, split):
+        for i in range(num_rows + 5):
+            yield ROW | {"prompt": f"{split} {seed} {i}"}
+
+    module.rows = rows
+    (source,) = load_rows("made_up_rows:rows", split="val", num_rows=3, seed=9)
+    assert [r.prompt[0]["content"] for r in source.rows] == ["val 9 0", "val 9 1", "val 9 2"]
+    with pytest.raises(DataError, match="val_max_samples"):
+        load_rows("made_up_rows:rows", split="val", num_rows=-1)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ([{"data_source": "d", "promt": "x", "reward_model": {}}], ["row 0", "'prompt' is missing", "you mean 'promt'",
+         "columns present: data_source, promt, reward_model"]),
+        ([ROW, {k: v for k, v in ROW.items() if k != "data_source"}], ["row 1", "'data_source' is missing"]),
+        ([{k: v for k, v in ROW.items() if k != "reward_model"}], ["row 0", "'reward_model' is missing"]),
+        ([ROW | {"reward_model": {"style": "rule"}}], ["row 0", "ground_truth"]),
+        ([ROW, ROW | {"prompt": 5}], ["row 1, column prompt", "messages", "int 5"]),
+        ([ROW | {"prompt": []}], ["row 0, column prompt", "no message"]),
+        ([ROW | {"prompt": [{"role": "assistant", "content": "x"}]}], ["no message before the answer"]),
+        ([ROW | {"prompt": [{"content": "x"}]}], ["message 0", "role"]),
+        ([ROW | {"prompt": [{"role": "user", "content": 3}]}], ["message 0", "content must be text", "int 3"]),
+        ([ROW | {"prompt": None}], ["'prompt' is null"]),
+        ([ROW | {"extra_info": "x"}], ["extra_info must be a mapping"]),
+        ([ROW | {"data_source": 3}], ["data_source", "int 3"]),
+        ([[1]], ["row 0", "mapping"]),
+        ([], ["no rows"]),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, content, parts):
+    file = jsonl(tmp_path / "bad.jsonl", content)
+    with pytest.raises(DataError) as caught:
+        load(file)
+    for part in (file, *parts):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
+        ("a.jsonl", b"\xff\xfe\n", "line 1: not"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "line 2: not JSON: Extra data; one object per line is .jsonl"),
+        ("a.json", b'{"a": 1}', "expected a list of rows, got dict"),
+        ("a.parquet", b"PAR1 no", "not a readable parquet file"),
+        ("a.parquet", b"", "not a readable parquet file"),
+        ("a.jsonl", b"", "no rows"),
+    ],
+)
+def test_a_file_of_the_wrong_schema_is_named(tmp_path, name, content, part):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(part)) as caught:
+        load(str(tmp_path / name))
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("absent.parquet", "data.train_files: no file 'absent.parquet'"),
+        ("openai/gsm8k", "Hub names"),
+        ("https://a/b.csv", "Hub names"),
+        (None, "expected a path"),
+        ([], "no entry"),
+        ({}, "no entry"),
+        ({"a": {"path": "x.jsonl", "wieght": 1}}, "did you mean 'weight'"),
+        ({"a": {"weight": 1}}, "expected {path"),
+        ({"a": {"path": "x.jsonl", "weight": 0}}, "above 0, got 0"),
+        ({"a": {"path": "x.jsonl", "weight": True}}, "above 0, got True"),
+        ([5], "got 5"),
+    ],
+)
+def test_a_bad_entry_is_named_with_its_key(spec, part):
+    with pytest.raises(DataError, match=re.escape(part)):
+        load(spec)
+
+
+def test_a_generator_that_fails_is_named(module):
+    module.takes_nothing = list
+    module.number = 3
+    module.not_rows = lambda num_rows, seed, split: 5
+    for name, part in (("takes_nothing", "raised TypeError"), ("number", "expected a function"), ("not_rows", "int")):
+        with pytest.raises(DataError, match=part):
+            load(f"made_up_rows:{name}", num_rows=2)
+    with pytest.raises(PluginError, match="has no 'absent'"):
+        load("made_up_rows:absent")
+
+
+def test_gsm8k_rows_of_the_reference_data_need_preparation_and_say_so(shared_data):
+    with pytest.raises(DataError, match="columns present: answer, question"):
+        load(str(shared_data / "tasks" / "gsm8k_test.jsonl"), num_rows=5)

@@ -1,0 +1,186 @@
+"""What a run writes can be read back, whatever happened while it wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.data.run_files import (
+    SCHEMA_VERSION,
+    append_metrics,
+    read_jsonl_tolerant,
+    row_to_trajectory,
+    to_json_value,
+    trajectory_to_row,
+    truncate_metrics,
+    write_rows,
+)
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord
+from verl_mt.errors import DataError
+
+texts = st.text(st.characters(), max_size=8)  # any code point, separators and halves of surrogate pairs included
+numbers = st.floats(-1e6, 1e6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+ids = st.lists(st.integers(0, 200_000), max_size=5)
+
+
+@st.composite
+def records(draw):
+    record = TrajectoryRecord()
+    record.append_given(draw(ids), kind="prompt", turn=0)
+    for turn in range(1, draw(st.integers(1, 3)) + 1):
+        sampled = draw(ids)
+        log_probs = [draw(st.floats(-30, 0)) for _ in sampled]
+        record.append_sampled(sampled, log_probs, [draw(st.integers(0, 9))] * len(sampled), turn=turn)
+        record.append_given(draw(ids), kind="observation", turn=turn)
+    record.clear_mask([p for p in range(len(record.token_ids)) if draw(st.booleans())])
+    return record
+
+
+@st.composite
+def trajectories(draw):
+    return Trajectory(
+        *(draw(texts) for _ in range(5)),
+        row_index=draw(st.integers(-1, 99)),
+        messages=[{"role": draw(texts), "content": draw(texts), "tool_calls": [draw(json_values)]}],
+        tools=draw(st.lists(st.dictionaries(texts, json_values, max_size=2), max_size=2)),
+        records=draw(st.lists(records(), max_size=2)),
+        reward=draw(st.none() | numbers),
+        reward_parts=draw(st.dictionaries(texts, numbers, max_size=2)),
+        tool_rewards=draw(st.dictionaries(texts, st.lists(numbers, max_size=2), max_size=2)),
+        turn_scores=draw(st.lists(numbers, max_size=2)),
+        stop_reason=draw(st.none() | st.sampled_from(StopReason)),
+        num_turns=draw(st.integers(0, 9)),
+        counters=draw(st.dictionaries(texts, numbers, max_size=2)),
+        time_spans=draw(st.lists(st.builds(TimeSpan, st.sampled_from(["queue", "tool"]), numbers, numbers,
+                                           st.integers(0, 5), texts), max_size=2)),
+        sanity=draw(st.none() | st.dictionaries(texts, json_values, max_size=2)),
+        error=draw(st.none() | texts),
+        info=draw(st.dictionaries(texts, json_values, max_size=2)),
+    )  # fmt: skip
+
+
+@given(trajectories())
+@settings(max_examples=40, deadline=None)
+def test_a_trajectory_survives_the_way_through_a_file(tmp_path_factory, trajectory):
+    file = tmp_path_factory.mktemp("rows") / "step.jsonl"
+    assert write_rows(file, [trajectory_to_row(trajectory, step=3)] * 2) == 2
+    for row in read_jsonl_tolerant(file):
+        assert row_to_trajectory(row) == trajectory
+        assert row["status"] == trajectory.status
+
+
+def one_record() -> Trajectory:
+    record = TrajectoryRecord()
+    record.append_given([1, 2], kind="prompt", turn=0)
+    record.append_sampled([3], [-0.5], [7], turn=1)
+    return Trajectory("t", "p", "p", "e", records=[record], stop_reason=StopReason.FINISHED)
+
+
+def test_a_row_holds_everything_a_batch_is_made_of():
+    row = trajectory_to_row(one_record(), step=4, advantages=[[0, 0, 1.5]], old_log_probs=[None])
+    assert (row["schema_version"], row["step"], row["status"], row["stop_reason"]) == (1, 4, "completed", "finished")
+    assert row["records"] == [
+        {
+            "token_ids": [1, 2, 3],
+            "sampled": [0, 0, 1],
+            "loss_mask": [0, 0, 1],
+            "rollout_log_probs": [0.0, 0.0, -0.5],
+            "policy_versions": [-1, -1, 7],
+            "advantages": [0, 0, 1.5],
+            "old_log_probs": None,
+            "has_log_probs": True,
+            "turns": [
+                {"kind": "prompt", "start": 0, "end": 2, "turn": 0},
+                {"kind": "assistant", "start": 2, "end": 3, "turn": 1},
+            ],
+        }
+    ]
+
+
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="advantages: 2 numbers for a record of 3 tokens"):
+        trajectory_to_row(one_record(), step=1, advantages=[[1.0, 2.0]])
+
+
+def test_nan_is_never_written(tmp_path):
+    trajectory = one_record()
+    trajectory.reward = math.nan
+    trajectory.records[0].rollout_log_probs[2] = -math.inf
+    trajectory.info = {"a": numpy.float32("nan"), "b": (1, numpy.int64(2)), "c": object, "d": numpy.ones((1, 2))}
+    write_rows(tmp_path / "a.jsonl", [trajectory_to_row(trajectory, step=1, advantages=[[math.nan, 0, math.inf]])])
+    text = (tmp_path / "a.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    row = json.loads(text)
+    assert row["reward"] is None
+    assert row["records"][0]["advantages"] == [None, 0, None]
+    assert row["info"] == {"a": None, "b": [1, 2], "c": "<class 'object'>", "d": [[1.0, 1.0]]}
+    assert math.isnan(row_to_trajectory(row).records[0].rollout_log_probs[2])
+
+
+@given(json_values)
+@settings(max_examples=40, deadline=None)
+def test_plain_json_is_left_alone(value):
+    assert to_json_value(value) == value
+
+
+def test_rows_of_other_versions_are_refused_and_new_keys_are_left_aside():
+    row = trajectory_to_row(one_record(), step=1)
+    assert row_to_trajectory(row | {"later": 1}) == one_record()
+    with pytest.raises(DataError, match=f"schema_version 9.*reads {SCHEMA_VERSION}"):
+        row_to_trajectory(row | {"schema_version": 9})
+    del row["messages"]
+    with pytest.raises(DataError, match="messages missing"):
+        row_to_trajectory(row)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "rollouts" / "step.jsonl"
+    write_rows(file, [{"a": 1}])
+
+    def broken():
+        yield {"a": 2}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(file, broken())
+    assert file.read_text() == '{"a": 1}\n'
+    assert os.listdir(file.parent) == ["step.jsonl"]
+
+
+@given(steps=st.integers(1, 6), after=st.integers(-1, 7), torn=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_truncating_drops_later_steps_and_a_torn_line_and_keeps_the_rest_byte_for_byte(
+    tmp_path_factory, steps, after, torn
+):
+    file = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    for step in range(steps):
+        append_metrics(file, {"step": step, "a": step / 3, "text": "é\u2028"})
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(whole[: len(whole) - min(torn, len(lines[-1]) - 1)])
+    complete = steps if torn == 0 else steps - 1
+    assert len(read_jsonl_tolerant(file)) == complete
+    truncate_metrics(file, after_step=after)
+    assert file.read_bytes() == b"".join(lines[: min(complete, after + 1)])
+    append_metrics(file, {"step": 99})
+    assert read_jsonl_tolerant(file)[-1] == {"step": 99}
+
+
+def test_a_broken_line_in_the_middle_is_an_error_and_an_absent_file_is_none(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    assert truncate_metrics(file, after_step=3) == 0
+    file.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read_jsonl_tolerant(file)
