@@ -1,0 +1,247 @@
+"""What is computed, what is shared, who gets a row. No thread, no event loop."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import VOCAB, assert_exact, make_model, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.engines.local.attention import StepAttention
+from verl_mt.engines.local.forward import PackedForward, check_architecture
+from verl_mt.engines.local.scheduler import LocalOptions, Scheduler
+from verl_mt.engines.local.sequence import Sequence
+from verl_mt.errors import ConfigError, EngineError
+
+
+class Driver:
+    """Submits requests, runs steps, counts tokens."""
+
+    def __init__(self, model: Any, **options: Any):
+        self.scheduler = Scheduler(PackedForward(model, 256), (), 256, LocalOptions(**options))
+        self.num_computed = self.most_rows = 0
+        forward = self.scheduler.forward.__call__
+
+        def counting(tokens: np.ndarray, *rest: Any) -> torch.Tensor:
+            self.num_computed += len(tokens)
+            return forward(tokens, *rest)
+
+        self.scheduler.forward = _Forward(self.scheduler.forward, counting)  # type: ignore[assignment]
+
+    def submit(self, ask: Any) -> Any:
+        limit = len(ask.input_ids) + ask.sampling.max_new_tokens
+        self.scheduler.submit(Sequence(request=ask, limit=limit, submitted=time.monotonic()))
+        return ask
+
+    def run(self, steps: int = 1000) -> dict[str, Any]:
+        with torch.inference_mode():
+            while steps and self.scheduler.runnable():
+                self.scheduler.step()
+                steps -= 1
+        results = {sequence.request.request_id: result for sequence, result in self.scheduler.finished}
+        self.scheduler.finished = []
+        return results
+
+
+class _Forward:
+    def __init__(self, inner: Any, call: Any):
+        self._inner, self._call = inner, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def test_the_samples_of_a_group_prefill_their_prompt_once(qwen3):
+    driver, prompt = Driver(qwen3), ids(60, 0)
+    asks = [driver.submit(request(prompt, temperature=1.0, seed=i, max_new_tokens=3)) for i in range(8)]
+    results = driver.run()
+    assert driver.num_computed == 60 + 8 * 2
+    assert sorted(results[a.request_id].cached_tokens for a in asks) == [0] + [60] * 7
+    for ask in asks:
+        assert_exact(qwen3, prompt, results[ask.request_id], temperature=1.0)
+
+
+def test_different_prompts_with_the_same_beginning_compute_it_once(qwen3):
+    driver, system = Driver(qwen3), ids(50, 1)
+    asks = [driver.submit(request(system + ids(10, 2 + i), max_new_tokens=1)) for i in range(5)]
+    results = driver.run()
+    assert driver.num_computed == 50 + 5 * 10
+    for ask in asks:
+        assert_exact(qwen3, ask.input_ids, results[ask.request_id])
+
+
+def test_a_prefix_of_a_closed_session_is_used_again(qwen3):
+    driver = Driver(qwen3)
+    first = driver.submit(request([*ids(50, 1), 1, 2], "a"))
+    driver.run()
+    driver.scheduler.close("a")
+    ask = driver.submit(request([*ids(50, 1), 3, 4], "b"))
+    result = driver.run()[ask.request_id]
+    assert result.cached_tokens == 50
+    assert first.session_id not in driver.scheduler.sessions
+    assert_exact(qwen3, ask.input_ids, result)
+
+
+def test_followers_of_an_aborted_prompt_are_computed_themselves(qwen3):
+    driver, prompt = Driver(qwen3, max_prefill_tokens=16), ids(40, 3)
+    leader, follower, other = (driver.submit(request(prompt)) for _ in range(3))
+    driver.run(steps=1)
+    driver.scheduler.abort(other.request_id)
+    driver.scheduler.abort(leader.request_id)
+    results = driver.run()
+    assert results[leader.request_id].token_ids == results[other.request_id].token_ids == []
+    assert_exact(qwen3, prompt, results[follower.request_id])
+
+
+def test_the_least_recently_used_waiting_session_loses_its_row(qwen3):
+    driver = Driver(qwen3, max_num_seqs=2)
+    for name in "abc":
+        driver.submit(request(ids(20, ord(name)), name))
+        driver.run()
+    assert {name: s.row >= 0 for name, s in driver.scheduler.sessions.items()} == {"a": False, "b": True, "c": True}
+    ask = driver.submit(request(ids(20, ord("a")), "a"))
+    result = driver.run()[ask.request_id]
+    assert result.cached_tokens == 0
+    assert_exact(qwen3, ask.input_ids, result)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_with_the_same_result(qwen3):
+    driver, prompt = Driver(qwen3, max_prefill_tokens=7), ids(100, 5)
+    ask = driver.submit(request(prompt))
+    assert driver.run(steps=14) == {}
+    assert_exact(qwen3, prompt, driver.run()[ask.request_id])
+
+
+def test_the_cache_grows_in_chunks_with_what_is_needed(qwen3):
+    driver = Driver(qwen3, max_num_seqs=64)
+    driver.submit(request(ids(5, 0)))
+    driver.run()
+    cache = driver.scheduler.slots.cache
+    assert (cache.num_rows, cache.length) == (16, 64)
+    driver.submit(request(ids(63, 0), max_new_tokens=100))
+    driver.run()
+    assert cache.length == 192
+
+
+def test_running_rows_move_together_when_waiting_sessions_lie_between_them(qwen3):
+    driver = Driver(qwen3, max_num_seqs=40)
+    first = {
+        f"s{i}": driver.submit(request(ids(10 + i, i), f"s{i}", max_new_tokens=3 if i % 8 else 30)) for i in range(40)
+    }
+    results = driver.run(steps=10)
+    running = [s.row for s in driver.scheduler._running]
+    assert len(running) == 5 and max(running) < 40 * 5 / 8
+    seconds = {}
+    for name, ask in first.items():
+        if ask.request_id in results:
+            stream = ask.input_ids + results[ask.request_id].token_ids + [1, 2]
+            seconds[name] = driver.submit(request(stream, name, max_new_tokens=4))
+    results |= driver.run()
+    for name, ask in {**first, **{f"{name}'": ask for name, ask in seconds.items()}}.items():
+        assert_exact(qwen3, ask.input_ids, results[ask.request_id])
+        assert results[ask.request_id].cached_tokens == (len(ask.input_ids) - 3 if name.endswith("'") else 0)
+
+
+def test_rows_of_very_different_lengths_are_decoded_in_blocks(qwen3):
+    driver = Driver(qwen3)
+    asks = [driver.submit(request(ids(200 if i < 2 else 5, i), max_new_tokens=4)) for i in range(70)]
+    driver.run(steps=1)
+    rows = np.arange(70)
+    step = StepAttention(
+        driver.scheduler.slots.cache, rows, driver.scheduler.slots.computed[rows], 70, torch.device("cpu")
+    )
+    assert [(g.last - g.first, g.length) for g in step._decode] == [(32, 208), (32, 16), (6, 16)]
+    results = driver.run()
+    for ask in asks[::9]:
+        assert_exact(qwen3, ask.input_ids, results[ask.request_id])
+
+
+def test_a_request_id_in_use_is_refused(qwen3):
+    driver = Driver(qwen3)
+    ask = driver.submit(request([1, 2, 3]))
+    driver.submit(ask)
+    (_, error), *_ = driver.scheduler.finished
+    assert isinstance(error, EngineError) and "already being sampled" in str(error)
+
+
+mixes = given(
+    seed=st.integers(0, 10**6),
+    max_num_seqs=st.sampled_from([1, 3, 20]),
+    max_slots=st.sampled_from([None, 40]),
+    budget=st.sampled_from([5, 64, 2048]),
+)
+
+
+@settings(max_examples=3, deadline=None)
+@mixes
+def test_any_mix_of_turns_tools_aborts_and_updates_keeps_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):
+    any_mix(qwen3, seed, max_num_seqs, max_slots, budget)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@mixes
+def test_many_mixes_keep_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):
+    any_mix(qwen3, seed, max_num_seqs, max_slots, budget)
+
+
+def any_mix(qwen3, seed, max_num_seqs, max_slots, budget):
+    """Conversations that come and go; every turn's log-probs are compared with a plain forward pass."""
+    driver = Driver(qwen3, max_num_seqs=max_num_seqs, max_slots=max_slots, max_prefill_tokens=budget)
+    rng, system = random.Random(seed), ids(rng_length := 40, seed)
+    streams = {f"s{i}": system[: rng.choice([0, 33, rng_length])] + ids(rng.randint(1, 20), i % 3) for i in range(12)}
+    asked: dict[str, Any] = {}
+    for _ in range(25):
+        for name, stream in streams.items():
+            idle = all(a.session_id != name for a in asked.values())
+            if idle and len(stream) < 150 and rng.random() < 0.4:
+                ask = request(stream, name, temperature=0.8, seed=rng.randint(0, 99), max_new_tokens=rng.randint(1, 12))
+                asked[driver.submit(ask).request_id] = ask
+        if rng.random() < 0.1 and asked:
+            driver.scheduler.abort(rng.choice(list(asked)))
+        if rng.random() < 0.05:
+            driver.scheduler.set_version(driver.scheduler.version + 1)
+        if rng.random() < 0.1:
+            driver.scheduler.close(
+                rng.choice([n for n in streams if all(a.session_id != n for a in asked.values())] or [""])
+            )
+        for request_id, output in driver.run(steps=rng.randint(1, 6)).items():
+            ask = asked.pop(request_id)
+            assert sum(span.num_tokens for span in output.version_spans) == len(output.token_ids)
+            if output.token_ids:
+                assert_exact(qwen3, ask.input_ids, output, temperature=0.8)
+            streams[ask.session_id] = ask.input_ids + output.token_ids + ids(rng.randint(1, 9), seed)
+    assert set(driver.run()) == set(asked)
+
+
+def test_models_whose_cache_has_no_plain_rows_are_refused():
+    windowed = make_model("Mistral", sliding_window=64)
+    with pytest.raises(ConfigError, match=r"MistralForCausalLM has a sliding window of 64 tokens.*another engine"):
+        check_architecture(windowed, 65)
+    check_architecture(windowed, 64)
+    mixed = make_model(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ConfigError, match="a sliding window of 64 tokens"):
+        check_architecture(mixed, 256)
+    with pytest.raises(ConfigError, match="causal language model, got Linear"):
+        check_architecture(torch.nn.Linear(2, 2), 256)
+
+
+def test_a_model_with_its_own_kind_of_attention_is_refused_when_it_runs():
+    gemma = make_model("Gemma2", head_dim=16, layer_types=["full_attention"] * 2, sliding_window=None)
+    driver = Driver(gemma)
+    driver.submit(request([1, 2, 3]))
+    with pytest.raises(EngineError, match="softcap"):
+        driver.run()
