@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -298,6 +299,14 @@ def test_the_budget_stops_a_step_and_the_models_own_sampling_does_not_count_agai
     monitor.metrics(False)
     with pytest.raises(TemplateError, match=r"2 of 3 trajectories.*turn_separator"):
         monitor.metrics(True)
+
+
+@pytest.mark.cap("V6")
+def test_the_page_that_the_warning_names_explains_every_cause():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "multiturn.md").read_text()
+    assert WARNING in " ".join(page.replace("\n> ", " ").split())
+    for cause in Cause:
+        assert f"| `{cause.value}` |" in page
 
 
 def test_the_metrics_of_a_run_without_checks_are_empty():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
 
+from verl_mt.chat import load_chat
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.errors import TemplateError
 
@@ -137,3 +138,29 @@ def test_the_ids_of_a_turn_decode_to_the_engines_text_and_one_end(text, template
     ids = turn_ids(ToyChat(template), HISTORY, assistant(text), complete=complete)
     assert decode(ids) == text + ("<|im_end|>" if complete else "")
     assert ids.count(END) == complete
+
+
+@pytest.mark.slow
+@pytest.mark.cap("V4", "P3", "P4", "P7")
+@pytest.mark.filterwarnings("ignore:AutoTokenizer made")
+@pytest.mark.parametrize(
+    ("tokenizer", "template"),
+    [
+        ("qwen3", "Qwen-Qwen3-0.6B"),
+        ("qwen2.5", "Qwen-QwQ-32B"),
+        ("llama3.1", "meta-llama-Llama-3.1-8B-Instruct"),
+        ("mistral-7b-v3", "mistral-common-v3"),
+        ("phi-3-mini", "microsoft-Phi-3-mini-4k-instruct"),
+        ("gpt-oss", "openai-gpt-oss-120b"),
+        ("ds-r1-distill-qwen", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"),
+    ],
+)
+def test_published_templates_give_the_text_and_one_end_behind_the_prompt(shared_data, tokenizer, template):
+    file = shared_data / "templates" / f"{template}.jinja"
+    chat = load_chat(str(shared_data / "tokenizers" / tokenizer), custom_chat_template=str(file))
+    prompt = chat.prompt_ids(HISTORY)
+    for text in ("It is 4.", "\n4", " 4 ", "<think>x</think> y", "", "é中"):
+        cut = turn_ids(chat, HISTORY, assistant(text), complete=False)
+        whole = turn_ids(chat, HISTORY, assistant(text))
+        assert text == chat.decode(cut) or chat.decode(prompt + cut) == chat.decode(prompt) + text
+        assert whole[:-1] == cut and whole[-1] in chat.end_token_ids

@@ -183,12 +183,16 @@ def _encode_behind(chat: ChatTemplate, before: str, text: str) -> list[int]:
     """
     anchor = before[-_ANCHOR_CHARS:]
     anchor_ids = list(chat.encode_text(anchor, neutral=False))
+
+    def spells(ids: list[int]) -> bool:
+        return chat.decode(ids) == text or chat.decode(anchor_ids + ids) == chat.decode(anchor_ids) + text
+
     ids = list(chat.encode_text(anchor + text, neutral=False))
-    if ids[: len(anchor_ids)] == anchor_ids:
+    if ids[: len(anchor_ids)] == anchor_ids and spells(ids[len(anchor_ids) :]):
         return ids[len(anchor_ids) :]
-    # The tokenizer merges across the border (a newline after `assistant\n`). The model could not: its prompt ended
-    # there, so the turn is encoded alone.
+    # The tokenizer merges across the border (a newline after `assistant\n`) or drops text behind it (Phi-3). The
+    # model could not: its prompt ended there, so the turn is encoded alone.
     ids = list(chat.encode_text(text, neutral=False))
-    if chat.decode(anchor_ids + ids) != chat.decode(anchor_ids) + text:
+    if not spells(ids):
         raise TemplateError(f"the tokenizer cannot write {text[:40]!r} behind {anchor[-40:]!r}")
     return ids
