@@ -34,7 +34,8 @@ HEADER_ENDS = (
     "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}{{ '\n' + m.content }}"
     "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + c.function.arguments|tojson + '</tool_call>' }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + c.function.name + c.function.arguments|tojson + '</tool_call>' }}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 """A turn ends where the next header begins."""

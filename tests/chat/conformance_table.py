@@ -69,7 +69,10 @@ def end_before_user(name: str) -> str:
     """The literal that ends an assistant turn before a user's; for GLM the header that does."""
     if name.startswith(("SmolLM3", "HuggingFaceTB")):
         return "<|im_end|>"
-    end = _lookup(_END_OF_FAMILY, name.replace("NousResearch-Hermes-3-Llama-3.1-8B", "Hermes").replace("mistral-Devstral", "mistral"))
+    end = _lookup(
+        _END_OF_FAMILY,
+        name.replace("NousResearch-Hermes-3-Llama-3.1-8B", "Hermes").replace("mistral-Devstral", "mistral"),
+    )
     assert end is not None, name
     return end
 
@@ -98,7 +101,17 @@ def generic_tokenizer(source: str, end: str = "", eos: str = "") -> PreTrainedTo
     It has merges across line ends and spaces, so that text encoded in the wrong pieces gives other ids.
     """
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("Ċ", "Ċ"), ("Ġ", "Ġ"), (">", "Ċ"), ("t", "h"), ("th", "e"), ("Ċ", "n"), ("Ġ", "Ċ"), ("l", "l"), ("e", "ll")]
+    merges = [
+        ("Ċ", "Ċ"),
+        ("Ġ", "Ġ"),
+        (">", "Ċ"),
+        ("t", "h"),
+        ("th", "e"),
+        ("Ċ", "n"),
+        ("Ġ", "Ċ"),
+        ("l", "l"),
+        ("e", "ll"),
+    ]
     for left, right in merges:
         vocab[left + right] = len(vocab)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -106,7 +119,9 @@ def generic_tokenizer(source: str, end: str = "", eos: str = "") -> PreTrainedTo
     backend.decoder = decoders.ByteLevel()
     eos = eos or (end if end and "user" not in end else "</s>")
     literals = sorted({*CONTROL.findall(source), eos, "<s>", *([end] if end else [])})
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in literals if t not in NON_SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in literals if t not in NON_SPECIAL]
+    )
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in literals if t in NON_SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos, chat_template=source)
 
@@ -123,7 +138,7 @@ def template_files(shared_data: Path) -> list[Path]:
 
 PITFALLS = {
     "P10": "The template raises on this order of roles.",
-    "P13": "No way of giving call arguments comes out right: they are escaped, or encoded twice, or the template raises.",
+    "P13": "No way of giving call arguments comes out right: escaped, encoded twice, or refused.",
     "P14": "Null content; transformers drops the key and the template needs it.",
     "P15": "The template does not show the turn that is being answered.",
     "P16": "A message, a call or the tool list is left out without a word, or the template raises on it.",
@@ -163,7 +178,8 @@ def _row(file: Path) -> list[str]:
     except TemplateError as error:
         return [file.stem, *[f"refused: {error.cause}"] * len(_SHAPES), "", str(error.__cause__)[:80]]
     cells = [
-        "yes" if capabilities.supports(shape) else f"refused: {capabilities.problems[shape].cause}" for shape, _ in _SHAPES
+        "yes" if capabilities.supports(shape) else f"refused: {capabilities.problems[shape].cause}"
+        for shape, _ in _SHAPES
     ]
     remarks = [
         text

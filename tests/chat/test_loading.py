@@ -42,7 +42,7 @@ def test_a_template_may_be_given_as_text_or_file(folder, tmp_path):
     file.write_text(text)
     for given in (text, str(file)):
         assert load_chat(str(folder), custom_chat_template=given).full_text([user("q")]).startswith("X")
-    with pytest.raises(TemplateError, match="neither a Jinja text.*nor a file"):
+    with pytest.raises(TemplateError, match=r"neither a Jinja text.*nor a file"):
         read_template("no_such_file.jinja")
 
 
@@ -100,7 +100,9 @@ def test_a_tokenizer_that_contradicts_its_file_is_seen(folder):
 def test_a_class_that_rebuilds_the_tokenizer_is_replaced_with_a_warning(shared_data, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(shared_data / "tokenizers" / "phi-3-mini" / name, tmp_path / name)
-    shutil.copy(shared_data / "tokenizers" / "phi-3-mini.original_tokenizer_config.json", tmp_path / "tokenizer_config.json")
+    shutil.copy(
+        shared_data / "tokenizers" / "phi-3-mini.original_tokenizer_config.json", tmp_path / "tokenizer_config.json"
+    )
     with pytest.warns(UserWarning, match=r"gives other ids than its own tokenizer.json.*P23"):
         tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode(" Hello world", add_special_tokens=False) == [29871, 15043, 3186]
@@ -124,7 +126,11 @@ def test_the_shipped_tiny_model_has_a_name():
 )
 def test_real_vocabularies_give_the_ids_of_an_independent_implementation(shared_data, name, expected):
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / name))
-    texts = (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    texts = (
+        (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.inp")
+        .read_text(encoding="utf-8")
+        .split("\n__ggml_vocab_test__\n")
+    )
     wanted = (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.out").read_text(encoding="utf-8").splitlines()
     for text, line in zip(texts, wanted):
         assert tokenizer.encode(text, add_special_tokens=False) == [int(i) for i in line.split()], text

@@ -40,7 +40,10 @@ def test_arguments_are_given_as_a_string_where_a_dict_comes_out_wrong():
 
 @pytest.mark.cap("P13")
 def test_html_escapes_in_a_call_are_seen():
-    source = TOOL_CHATML.replace("c.function.name + ' ' + c.function.arguments|tojson", "'{\"n\": \"' + c.function.name + '\"' + (c.function.arguments|tojson|safe)")
+    source = TOOL_CHATML.replace(
+        "c.function.name + ' ' + c.function.arguments|tojson",
+        "'{\"n\": \"' + c.function.name + '\"' + (c.function.arguments|tojson|safe)",
+    )
     found = capabilities(source)
     assert found.arguments == "string" or found.problems["tool_call"].cause == "P13"
     text = ChatTemplate(byte_tokenizer(source, eos=EOS)).full_text([user("q"), assistant("", call("f", {"a": 1}))])
@@ -57,7 +60,8 @@ def test_calls_without_a_function_key_are_written_flat():
 def test_call_ids_of_nine_characters_are_made_where_a_template_insists():
     source = (
         "{% for m in messages if m.tool_calls %}{% if m.tool_calls[0].id|length != 9 %}"
-        "{{ raise_exception('ids of nine') }}{% endif %}{% endfor %}" + TOOL_CHATML.replace("m.content + '\n</tool", "m.tool_call_id + m.content + '\n</tool")
+        "{{ raise_exception('ids of nine') }}{% endif %}{% endfor %}"
+        + TOOL_CHATML.replace("m.content + '\n</tool", "m.tool_call_id + m.content + '\n</tool")
     )
     chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
     assert chat.capabilities.short_call_ids
@@ -126,7 +130,7 @@ def test_roles_that_must_alternate_are_served_from_a_context_that_alternates():
 
 def test_a_variable_that_the_template_needs_is_named():
     chat = ChatTemplate(byte_tokenizer("{{ functions + '' }}" + CHATML, eos=EOS))
-    with pytest.raises(TemplateError, match="'functions' is undefined.*template_kwargs"):
+    with pytest.raises(TemplateError, match=r"'functions' is undefined.*template_kwargs"):
         _ = chat.generation_prompt_text
     assert chat.with_kwargs({"functions": "[]"}).generation_prompt_text == "<|im_start|>assistant\n"
 

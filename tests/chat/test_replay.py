@@ -143,7 +143,9 @@ def test_nothing_given_is_changed():
     tokenizer = byte_tokenizer(TOOL_CHATML, eos="<|im_end|>")
     prompt = [user("q")]
     steps = [
-        sample([40, tokenizer.eos_token_id], {"role": "assistant", "content": None, "tool_calls": [call("f", '{"a": 1}')]}),
+        sample(
+            [40, tokenizer.eos_token_id], {"role": "assistant", "content": None, "tool_calls": [call("f", '{"a": 1}')]}
+        ),
         env(tool("<|im_end|>")),
     ]
     before = copy.deepcopy((prompt, steps))

@@ -7,7 +7,6 @@ there, the rules of `find_end` decide.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ class TurnEnd:
     """How a template ends an assistant turn before a message of one role."""
 
     closing: str
-    """Everything from the assistant's last words up to and including the end token: `<|im_end|>`, `"}\\n</tool_call><|im_end|>`."""
+    """Everything from the assistant's last words up to and including the end token."""
     token: str
     """The end token's text; empty where the template writes none (the sampled stop token stands alone then)."""
     opens_next: bool = False
@@ -51,7 +50,7 @@ def find_end(
         return TurnEnd("", "")
     spans = [m.span() for m in pattern.finditer(following)]
     alone_spans = [m.span() for m in pattern.finditer(alone)]
-    common = len(os.path.commonprefix([following, alone]))
+    common = common_length(following, alone)
     for start, end in (*spans, *alone_spans):
         if start < common < end:
             common = start
@@ -61,8 +60,7 @@ def find_end(
 
     before_next = list(takewhile(lambda s: following[slice(*s)] not in starts, spans))
     shared = [s for s in before_next if s[1] <= common]
-    sure = [s for s in shared if following[slice(*s)] in known][-1:]
-    sure = sure or [s for s in before_next if following[slice(*s)] in known][:1]
+    sure = [s for s in before_next if following[slice(*s)] in known]
     after = _next_to(following, common, spans)
     if after and following[slice(*after)] in starts:
         after = None
@@ -78,6 +76,12 @@ def find_end(
     if after:
         return end_at(after, opens_next=True)
     return TurnEnd(following[: spans[0][0]] if spans else "", "")
+
+
+def common_length(first: str, second: str) -> int:
+    """How many leading characters two texts share."""
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def _next_to(text: str, position: int, spans: list[tuple[int, int]]) -> tuple[int, int] | None:

@@ -137,7 +137,7 @@ class DeltaRenderer:
                 if error.cause != "P24":
                     break
             else:
-                self._tools.sort(key=lambda t: t is not tools)
+                self._tools = [tools, *(t for t in self._tools if t is not tools)]
                 return text
         assert first_error is not None
         raise first_error

@@ -36,8 +36,9 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
 
     where = resolve_model_path(str(path))
     _check_folder(where, str(path))
+    version: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **version)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise TemplateError(
             f"no tokenizer could be loaded from {str(path)!r}"
@@ -50,7 +51,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     found = contradictions(tokenizer, file)
     if not found:
         return tokenizer
-    plain = PreTrainedTokenizerFast.from_pretrained(where, revision=revision)
+    plain = PreTrainedTokenizerFast.from_pretrained(where, **version)
     name = type(tokenizer).__name__
     if contradictions(plain, file):
         raise TemplateError(
@@ -72,6 +73,8 @@ def contradictions(tokenizer: Any, tokenizer_file: str | Path) -> list[str]:
     from tokenizers import Tokenizer
 
     truth = Tokenizer.from_file(str(tokenizer_file))
+    truth.no_padding()
+    truth.no_truncation()
     found = []
     for text in PROBE_TEXTS:
         got = list(tokenizer.encode(text, add_special_tokens=False))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
+from verl_mt.chat.cut import common_length
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
 from verl_mt.chat.render import CallShape, Renderer, normalise
 from verl_mt.data.conversation import Message
@@ -41,6 +42,11 @@ class Problem:
     cause: str
     """The number of the pitfall in docs/templates.md, such as `P16`."""
     text: str
+
+    @classmethod
+    def of(cls, error: TemplateError, default: str) -> Problem:
+        """The problem that an error reports."""
+        return cls(error.cause or default, str(error).removesuffix(f" [{error.cause}]"))
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ def generation_prompt(renderer: Renderer, pattern: re.Pattern[str] | None) -> tu
     with_prompt = renderer.text([user()], tools, add_generation_prompt=True)
     if with_prompt.startswith(bare):
         return with_prompt[len(bare) :], False
-    common = next((i for i, (a, b) in enumerate(zip(bare, with_prompt)) if a != b), min(len(bare), len(with_prompt)))
+    common = common_length(bare, with_prompt)
     for match in pattern.finditer(with_prompt) if pattern else ():
         if match.start() < common < match.end():
             common = match.start()
@@ -138,7 +144,7 @@ def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | N
         try:
             text = _render(renderer, messages[:2])
         except TemplateError:
-            return Problem(error.cause or "P13", str(error))
+            return Problem.of(error, "P13")
     if _NAME + "0" not in text or SAID not in text:
         return Problem("P16", "tool calls of earlier turns are left out of the text")
     around = text[max(0, text.index(_NAME + "0") - 40) : text.index(SAID) + 40]
@@ -149,12 +155,14 @@ def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | N
     return None
 
 
-def probe(renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallShape, call: Problem | None) -> TemplateCapabilities:
+def probe(
+    renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallShape, call: Problem | None
+) -> TemplateCapabilities:
     """Find out all of it. About thirty small renderings."""
     problems: dict[str, Problem] = {}
     _probe_prompt(renderer, problems)
     if isinstance(delta, TemplateError):
-        problems["user_turn"] = problems["tool_result"] = Problem(delta.cause or "P10", str(delta))
+        problems["user_turn"] = problems["tool_result"] = Problem.of(delta, "P10")
     else:
         _probe_turn(delta, "user_turn", user(SHOWN), problems)
         _probe_turn(delta, "tool_result", result(SHOWN), problems)
@@ -162,7 +170,9 @@ def probe(renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallS
         problems["tool_call"] = call
     _probe_calls(renderer, shape, problems)
     roles = {"user", "assistant"} if "prompt" not in problems and "user_turn" not in problems else {"user"}
-    roles |= {role for role, shape_name in (("system", "system"), ("tool", "tool_result")) if shape_name not in problems}
+    roles |= {
+        role for role, shape_name in (("system", "system"), ("tool", "tool_result")) if shape_name not in problems
+    }
     inline, key = _probe_reasoning(renderer)
     rewrites = _rewrites_prompt(renderer, problems)
     return TemplateCapabilities(
@@ -187,9 +197,13 @@ def _probe_prompt(renderer: Renderer, problems: dict[str, Problem]) -> None:
     ]
     for shape, messages, tools, wanted in checks:
         try:
-            text = _render(renderer, messages) if shape == "system" else renderer.text(messages, tools, add_generation_prompt=True)
+            text = (
+                _render(renderer, messages)
+                if shape == "system"
+                else renderer.text(messages, tools, add_generation_prompt=True)
+            )
         except TemplateError as error:
-            problems[shape] = Problem(error.cause or "P10", str(error))
+            problems[shape] = Problem.of(error, "P10")
             continue
         if wanted not in text:
             problems[shape] = Problem("P16", f"the template leaves {shape} out of the prompt without a word")
@@ -201,7 +215,7 @@ def _probe_turn(delta: DeltaRenderer, shape: str, message: Message, problems: di
     try:
         body = delta.render([message], caller(1) if shape == "tool_result" else said(), add_generation_prompt=True).body
     except TemplateError as error:
-        problems[shape] = Problem(error.cause or ("P16" if shape == "tool_result" else "P10"), str(error))
+        problems[shape] = Problem.of(error, "P16" if shape == "tool_result" else "P10")
         return
     if SHOWN not in body:
         problems[shape] = Problem("P16", f"the template drops messages of role {message['role']} without a word")
@@ -329,4 +343,12 @@ def schema() -> dict[str, Any]:
     return json.loads(json.dumps({"type": "function", "function": function}))
 
 
-__all__ = ["FILLER_NAME", "Problem", "TemplateCapabilities", "call_shape", "generation_prompt", "opens_reasoning", "probe"]
+__all__ = [
+    "FILLER_NAME",
+    "Problem",
+    "TemplateCapabilities",
+    "call_shape",
+    "generation_prompt",
+    "opens_reasoning",
+    "probe",
+]

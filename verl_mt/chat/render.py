@@ -105,7 +105,10 @@ def classify(error: Exception, messages: Sequence[Message], tools: Sequence[Any]
     if "not JSON serializable" in text or "not serializable" in text:
         return "P24", "The template serialises what is not JSON; give a custom_chat_template."
     if tools is None and "NoneType" in text and "iterable" in text:
-        return "P24", "The template only renders conversations with tools; configure tools or give a custom_chat_template."
+        return (
+            "P24",
+            "The template only renders conversations with tools; configure tools or give a custom_chat_template.",
+        )
     if re.search(r"alternat|after the optional|Unexpected role|No user query|unexpected role|must be at the beg", text):
         return "P10", "The template does not allow this order of roles."
     if any(m.get("tool_calls") for m in messages) and re.search(r"single tool|content|both", text, re.I):
@@ -138,7 +141,9 @@ def _normalise_one(message: Message, shape: CallShape) -> Message:
 
 def normalise_call(call: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
     """One tool call in OpenAI's shape, arguments and id as the template wants them."""
-    function = dict(call["function"]) if "function" in call else {k: call[k] for k in ("name", "arguments") if k in call}
+    function = (
+        dict(call["function"]) if "function" in call else {k: call[k] for k in ("name", "arguments") if k in call}
+    )
     function["arguments"] = shape_arguments(function.get("arguments"), shape.arguments)
     out = {k: v for k, v in call.items() if k not in ("name", "arguments", "function") and v is not None}
     out["type"] = out.get("type", "function")

@@ -58,7 +58,7 @@ def replay(
             )
             if delta.inserted_end:
                 warnings.warn(
-                    f"sampled turn {sum(m['role'] == 'assistant' for m in history[len(prompt):])} lacks its end token "
+                    f"sampled turn {sum(m['role'] == 'assistant' for m in history[len(prompt) :])} lacks its end token "
                     "but is followed by messages: one was inserted with mask 0. A real rollout ends there.",
                     stacklevel=2,
                 )

@@ -25,7 +25,6 @@ from verl_mt.chat.render import CallShape, Renderer, normalise
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
-
 ALWAYS_ENDS = ("<|return|>", "<|call|>", "<|eom_id|>")
 """Literals that only ever end a turn; templates do not always write them, vocabularies have them."""
 HARMONY = ("<|return|>", "<|call|>", "<|end|>", "<|channel|>", "<|message|>")
@@ -120,9 +119,10 @@ class ChatTemplate:
         gpt-oss writes `<|end|>` where it sampled `<|return|>`, and samples `<|end|>` in mid-turn.
         """
         end = self._delta.user_end if isinstance(self._delta, DeltaRenderer) else None
-        harmony = all(t in self._encoder.added for t in HARMONY)
-        only_history = {self._encoder.added[end.token]} if end is not None and (end.final or harmony) and end.token else set()
-        return self.end_token_ids - (only_history - self._extra_end_ids)
+        if end is None or not (end.final or all(t in self._encoder.added for t in HARMONY)):
+            return self.end_token_ids
+        only_in_history = {self._encoder.added[end.token]} if end.token else set()
+        return self.end_token_ids - (only_in_history - self._extra_end_ids)
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
@@ -153,6 +153,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = True
     ) -> list[int]:
         """Ids of the first prompt, rendered once per trajectory (a template with a clock would change it).
+
+        An empty list of tools means the same as None.
 
         Raises:
             TemplateError: the template cannot render these messages or tools.
@@ -203,9 +205,11 @@ class ChatTemplate:
         for role in sorted({m["role"] for m in messages} & {"tool", "user"}):
             problem = self._turn_problems.get(role)
             if problem is not None:
-                raise TemplateError(f"messages of role {role!r} cannot follow a turn: {problem.text}", cause=problem.cause)
+                raise TemplateError(
+                    f"messages of role {role!r} cannot follow a turn: {problem.text}", cause=problem.cause
+                )
         hidden = self._encoder.hidden()
-        template = self._renderer.source(tools)
+        template = self._renderer.source(tools or None)
         strip = not add_generation_prompt and self._generation_prompt[1]
         text = delta.render(
             messages,
@@ -232,9 +236,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
         """The whole conversation as the template writes it today: for checks, never for training."""
-        return self._renderer.text(
-            normalise(messages, self._shape), tools, add_generation_prompt=add_generation_prompt
-        )
+        shaped = normalise(messages, self._shape)
+        return self._renderer.text(shaped, tools or None, add_generation_prompt=add_generation_prompt)
 
     def full_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
