@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on, held by a test: floors, sizes, lint, YAML that composes, keys that are read."""
+"""The house rules that a reader relies on: floors, sizes, lint, YAML that composes, keys that are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def over_budget() -> Iterator[tuple[str, str]]:
         name = file.relative_to(REPO).as_posix()
         text = file.read_text()
         lines = text.count("\n")
-        if lines > MAX_FILE_LINES:
+        if lines > MAX_FILE_LINES and not name.startswith("tests/"):  # tests are lists of cases
             yield name, f"{lines} lines, at most {MAX_FILE_LINES}"
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
