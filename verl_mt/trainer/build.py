@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import yaml
 from tensordict import TensorDict
+from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
@@ -28,6 +30,7 @@ from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
 from verl_mt.data.dataset import load_rows
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler, build_sampler
+from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins
@@ -45,7 +48,7 @@ from verl_mt.trainer.display import Display
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.trainer.tracking import JsonLines, build_trackers
+from verl_mt.trainer.tracking import JsonLines, build_trackers, require_trackers
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 
@@ -57,6 +60,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     """
     check(config)
     import_plugins(config.external_plugins)
+    require_trackers(config.trainer.logger)
     prepare_process(config)
     chat = build_chat(config)
     tools = build_tools(config)
@@ -64,39 +68,46 @@ def build_trainer(config: Config) -> PPOTrainer:
     sampler, val_prompts = _build_data(config, prompts)
     plan = _build_plan(config, sampler)
     workers = build_workers(config, total_steps=plan.total_steps)
-    snapshot = yaml.safe_load(config_to_yaml(config))
-    run = RunDirectory.open(config.trainer, snapshot)
-    state = None if run.resume_from is None else checkpoint.load(run.resume_from)
     runner = build_runner(config, chat, tools, workers.policy_module)
-    for row in prompts.rows():
-        runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
-    trainer = PPOTrainer(
-        config=config.trainer,
-        plan=plan,
-        sampler=sampler,
-        prompts=prompts,
-        val_prompts=val_prompts,
-        stream=RolloutStream(runner),
-        engine=runner.context.engine,
-        workers=workers,
-        estimate_advantages=_advantage_estimator(config.algorithm),
-        checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
-        sanity=runner.context.sanity,
-        log=_build_log(config, run, snapshot, plan.total_steps, tools, resume_step=state["step"] if state else None),
-        pad_token_id=_pad_token_id(chat),
-    )
-    if config.trainer.export_at_end:
-        trainer.export = partial(export_hf, workers.policy_module, chat.tokenizer, run.path / "hf")
-    if state is not None:
-        trainer.load_state_dict(state)
-        trainer.log.display.resume_at(trainer.step_number)
-        trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")
+    with ExitStack() as undo:
+        stream = RolloutStream(runner)
+        undo.callback(stream.close, runner.context.engine.close)
+        for row in prompts.rows():
+            runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+        # Last, so that a mistake above leaves no directory that looks like an unfinished run.
+        snapshot = yaml.safe_load(config_to_yaml(config))
+        run = RunDirectory.open(config.trainer, snapshot)
+        undo.callback(run.abandon)
+        state = None if run.resume_from is None else checkpoint.load(run.resume_from)
+        trainer = PPOTrainer(
+            config=config.trainer,
+            plan=plan,
+            sampler=sampler,
+            prompts=prompts,
+            val_prompts=val_prompts,
+            stream=stream,
+            engine=runner.context.engine,
+            workers=workers,
+            estimate_advantages=_advantage_estimator(config.algorithm),
+            checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
+            sanity=runner.context.sanity,
+            log=_build_log(config, run, snapshot, plan.total_steps, tools, resume_step=state["step"] if state else None),
+            pad_token_id=_pad_token_id(chat),
+        )
+        if config.trainer.export_at_end:
+            trainer.export = partial(export_hf, workers.policy_module, chat.tokenizer, run.path / "hf")
+        if state is not None:
+            trainer.load_state_dict(state)
+            trainer.log.display.resume_at(trainer.step_number)
+            trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")
+        undo.pop_all()
     _announce(trainer, workers, prompts)
     return trainer
 
 
 def prepare_process(config: Config) -> None:
-    """Threads, seeds and determinism of this process."""
+    """Threads, seeds and determinism of this process; no progress bars of others."""
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(config.trainer.num_threads or _idle_cores())
     seed = config.trainer.seed
     random.seed(seed)
@@ -240,6 +251,12 @@ def _build_data(config: Config, prompts: PromptBuilder) -> tuple[RowSampler, lis
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
+    if not by_epochs and trainer.total_training_steps != 0 and not trainer.val_only:
+        raise ConfigError(
+            f"data.train_batch_size is {data.train_batch_size}, but there are only {sampler.num_rows} training rows "
+            f"(after over-long prompts were left out) and trainer.total_epochs is {trainer.total_epochs}: that is not "
+            "one step. Lower the batch size, raise total_epochs, or give more rows"
+        )
     total = by_epochs if trainer.total_training_steps is None else min(by_epochs, trainer.total_training_steps)
     return BatchPlan(
         num_prompts=data.train_batch_size,

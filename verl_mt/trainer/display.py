@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -32,11 +35,15 @@ class Display(AbstractContextManager["Display"]):
     """Prints to the console; `live` adds a progress bar that a pipe or a log file would not want."""
 
     def __init__(self, *, total_steps: int, live: bool, enabled: bool, console: Console | None = None):
-        self.console = console or Console()
+        # A file or a pipe has no width of its own; 80 columns would break every line in two.
+        self.console = console or (Console() if sys.stdout.isatty() else Console(width=180))
         self._enabled = enabled
         self._total_steps = total_steps
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        # Warnings go through the same console, or they would tear the live line.
+        self._log = logging.getLogger("verl_mt")
+        self._handler = RichHandler(console=self.console, show_path=False, show_time=False)
         if live and enabled:
             self._progress = Progress(
                 SpinnerColumn(),
@@ -49,6 +56,9 @@ class Display(AbstractContextManager["Display"]):
             )
 
     def __enter__(self) -> Display:
+        if self._enabled:
+            self._log.addHandler(self._handler)
+            self._log.propagate = False
         if self._progress is not None:
             self._task = self._progress.add_task("train", total=self._total_steps, phase="starting")
             self._progress.start()
@@ -57,13 +67,15 @@ class Display(AbstractContextManager["Display"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._log.removeHandler(self._handler)
+        self._log.propagate = True
         if self._progress is not None:
             self._progress.stop()
 
     def note(self, text: str) -> None:
         """A line of its own."""
         if self._enabled:
-            self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
+            self.console.print(text, highlight=False)
 
     def resume_at(self, step: int) -> None:
         """Set the bar where a resumed run begins."""

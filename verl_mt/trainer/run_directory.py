@@ -6,9 +6,11 @@ once the run is over, `FINISHED`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fcntl
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ class RunDirectory:
     resume_from: Path | None
     """The checkpoint to load, or None for a new run."""
     _lock: Any = None
+    _created: bool = False
 
     @classmethod
     def open(cls, trainer: TrainerConfig, config: dict[str, Any]) -> RunDirectory:
@@ -78,7 +81,7 @@ class RunDirectory:
         partial = path / ".config.yaml"
         partial.write_text(yaml.safe_dump(config, sort_keys=False))
         partial.rename(path / "config.yaml")
-        return cls(path, None, lock)
+        return cls(path, None, lock, _created=True)
 
     @classmethod
     def _resume_path(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
@@ -92,6 +95,16 @@ class RunDirectory:
         opened = cls._fresh(fresh, config)
         opened.resume_from = source.resolve()
         return opened
+
+    def abandon(self) -> None:
+        """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
+        if self._created:
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+            for name in ("config.yaml", ".wandb_id", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # Something else is in it: not ours to remove.
+                self.path.rmdir()
+        self.close()
 
     def finish(self) -> None:
         """Mark the run as over: the next one starts a new numbered directory."""

@@ -103,6 +103,17 @@ class MLflow:
         self._mlflow.end_run()
 
 
+def require_trackers(names: list[str]) -> None:
+    """Import what the named trackers need, before anything slow or lasting is done.
+
+    Raises:
+        ConfigError: a package that is not installed.
+    """
+    for name in names:
+        if name in ("wandb", "mlflow"):
+            _import(name)
+
+
 def build_trackers(
     names: list[str],
     folder: Path,
