@@ -8,7 +8,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif -%}"
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif -%}"
     "{%- for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}"
     '{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", '

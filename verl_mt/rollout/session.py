@@ -67,7 +67,6 @@ class RolloutSession:
     attempt: int = 0
     _pending: list[Message] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
-    _neutralised: bool = False
 
     def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Begin with a first prompt, its generation prompt included."""
@@ -157,7 +156,6 @@ class RolloutSession:
             token_ids=self.record.token_ids,
             sampled=self.record.sampled,
             mode=self.context.sanity.mode,
-            neutralised=self._neutralised,
             stop_length=self.trajectory.stop_reason is not None and self.trajectory.stop_reason.status == "truncated",
         )
         self.context.sanity.observe(finding)
@@ -180,7 +178,6 @@ class RolloutSession:
         if delta.inserted_end:
             self._count("inserted_end_tokens", delta.inserted_end)
         record.append_given(delta.ids, kind="observation", turn=self.trajectory.num_turns)
-        self._neutralised = self._neutralised or getattr(delta, "neutralised", False)
         self._pending = []
         return True
 
@@ -255,7 +252,8 @@ class RolloutSession:
         assert output.text is not None, "an engine returns token_ids or text"
         message = {"role": "assistant", "content": output.text}
         complete = output.finish_reason == "stop"
-        ids = turn_ids(self.context.chat, self.trajectory.messages, message, method="auto", complete=complete)
+        tools = self.trajectory.tools or None
+        ids = turn_ids(self.context.chat, self.trajectory.messages, message, tools=tools, complete=complete)
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
         self.record.append_sampled(ids, None, [version] * len(ids), turn=turn)
 

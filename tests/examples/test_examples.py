@@ -1,0 +1,29 @@
+"""Every example runs; a new file in examples/ is a new test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# Fewer steps than the example's own default, where it takes a number.
+ARGUMENTS = {"02_train_tiny.py": ["2"], "01_one_conversation.py": ["--checker"]}
+SAYS = {
+    "01_one_conversation.py": "of them trained",
+    "02_train_tiny.py": "step 2: reward",
+    "03_your_own_tool.py": "my tool was asked for",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_runs(example, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(example), *ARGUMENTS.get(example.name, [])]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert SAYS.get(example.name, "") in result.stdout
