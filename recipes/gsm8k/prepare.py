@@ -17,8 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from verl_mt.data.run_files import read_jsonl_tolerant
 
+from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.errors import DataError, VerlMTError
 
 DATA_SOURCE = "openai/gsm8k"
