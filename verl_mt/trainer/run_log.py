@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from statistics import fmean
 from types import TracebackType
 
 from tensordict import TensorDict
@@ -116,11 +117,13 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _before_after(self) -> list[tuple[str, str]]:
         lines = [json.loads(line) for line in (self.run.path / "metrics.jsonl").read_text().splitlines()]
+        rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        curve = [("reward", f"{rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}")] if len(rewards) > 1 else []
         validated = [line for line in lines if "val/accuracy" in line]
         if not validated:
-            return []
+            return curve
         first, last = validated[0], validated[-1]
-        return [
+        return curve + [
             (
                 key,
                 f"{first[key]:.3f} -> [bold green]{last[key]:.3f}[/]"
@@ -130,6 +133,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             for key in ("val/accuracy", "val/accuracy_greedy")
             if key in first and key in last
         ]
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The values as one line of bars, averaged into at most `width` of them; the lowest bar is the smallest value."""
+    size = max(1, -(-len(values) // width))
+    means = [fmean(values[k : k + size]) for k in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[int(7 * (m - low) / (high - low)) if high > low else 0] for m in means)
 
 
 def _per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
