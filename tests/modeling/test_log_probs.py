@@ -67,7 +67,7 @@ def random_batch(seed: int, num_rows: int = 6, shared: int = 0, prompts: int = 3
     rows, masks = [], []
     for row in range(num_rows):
         head = system + questions[row % prompts]
-        parts = [(tokens(integer(1, 5)), 1), (tokens(integer(0, 4)), 0), (tokens(integer(0, 5)), 1)]
+        parts = [(tokens(integer(1, 5)), 1), (tokens(integer(0, 4)), 0), (tokens(integer(0, 30)), 1)]
         rows.append(head + [token for part, _ in parts for token in part])
         masks.append([0] * len(head) + [m for part, m in parts for _ in part])
     width = max(map(len, rows)) + 2
@@ -153,6 +153,16 @@ def test_a_shared_prefix_goes_through_the_model_once(qwen, monkeypatch):
     assert sum(seen) < mask.sum() / 2
     plan = shared_prefix.plan_prefixes(ids, wanted)
     assert plan is not None and plan.common >= 40
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20))
+def test_rows_are_run_with_rows_of_like_length(lengths):
+    pieces = shared_prefix._rows_of_like_length(torch.tensor(lengths))
+    assert sorted(torch.cat(pieces).tolist()) == list(range(len(lengths)))
+    for piece in pieces:
+        mine = [lengths[row] for row in piece.tolist()]
+        assert max(mine) <= max(1.25 * min(mine), min(mine) + 8)
 
 
 def test_pieces_of_the_head_change_neither_values_nor_gradients(monkeypatch):

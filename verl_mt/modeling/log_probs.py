@@ -106,8 +106,7 @@ def _hidden_states(
     if right_padded and can_share_prefixes(model, base):
         plan = plan_prefixes(ids_BT, wanted_BT)
         if plan is not None:
-            hidden_BSH = run_with_prefixes(base, ids_BT, plan)
-            return hidden_BSH[row_N, before_N - plan.start_B[row_N]], head
+            return run_with_prefixes(base, ids_BT, plan, row_N, before_N), head
     return base(**inputs).last_hidden_state[row_N, before_N], head
 
 
