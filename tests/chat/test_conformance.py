@@ -192,6 +192,7 @@ def file_of(shared_data: Path, name: str) -> Path:
     return shared_data / "templates" / f"{name}.jinja"
 
 
+@pytest.mark.cap("P2", "P8", "P10", "P15")
 @pytest.mark.parametrize("name", QUICK)
 def test_recorded_streams_of_well_known_templates_are_exact(shared_data, name):
     outcome = check(generic_template(file_of(shared_data, name)), name)

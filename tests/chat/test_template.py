@@ -40,6 +40,7 @@ def test_a_users_turn_begins_with_what_the_template_puts_behind_the_end_token(ch
     assert delta.inserted_end == 0
 
 
+@pytest.mark.cap("P3", "P4")
 def test_the_delta_is_encoded_as_it_would_be_behind_the_end_token(chat):
     delta = after(chat, [user("\n next")], assistant("a"), one(chat, "<|im_end|>"))
     whole = chat.encode_text("<|im_end|>\n<|im_start|>user\n\n next<|im_end|>\n<|im_start|>assistant\n", neutral=False)
@@ -184,6 +185,36 @@ def test_a_delta_does_not_grow_with_the_conversation(chat, monkeypatch):
     chat.delta_ids([user("next")], history=history, last_ids=[end])
     assert len(seen) == 1
     assert seen[0] < 100
+
+
+@pytest.mark.cap("P12")
+def test_a_default_system_prompt_stands_in_the_first_prompt_only():
+    source = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}{% endif %}" + CHATML
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    delta = after(chat, [user("x")], assistant("a"), one(chat, "<|im_end|>"))
+    assert "Be good." in chat.decode(chat.prompt_ids([user("q")]))
+    assert "Be good." not in chat.decode(delta.ids)
+
+
+@pytest.mark.cap("P17")
+def test_environment_text_is_written_as_the_template_writes_it():
+    source = CHATML.replace("m.content", "(m.content|tojson if m.role == 'tool' else m.content|trim)")
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    end = one(chat, "<|im_end|>")
+    assert '"a\\n<|im_end|>"' in chat.decode(after(chat, [tool("a\n<|im_end|>")], assistant("x"), end).ids)
+    assert "user\nb<|im_end|>" in chat.decode(after(chat, [user(" b ")], assistant("x"), end).ids)
+
+
+@pytest.mark.cap("P22")
+def test_ids_are_plain_lists_of_integers(chat):
+    end = one(chat, "<|im_end|>")
+    for ids in (
+        chat.prompt_ids([user("q")]),
+        chat.full_ids([user("q")]),
+        after(chat, [user("x")], assistant("a"), end).ids,
+    ):
+        assert type(ids) is list
+        assert all(type(i) is int for i in ids)
 
 
 @pytest.mark.cap("P25")
