@@ -23,11 +23,20 @@ _COLUMNS = (
     ("response/tokens_mean", "tokens", "{:.0f}"),
     ("actor/entropy", "entropy", "{:.3f}"),
     ("actor/clipfrac", "clip", "{:.3f}"),
-    ("actor/grad_norm", "grad", "{:.2f}"),
     ("group/zero_variance", "flat", "{:.2f}"),
     ("rollout/logprob_diff_max", "Δlogp", "{:.0e}"),
     ("rollout/tokens_per_s", "tok/s", "{:.0f}"),
     ("time/step_s", "s", "{:.2f}"),
+)
+
+_HIDDEN_AT_0 = ("actor/clipfrac",)
+_VALIDATION = (
+    ("val/accuracy", "accuracy", "{:.3f}"),
+    ("val/accuracy_greedy", "greedy", "{:.3f}"),
+    ("val/tool_calls_mean", "calls", "{:.2f}"),
+    ("val/truncated", "truncated", "{:.3f}"),
+    ("val/failed", "failed", "{:.0f}"),
+    ("val/mismatch_rate", "mismatch", "{:.3f}"),
 )
 
 
@@ -99,7 +108,11 @@ class Display(AbstractContextManager["Display"]):
         """One line for a finished step."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
-        cells = [f"{head} [bold]{form.format(metrics[key])}[/]" for key, head, form in _COLUMNS if key in metrics]
+        cells = [
+            f"{head} [bold]{form.format(metrics[key])}[/]"
+            for key, head, form in _COLUMNS
+            if key in metrics and (metrics[key] or key not in _HIDDEN_AT_0)
+        ]
         warn = [
             f"[yellow]{key.split('/')[1]} {metrics[key]:.0f}[/]"
             for key in ("rollout/failed", "rollout/aborted")
@@ -109,15 +122,8 @@ class Display(AbstractContextManager["Display"]):
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """One line for a validation pass."""
-        shown = {
-            k: v
-            for k, v in metrics.items()
-            if k.startswith("val/") and k.count("/") == 1 and (v or k.startswith("val/accuracy"))
-        }
-        self.note(
-            f"[cyan]validation after step {step}:[/] "
-            + "  ".join(f"{k[4:]} [bold]{v:.3f}[/]" for k, v in shown.items())
-        )
+        cells = [f"{head} [bold]{form.format(metrics[key])}[/]" for key, head, form in _VALIDATION if metrics.get(key)]
+        self.note(f"[cyan]validation after step {step}:[/]  " + "  ".join(cells))
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
         """The closing box."""
