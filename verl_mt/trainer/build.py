@@ -79,6 +79,8 @@ def build_trainer(config: Config) -> PPOTrainer:
         run = RunDirectory.open(config.trainer, snapshot)
         undo.callback(run.abandon)
         state = None if run.resume_from is None else checkpoint.load(run.resume_from)
+        resume_step = None if state is None else state["step"]
+        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
@@ -91,15 +93,15 @@ def build_trainer(config: Config) -> PPOTrainer:
             estimate_advantages=_advantage_estimator(config.algorithm),
             checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
             sanity=runner.context.sanity,
-            log=_build_log(config, run, snapshot, plan.total_steps, tools, resume_step=state["step"] if state else None),
+            log=log,
             pad_token_id=_pad_token_id(chat),
         )
         if config.trainer.export_at_end:
             trainer.export = partial(export_hf, workers.policy_module, chat.tokenizer, run.path / "hf")
         if state is not None:
             trainer.load_state_dict(state)
-            trainer.log.display.resume_at(trainer.step_number)
-            trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")
+            log.display.resume_at(trainer.step_number)
+            log.display.note(f"resuming {run.path} after step {trainer.step_number}")
         undo.pop_all()
     _announce(trainer, workers, prompts)
     return trainer
@@ -161,7 +163,7 @@ def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, poli
     engine = engines.build(
         rollout,
         policy_module,
-        end_token_ids=chat.end_token_ids,
+        end_token_ids=chat.stop_token_ids,
         decode=chat.decode,
         max_model_len=limits.max_model_len,
         deterministic=config.trainer.deterministic,

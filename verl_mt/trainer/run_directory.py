@@ -53,6 +53,15 @@ class RunDirectory:
                 named by `resume_from_path` does not exist.
         """
         wanted = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name).expanduser()
+        try:
+            return cls._open(trainer, wanted, config)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make or read the run directory {wanted}: {error}; choose another trainer.default_local_dir"
+            ) from error
+
+    @classmethod
+    def _open(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
         if trainer.resume_mode == "resume_path":
             return cls._resume_path(trainer, wanted, config)
         for path in _numbered(wanted):
@@ -60,16 +69,21 @@ class RunDirectory:
                 return cls._fresh(path, config)
             if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
                 continue
-            lock = _try_lock(path)
-            if lock is None:
-                continue  # Another process is training there right now.
             if not (path / "config.yaml").exists():
                 raise CheckpointError(
                     f"{path} is not empty and not a run directory (no config.yaml); choose another "
                     "trainer.default_local_dir or trainer.experiment_name"
                 )
-            _refuse_changed_config(path, config)
-            return cls(path, CheckpointStore(path / "checkpoints").latest(), lock)
+            lock = _try_lock(path)
+            if lock is None:
+                continue  # Another process is training there right now.
+            run = cls(path, CheckpointStore(path / "checkpoints").latest(), lock)
+            try:
+                _refuse_changed_config(path, config)
+            except CheckpointError:
+                run.close()
+                raise
+            return run
         raise AssertionError("unreachable: the numbers do not end")
 
     @classmethod
