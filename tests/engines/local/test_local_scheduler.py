@@ -192,7 +192,7 @@ def test_any_mix_of_turns_tools_aborts_and_updates_keeps_log_probs_exact(qwen3, 
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @mixes
 def test_many_mixes_keep_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):
     any_mix(qwen3, seed, max_num_seqs, max_slots, budget)

@@ -1,0 +1,164 @@
+"""The local engine against transformers' `generate`, in one process, on the same model.
+
+    python benchmarks/local_engine.py [--threads 1] [--sequences 128] [--repetitions 3] [--group-size 8]
+
+(a) One batch of different prompts of equal length, equal numbers of new tokens: nothing to share, nothing to keep.
+(b) Multi-turn work: groups of samples per prompt, three turns of uneven length, an observation after each. `generate`
+    runs in lock-step, as people use it for this: left-padded batches, the whole history prefilled again at each turn,
+    everyone waiting for the longest turn. Only tokens that belong to a turn count, for both.
+
+Both sample at T = 1; ours also computes the log-probs. Repetitions are interleaved, so that a busy machine hurts both;
+medians are compared, and CPU seconds are shown beside. The last lines are the ratios (above 1: the local engine is
+faster).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+PROMPT_TOKENS, NEW_TOKENS, NUM_TURNS, VOCAB = 128, 64, 3, 768
+
+
+@dataclass
+class Conversation:
+    """A prompt, and per turn how many tokens the model says and what it is told then."""
+
+    prompt: list[int]
+    turns: list[tuple[int, list[int]]]
+
+
+def make_model() -> Any:
+    """A random Qwen3 of the size of the shipped one (0.9 M parameters), which never ends a turn by itself."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = Qwen3Config(
+        vocab_size=VOCAB, max_position_embeddings=1024, initializer_range=0.2, **sizes, **heads, **ends
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def equal_work(count: int) -> list[Conversation]:
+    """(a)"""
+    rng = random.Random(1)
+    return [Conversation(rng.choices(range(VOCAB), k=PROMPT_TOKENS), [(NEW_TOKENS, [])]) for _ in range(count)]
+
+
+def multi_turn_work(count: int, group_size: int) -> list[Conversation]:
+    """(b): one system prompt, questions of 20-50 tokens, 1-3 turns of 8-48 tokens, observations of 8-30."""
+    rng = random.Random(2)
+    system, work = rng.choices(range(VOCAB), k=90), []
+    for index in range(count):
+        if index % group_size == 0:
+            prompt = system + rng.choices(range(VOCAB), k=rng.randint(20, 50))
+        sizes = [rng.randint(8, 48) for _ in range(rng.randint(NUM_TURNS - 1, NUM_TURNS))]
+        work.append(Conversation(prompt, [(size, rng.choices(range(VOCAB), k=rng.randint(8, 30))) for size in sizes]))
+    return work
+
+
+def run_ours(model: Any, work: list[Conversation], temperature: float = 1.0) -> tuple[float, list[list[int]]]:
+    """Seconds from the first request to the last answer, engine start excluded; and the streams."""
+    from verl_mt.data.requests import GenerationRequest, SamplingParams
+    from verl_mt.engines.local import LocalEngine, LocalOptions
+
+    async def converse(engine: LocalEngine, name: str, conversation: Conversation) -> list[int]:
+        stream = list(conversation.prompt)
+        for number, (size, observation) in enumerate(conversation.turns):
+            sampling = SamplingParams(max_new_tokens=size, temperature=temperature)
+            output = await engine.generate(GenerationRequest(stream, sampling, f"{name}/{number}", name))
+            assert output.token_ids is not None and len(output.token_ids) == size
+            stream = stream + output.token_ids + observation
+        engine.close_session(name)
+        return stream
+
+    async def go() -> tuple[float, list[list[int]]]:
+        engine = LocalEngine(model, end_token_ids=(), options=LocalOptions(max_num_seqs=len(work)))
+        start = time.perf_counter()
+        streams = await asyncio.gather(*[converse(engine, f"s{i}", c) for i, c in enumerate(work)])
+        seconds = time.perf_counter() - start
+        await engine.close()
+        return seconds, streams
+
+    return asyncio.run(go())
+
+
+def run_generate(model: Any, work: list[Conversation], temperature: float = 1.0) -> tuple[float, list[list[int]]]:
+    """The same work in lock-step batches."""
+    import torch
+
+    streams = [list(c.prompt) for c in work]
+    start = time.perf_counter()
+    for turn in range(max(len(c.turns) for c in work)):
+        active = [i for i, c in enumerate(work) if turn < len(c.turns)]
+        longest = max(len(streams[i]) for i in active)
+        ids = torch.tensor([[0] * (longest - len(streams[i])) + streams[i] for i in active])
+        mask = torch.tensor([[0] * (longest - len(streams[i])) + [1] * len(streams[i]) for i in active])
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max(work[i].turns[turn][0] for i in active),
+            **(sampling if temperature else {"do_sample": False}),
+        )
+        for i, new in zip(active, output[:, longest:].tolist()):
+            size, observation = work[i].turns[turn]
+            streams[i] += new[:size] + observation
+    return time.perf_counter() - start, streams
+
+
+def compare(title: str, model: Any, work: list[Conversation], repetitions: int) -> float:
+    """Interleaved repetitions, medians; returns how many times faster ours is."""
+    count = sum(size for c in work for size, _ in c.turns)
+    sample = work[:: max(1, len(work) // 16)]
+    same = run_ours(model, sample, temperature=0.0)[1] == run_generate(model, sample, temperature=0.0)[1]
+    print(f"{title}: {len(work)} sequences, {count} tokens to sample; greedy streams identical: {same}", flush=True)
+    runners = {"local engine": run_ours, "generate": run_generate}
+    wall: dict[str, list[float]] = {name: [] for name in runners}
+    cpu: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(repetitions):
+        for name, runner in runners.items():
+            before = time.process_time()
+            wall[name].append(runner(model, work)[0])
+            cpu[name].append(time.process_time() - before)
+    for name, seconds in wall.items():
+        median, used = statistics.median(seconds), statistics.median(cpu[name])
+        spread = ", ".join(f"{s:.2f}" for s in seconds)
+        print(f"  {name:<13} {count / median:6.0f} tokens/s, median {median:.2f} s of [{spread}]; {used:.2f} CPU s")
+    return statistics.median(wall["generate"]) / statistics.median(wall["local engine"])
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    import torch
+
+    torch.set_num_threads(args.threads)
+    model = make_model()
+    print(
+        f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    )
+    equal = compare("(a) one equal-length batch", model, equal_work(args.sequences), args.repetitions)
+    turns = compare("(b) multi-turn", model, multi_turn_work(args.sequences, args.group_size), args.repetitions)
+    print(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
+    print(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
+
+
+if __name__ == "__main__":
+    main()
