@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_mt.config.aliases import ALWAYS, CONVERT, RENAMES
@@ -180,6 +180,8 @@ text_values = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size
 
 
 @given(text_values)
+@example("\\")
+@example("it's \\\\\"")
 @settings(max_examples=40, deadline=None)
 def test_any_text_survives_the_way_through_an_alias(text):
     # A value of a renamed key is written anew in Hydra's grammar and must be read back as the same text.

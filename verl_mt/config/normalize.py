@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -358,7 +359,9 @@ def _literal(value: Any) -> str:
         return "{" + ",".join(f"{_literal_key(k)}:{_literal(v)}" for k, v in value.items()) + "}"
     if "'" not in str(value) and not str(value).endswith("\\"):
         return f"'{value}'"
-    return '"' + str(value).replace('"', '\\"') + '"'
+    # Within quotes a backslash means itself, except in a run before a quote: there each one is doubled.
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
+    return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
 
 
 def _literal_key(key: Any) -> str:
