@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
 from verl_mt.data.requests import GenerationRequest, SamplingParams
+from verl_mt.engines.local import LocalEngine, LocalOptions
 
 VOCAB = 300
 _numbers = itertools.count()
@@ -50,6 +54,9 @@ def request(ids: list[int], session: str | None = None, *, deadline_s: float | N
     )
 
 
+PROMPT = [5, 17, 200, 31, 8, 99, 140, 77]
+
+
 def plain_log_probs(model: Any, prompt: list[int], turn: list[int], temperature: float = 1.0) -> torch.Tensor:
     """log_softmax(logits / T) of the turn's ids by one ordinary forward pass."""
     ids = torch.tensor([prompt + turn])
@@ -62,3 +69,20 @@ def assert_exact(model: Any, prompt: list[int], output: Any, temperature: float 
     """The engine's log-probs are those of a plain forward pass."""
     expected = plain_log_probs(model, prompt, output.token_ids, temperature)
     torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
+@asynccontextmanager
+async def engine_of(
+    model: Any, end_token_ids: Any = (), decode: Any = None, **options: Any
+) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(
+        model, end_token_ids=end_token_ids, decode=decode, max_model_len=256, options=LocalOptions(**options)
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)

@@ -70,6 +70,7 @@ def test_limits_cut_a_scripted_turn_as_they_would_cut_a_sampled_one(run_async):
     run_async(go())
 
 
+@pytest.mark.cap("C14")
 def test_each_turn_takes_its_own_time(run_async):
     async def go():
         engine = ScriptedEngine(
@@ -86,6 +87,7 @@ def test_each_turn_takes_its_own_time(run_async):
     run_async(go())
 
 
+@pytest.mark.cap("C56")
 def test_abort_and_deadline_keep_the_share_that_was_sampled(run_async):
     async def go():
         engine = ScriptedEngine(lambda asked: ScriptedTurn(list(range(10)), latency_s=0.4))

@@ -29,10 +29,14 @@ class PackedForward:
         check_architecture(module, max_model_len)
         self.num_layers: int = self.config.num_hidden_layers  # type: ignore[union-attr, assignment]
         self.vocab_size: int = self.config.vocab_size  # type: ignore[union-attr, assignment]
-        self.device = next(module.parameters()).device
         self._trained: list[torch.nn.Module] = []
         # An explicit 4D mask stops transformers from building one: `slot_attention` ignores it.
-        self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
+        self._no_mask = torch.zeros(1, 1, 1, 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is now."""
+        return next(self.module.parameters()).device
 
     def enter_eval(self) -> None:
         """Put every submodule in eval mode, and remember which ones were not. Does nothing when already in it."""
@@ -67,7 +71,7 @@ class PackedForward:
             output = self.module(
                 input_ids=torch.from_numpy(tokens).to(self.device)[None],
                 position_ids=step.positions[None],
-                attention_mask=self._no_mask,
+                attention_mask=self._no_mask.to(self.device),
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(wanted).to(self.device),
                 slot_step=step,
