@@ -158,7 +158,8 @@ class SanityMonitor:
 
         Returns:
             `sanity/mismatch_rate`, the share of the observed trajectories, and `sanity/<cause>`, the number
-            of trajectories with that cause, for every cause that this run has met.
+            of trajectories with that cause, for every cause since the last reset. (Not "of this run": a resumed
+            run has not met what the run it goes on from has, and must write the same numbers.)
 
         Raises:
             TemplateError: with `reset`, when more than `max_mismatch_rate` of the trajectories mismatch.
@@ -169,7 +170,7 @@ class SanityMonitor:
             total, over = max(self._observed, 1), self._against_budget
             values = {"sanity/mismatch_rate": self._mismatched / total}
             for cause in Cause:
-                if cause in self._warned:
+                if self._by_cause[cause]:
                     values[f"sanity/{cause.value}"] = float(self._by_cause[cause])
             if reset:
                 self._start_step()

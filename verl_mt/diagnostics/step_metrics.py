@@ -72,15 +72,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
     """`tools/<name>/<event>` summed; `latency_s` per call. Every configured tool has its calls and errors, even 0."""
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = defaultdict(float)
     for name in tool_names:
-        totals[f"tools/{name}/calls"] += 0
-        totals[f"tools/{name}/errors"] += 0
-        totals[f"tools/{name}/latency_s"] += 0
+        for event in ("calls", "errors", "latency_s"):
+            totals[f"tools/{name}/{event}"] += 0
     for trajectory in trajectories:
-        totals.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})
+        for key, amount in trajectory.counters.items():
+            if key.startswith("tools/"):
+                totals[key] += amount
     for key in [k for k in totals if k.endswith("/latency_s")]:
-        totals[key] = totals[key] / max(1, totals[key.removesuffix("latency_s") + "calls"])
+        totals[key] /= max(1, totals[key.removesuffix("latency_s") + "calls"])
     return dict(totals)
 
 
