@@ -174,6 +174,12 @@ def test_free_mappings_take_new_keys_with_and_without_plus():
     assert compose(argv).actor_rollout_ref.model.template_kwargs == {"enable_thinking": False}
 
 
+def test_free_keys_may_come_as_one_mapping():
+    config = compose(["reward.path=exact_match", "reward.kwargs={a:1,b:{c:x}}", "reward.kwargs.d=2"])
+    assert config.reward.kwargs == {"a": 1, "b": {"c": "x"}, "d": 2}
+    assert compose(["data.train_files={one:{path:a.jsonl}}"]).data.train_files == {"one": {"path": "a.jsonl"}}
+
+
 text_values = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(
     lambda t: "${" not in t
 )

@@ -140,7 +140,8 @@ def normalise_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
             verbatim[override.key_or_group, _literal(value)] = text
     found = normalise_items(given, COMMAND_LINE)
     for item in found.items:
-        prefix = "++" if open_parent(item.key) else ""
+        # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
+        prefix = "++" if open_parent(item.key) or isinstance(item.value, dict) else ""
         original = verbatim.get((item.key, _literal(item.value)), "")
         lines.append(
             original if not prefix and original[:1] not in ("", "+") else f"{prefix}{item.key}={_literal(item.value)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from verl_mt.config.compose import hydra_main
 from verl_mt.config.schema import Config
@@ -19,4 +20,8 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    hydra_main(train)
+    try:
+        hydra_main(train)
+    except KeyboardInterrupt:  # Before the first step, or pressed twice; once ends a run with a checkpoint.
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -75,7 +75,7 @@ class PPOTrainer:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
         with self.log, self.interrupts:
             try:
-                if self.step_number == 0 and (self.config.val_before_train or self.config.val_only):
+                if self._validates_first():
                     self.log.metrics(0, self.validate())
                 if not self.config.val_only:
                     self._train()
@@ -151,6 +151,10 @@ class PPOTrainer:
     def close(self) -> None:
         """End the rollout thread and the engine. Idempotent."""
         self.stream.close(self.engine.close)
+
+    def _validates_first(self) -> bool:
+        wanted = self.config.val_before_train or self.config.val_only
+        return wanted and self.step_number == 0 and bool(self.val_prompts)
 
     def _train(self) -> None:
         while True:
