@@ -110,7 +110,9 @@ def build_trainer(config: Config) -> PPOTrainer:
 def prepare_process(config: Config) -> None:
     """Threads, seeds and determinism of this process; no progress bars of others."""
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(config.trainer.num_threads or _idle_cores())
+    # How many cores are idle is up to the moment, and the number of threads changes the last bits.
+    default = 1 if config.trainer.deterministic else _idle_cores()
+    torch.set_num_threads(config.trainer.num_threads or default)
     seed = config.trainer.seed
     random.seed(seed)
     np.random.seed(seed % 2**32)

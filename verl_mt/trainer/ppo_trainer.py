@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from verl_mt.chat.sanity import SanityMonitor
@@ -137,7 +136,6 @@ class PPOTrainer:
             "workers": self.workers.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": checkpoint.random_state(),
-            "num_threads": torch.get_num_threads(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
