@@ -95,7 +95,9 @@ class TrainerConfig(Section):
         False,
         "The same config gives the same weights, bit for bit, also when killed and resumed (local, scripted).",
     )
-    num_threads: int | None = knob(None, "CPU threads of torch; null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1)
+    num_threads: int | None = knob(
+        None, "CPU threads of torch; null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1
+    )
     device: str = knob("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
     max_staleness: int = knob(
         0,
