@@ -2,15 +2,16 @@
 
     python -m verl_mt.evaluate --run runs/tiny                       # a run's export, its own tools and data
     python -m verl_mt.evaluate --model PATH --data FILE.parquet --n 4 --out eval/ [Hydra overrides]
+    python -m verl_mt.evaluate --config recipes/gsm8k/config/gsm8k_tool_grpo.yaml --model PATH
     python -m verl_mt.evaluate --run runs/tiny --chat                # talk to it; its tools really run
 
-The same tools, interactions, limits and reward as in training: what counts is the config, not this command.
+The same tools, interactions, limits and reward as in training: what counts is the config, not this command. Validation
+sampling (`actor_rollout_ref.rollout.val_kwargs`) is used; `...val_kwargs.temperature=0` is greedy.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -21,10 +22,12 @@ from rich.table import Table
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
+from verl_mt.config_paths import TINY_MODEL
+from verl_mt.data.conversation import Message
 from verl_mt.data.run_files import trajectory_to_row, write_rows
-from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import pass_at_k, validation_metrics
-from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
+from verl_mt.diagnostics.step_metrics import num_right, pass_at_k, validation_metrics
+from verl_mt.errors import ConfigError, DataError, VerlMTError
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.trainer.build import validation_sampling
@@ -32,9 +35,10 @@ from verl_mt.trainer.inference import Inference
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input (one line on stderr)."""
+    """Returns the exit status: 0, 2 for bad input (one line on stderr), 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--run", help="run directory: its config.yaml and its hf/ export")
+    parser.add_argument("--config", help="YAML file to start from, instead of a run's")
     parser.add_argument("--model", help="local folder or hub name")
     parser.add_argument(
         "--data", help="parquet or JSONL file, or module:function; default: the config's data.val_files"
@@ -42,59 +46,83 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, help="samples per prompt")
     parser.add_argument("--out", help="folder for metrics.json and rollouts.jsonl")
     parser.add_argument("--chat", action="store_true", help="talk to the model instead")
+    parser.add_argument("--system", help="--chat: the system message; default: that of the first row of the data")
     args, overrides = parser.parse_known_args(argv)
     try:
         config = _config(args, overrides)
-        return _chat(config) if args.chat else _evaluate(config, args.out)
+        return _chat(config, args.system) if args.chat else _evaluate(config, args.out)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
-    if args.model:
-        overrides = [*overrides, f"actor_rollout_ref.model.path={args.model}"]
-    if args.data:
-        overrides = [*overrides, f"data.val_files={args.data}", "data.val_max_samples=-1"]
-    if args.n:
-        overrides = [*overrides, f"actor_rollout_ref.rollout.val_kwargs.n={args.n}"]
-    if not args.run:
-        return compose(overrides)
-    folder = Path(args.run)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--run: {folder} has no config.yaml; name a run directory such as runs/tiny")
-    if not args.model:
-        if not (folder / "hf").is_dir():
+    if args.n is not None and args.n < 1:
+        raise ConfigError(f"--n is {args.n}, must be at least 1")
+    if args.run and args.config:
+        raise ConfigError("--run brings its own config.yaml: give it or --config, not both")
+    if args.run:
+        folder = Path(args.run)
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(f"--run: {folder} has no config.yaml; name a run directory such as runs/tiny")
+        if not args.model and not (folder / "hf").is_dir():
             raise ConfigError(f"--run: {folder} has no hf/ export (the run is not over); name a model with --model")
-        overrides = [*overrides, f"actor_rollout_ref.model.path={folder / 'hf'}"]
-    return compose(overrides, config_name=str(folder / "config.yaml"))
+    # As in training: with an own model and own data nothing of the default task is inherited.
+    general = args.model and args.model != TINY_MODEL and args.data
+    base = str(Path(args.run) / "config.yaml") if args.run else args.config or ("ppo_trainer" if general else None)
+    model = args.model or (str(Path(args.run) / "hf") if args.run else None)
+    named = {
+        "actor_rollout_ref.model.path": model,
+        "data.val_files": args.data,
+        "data.val_max_samples": -1 if args.data and ":" not in args.data else None,
+        "actor_rollout_ref.rollout.val_kwargs.n": args.n,
+    }
+    # Ours first: an override of the user's own wins.
+    return compose([*(f"{k}={_quoted(v)}" for k, v in named.items() if v is not None), *overrides], config_name=base)
+
+
+def _quoted(value: Any) -> str:
+    """A value as Hydra reads it back: a path may hold spaces, commas or '='."""
+    return str(value) if not isinstance(value, str) else "'" + value.replace("'", "\\'") + "'"
 
 
 def _evaluate(config: Config, out: str | None) -> int:
+    if config.data.val_files is None:
+        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
     validation = config.actor_rollout_ref.rollout.val_kwargs
-    with Inference(config) as policy:
+    console = Console(stderr=True)
+    with Inference(config) as policy, console.status("sampling") as status:
         prompts = policy.prompts()
-        groups = policy.roll_out(prompts, n=validation.n, sampling=validation_sampling(config))
+        progress = policy.runner.progress
+
+        def show_progress() -> None:
+            status.update(f"{progress.num_finished} of {len(prompts) * validation.n} conversations")
+
+        groups = policy.roll_out(
+            prompts, n=validation.n, sampling=validation_sampling(config), while_waiting=show_progress
+        )
     metrics = validation_metrics(groups, "") | _pass_rates(groups)
     _show(metrics, len(prompts), validation.n)
     if out:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         write_rows(folder / "rollouts.jsonl", (trajectory_to_row(t, step=0) for g in groups for t in g.trajectories))
         print(f"written to {folder}")
     return 0
 
 
 def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
-    smallest = min((len(g.trajectories) for g in groups), default=0)
-    rates = {}
-    for k in (k for k in (1, 2, 4, 8, 16, 32, 64) if k <= smallest):
-        right = [sum(t.reward_parts.get("score", 0.0) >= 1.0 for t in g.trajectories) for g in groups]
-        rates[f"val/pass_at_{k}"] = sum(
-            pass_at_k(len(g.trajectories), c, k) for g, c in zip(groups, right, strict=True)
-        ) / len(groups)
-    return rates
+    """`val/pass_at_k` for the powers of two up to the samples per prompt."""
+    smallest = min(len(g.trajectories) for g in groups)
+    return {
+        f"val/pass_at_{k}": sum(pass_at_k(len(g.trajectories), num_right(g), k) for g in groups) / len(groups)
+        for k in (1, 2, 4, 8, 16, 32, 64, 128)
+        if k <= smallest
+    }
 
 
 def _show(metrics: dict[str, float], num_prompts: int, n: int) -> None:
@@ -106,42 +134,99 @@ def _show(metrics: dict[str, float], num_prompts: int, n: int) -> None:
     Console().print(table)
 
 
-def _chat(config: Config) -> int:
+def _chat(config: Config, system: str | None) -> int:
+    """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input."""
+    _lift_limits(config)
     console = Console()
     with Inference(config) as policy:
+        opening = _opening(policy, system)
+        for message in opening:
+            _print_message(console, message)
         console.print("[dim]an empty line ends the conversation[/]")
-        policy.stream.call(_converse(policy, console))
+        conversation = _Conversation(policy, opening)
+        try:
+            # Lines are read in this thread: in another one, input() would keep Ctrl-C from ending the process.
+            while not conversation.over and (text := _read_line().strip()):
+                for message in policy.stream.call(conversation.say(text)):
+                    _print_message(console, message)
+                console.print(f"[dim]({conversation.stop_reason})[/]")
+        finally:
+            policy.stream.call(conversation.close())
     return 0
 
 
-async def _converse(policy: Inference, console: Console) -> None:
-    """Read a line, let the model and its tools work, print what they said; until an empty line or the end of input."""
-    runner = policy.runner
-    tool_schemas = policy.tools.schemas() if policy.tools is not None else []
-    trajectory = Trajectory("chat", "chat", "chat", "chat")
-    session = RolloutSession(runner.context, trajectory)
-    tools = runner.tools.open("chat", None) if runner.tools is not None else None
-    runner.context.engine.open_session("chat", 0)
+def _lift_limits(config: Config) -> None:
+    """Limits of one training trajectory do not fit a conversation with a person; the model's context remains."""
+    from transformers import AutoConfig
+
+    from verl_mt.config_paths import resolve_model_path
+
+    model, rollout, actor = (getattr(config.actor_rollout_ref, name) for name in ("model", "rollout", "actor"))
     try:
-        while text := (await asyncio.to_thread(_read_line)).strip():
-            message = {"role": "user", "content": text}
-            if not trajectory.records:
-                ids = runner.context.chat.prompt_ids([message], tool_schemas or None)
-                session.start(ids, [message], tool_schemas)
-            else:
-                session.extend([message])
-            shown = len(trajectory.messages)
-            await run_tool_loop(session, tools, None)
-            for answer in trajectory.messages[shown:]:
-                _print_message(console, answer)
-            console.print(f"[dim]({trajectory.stop_reason})[/]")
-            if trajectory.stop_reason is not None and trajectory.stop_reason.status != "completed":
-                break
-            trajectory.stop_reason = None
-    finally:
-        runner.context.engine.close_session("chat")
-        if tools is not None:
-            await tools.close()
+        loaded = AutoConfig.from_pretrained(
+            resolve_model_path(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor_rollout_ref.model.path {model.path!r} cannot be loaded: {error}") from error
+    longest = getattr(loaded, "max_position_embeddings", None)
+    if rollout.max_model_len is None and longest is not None:
+        rollout.max_model_len = min(longest, actor.ppo_max_token_len)
+    if rollout.max_model_len is not None:
+        rollout.response_length = rollout.max_model_len
+    rollout.multi_turn.max_assistant_turns = None
+    rollout.max_seconds = None
+
+
+def _opening(policy: Inference, system: str | None) -> list[Message]:
+    """The system message: as given, else that of the data, which the model was trained with."""
+    if system is not None:
+        return [{"role": "system", "content": system}] if system else []
+    if policy.config.data.val_files is None:
+        return []
+    policy.config.data.val_max_samples = 1
+    try:
+        rows = policy.prompts()
+    except DataError as error:
+        print(f"no system message: {error}", file=sys.stderr)
+        return []
+    return [dict(m) for m in rows[0].messages if m["role"] == "system"][:1]
+
+
+class _Conversation:
+    """One trajectory that goes on for as long as a person does."""
+
+    def __init__(self, policy: Inference, opening: list[Message]):
+        runner = policy.runner
+        self._context, self._opening = runner.context, opening
+        self._schemas = policy.tools.schemas() if runner.tools is not None and policy.tools is not None else []
+        self._trajectory = Trajectory("chat", "chat", "chat", "chat")
+        self._session = RolloutSession(runner.context, self._trajectory)
+        self._tools = runner.tools.open("chat", None) if runner.tools is not None else None
+        self.stop_reason: str = ""
+        self.over = False
+        """A limit was hit: nothing more fits."""
+        runner.context.engine.open_session("chat", 0)
+
+    async def say(self, text: str) -> list[Message]:
+        """What the model and its tools answer."""
+        message: Message = {"role": "user", "content": text}
+        if self._trajectory.records:
+            self._trajectory.stop_reason = None
+            self._session.extend([message])
+        else:
+            messages = [*self._opening, message]
+            self._session.start(self._context.chat.prompt_ids(messages, self._schemas or None), messages, self._schemas)
+        shown = len(self._trajectory.messages)
+        await run_tool_loop(self._session, self._tools, None)
+        self.stop_reason = str(self._trajectory.stop_reason)
+        self.over = self._trajectory.status is not Status.COMPLETED
+        return self._trajectory.messages[shown:]
+
+    async def close(self) -> None:
+        """Give back what tools and engine hold."""
+        self._context.engine.close_session("chat")
+        if self._tools is not None:
+            await self._tools.close()
 
 
 def _read_line() -> str:
@@ -151,14 +236,13 @@ def _read_line() -> str:
         return ""
 
 
-def _print_message(console: Console, message: dict[str, Any]) -> None:
+def _print_message(console: Console, message: Message) -> None:
     calls = "".join(
         f" -> {c['function']['name']}({json.dumps(c['function']['arguments'])})" for c in message.get("tool_calls", [])
     )
-    style = "green" if message["role"] == "assistant" else "yellow"
-    console.print(
-        f"{message['role']}> {message.get('content') or ''}{calls}", style=style, markup=False, highlight=False
-    )
+    style = {"assistant": "green", "tool": "yellow"}.get(message["role"], "dim")
+    text = f"{message['role']}> {message.get('content') or ''}{calls}"
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
         metrics[f"val/{source}/accuracy{suffix}"] = _accuracy(members)
     if any(len(g.trajectories) > 1 for g in groups):
         k = min(len(g.trajectories) for g in groups)
-        metrics[f"val/pass_at_{k}{suffix}"] = fmean(pass_at_k(len(g.trajectories), _num_right(g), k) for g in groups)
+        metrics[f"val/pass_at_{k}{suffix}"] = fmean(pass_at_k(len(g.trajectories), num_right(g), k) for g in groups)
     trajectories = [t for g in groups for t in g.trajectories]
     calls = sum(v for t in trajectories for name, v in t.counters.items() if _is_call_count(name))
     metrics[f"val/tool_calls_mean{suffix}"] = calls / max(1, len(trajectories))
@@ -129,7 +129,8 @@ def _accuracy(groups: Sequence[TrajectoryGroup]) -> float:
     return fmean(scores) if scores else 0.0
 
 
-def _num_right(group: TrajectoryGroup) -> int:
+def num_right(group: TrajectoryGroup) -> int:
+    """Trajectories of a group that count as solved in `val/accuracy` and pass@k."""
     return sum(_score(t) >= 1.0 for t in group.trajectories)
 
 

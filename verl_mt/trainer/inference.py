@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -53,11 +54,23 @@ class Inference(AbstractContextManager["Inference"]):
         return build.load_val_prompts(self.config, build.build_prompts(self.config, self.chat, self.tools))
 
     def roll_out(
-        self, prompts: list[Prompt], *, n: int = 1, sampling: SamplingParams | None = None, name: str = "inference"
+        self,
+        prompts: list[Prompt],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        name: str = "inference",
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> list[TrajectoryGroup]:
-        """Scored groups, in the order of the prompts."""
+        """Scored groups, in the order of the prompts. `while_waiting` is called a few times a second.
+
+        Raises:
+            ConfigError: a row whose data source has no reward; named before anything is sampled.
+        """
+        for row in (prompt.row for prompt in prompts):
+            self.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
         self.stream.start(RolloutPlan(prompts, n, name, sampling))
-        return self.stream.collect(name)
+        return self.stream.collect(name, while_waiting)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,185 @@
+"""`python -m verl_mt.evaluate`: numbers of a model, and a conversation with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from verl_mt import evaluate
+from verl_mt.config.compose import compose
+from verl_mt.data.run_files import row_to_trajectory
+from verl_mt.diagnostics.step_metrics import pass_at_k
+from verl_mt.tiny.problems import rows
+from verl_mt.trainer.build import build_trainer
+
+QUICK = ("trainer.num_threads=1", "actor_rollout_ref.rollout.response_length=64")
+GREEDY = "actor_rollout_ref.rollout.temperature=0.001"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Eight held-out problems in a folder whose name has a space and a quote."""
+    folder = tmp_path_factory.mktemp("eval") / "my model's data"
+    folder.mkdir()
+    file = folder / "val.jsonl"
+    made = [*rows(num_rows=4, seed=5, split="val"), *rows(num_rows=4, seed=6, split="val")]
+    for row in made[4:]:
+        row["data_source"] = "gsm8k"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of one step."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    overrides = [
+        "data.train_batch_size=2", "data.train_max_samples=8", "data.val_max_samples=4",
+        "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1", "trainer.val_before_train=False",
+        "trainer.logger=[]", f"trainer.default_local_dir={folder}", *QUICK,
+    ]  # fmt: skip
+    build_trainer(compose(overrides)).fit()
+    return folder
+
+
+def metrics_in(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def answers_in(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_accuracy_and_pass_at_k_are_those_of_the_written_rollouts(data, tmp_path, capsys):
+    words = ["--model", "verl_mt://tiny", "--data", str(data), "--n", "4", "--out", str(tmp_path / "out"), *QUICK]
+    assert evaluate.main(words) == 0
+    metrics, written = metrics_in(tmp_path / "out"), answers_in(tmp_path / "out")
+    assert len(written) == 8 * 4
+    assert all(row_to_trajectory(row).status in ("completed", "truncated") for row in written)
+    groups: dict[str, list[float]] = {}
+    for row in written:
+        groups.setdefault(row["group_id"], []).append(row["reward_parts"].get("first_answer", row["reward"]))
+    assert metrics["val/accuracy"] == pytest.approx(fmean(s for g in groups.values() for s in g))
+    for k in (1, 2, 4):
+        expected = fmean(pass_at_k(4, sum(s == 1 for s in g), k) for g in groups.values())
+        assert metrics[f"val/pass_at_{k}"] == pytest.approx(expected)
+    assert metrics["val/pass_at_4"] > metrics["val/pass_at_1"] == pytest.approx(metrics["val/accuracy"])
+    by_source = [metrics["val/verl_mt/arithmetic/accuracy"], metrics["val/gsm8k/accuracy"]]
+    assert metrics["val/accuracy"] == pytest.approx(fmean(by_source))
+    assert metrics["val/tool_calls_mean"] > 0
+    assert "8 prompts x 4 samples" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
+    greedy = "actor_rollout_ref.rollout.val_kwargs.temperature=0"
+    for name in ("one", "two"):
+        assert evaluate.main(["--run", str(run), "--out", str(tmp_path / name), greedy]) == 0
+    assert metrics_in(tmp_path / "one") == metrics_in(tmp_path / "two")
+    assert len(answers_in(tmp_path / "one")) == 4
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics_in(tmp_path / "one")["val/accuracy"] == line["val/accuracy_greedy"]
+
+
+def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
+    parse = evaluate.argparse.Namespace
+    args = parse(run=None, config=None, model="/some/model", data="/some/data.jsonl", n=None)
+    config = evaluate._config(args, [])
+    assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is None
+    assert (config.data.val_files, config.data.val_max_samples) == ("/some/data.jsonl", -1)
+    args.config = str(Path(__file__).parents[1] / "recipes" / "gsm8k" / "config" / "gsm8k_tool_grpo.yaml")
+    config = evaluate._config(args, ["data.val_max_samples=3"])
+    assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file == "tools_configs/gsm8k_tool.yaml"
+    assert (config.actor_rollout_ref.model.path, config.data.val_max_samples) == ("/some/model", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--run", "no/such/run"], "no/such/run has no config.yaml"),
+        (["--model", "verl_mt://tiny", "--data", "no/such/file.parquet"], "no file 'no/such/file.parquet'"),
+        (["--model", "no/such/model", "--data", "verl_mt.tiny.problems:rows"], "no/such/model"),
+        (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
+        (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
+        (["--run", "a", "--config", "b"], "not both"),
+        (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words, part, capsys):
+    assert evaluate.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and part in err
+    assert "Traceback" not in err
+
+
+def test_a_run_without_an_export_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("data: {}\n")
+    assert evaluate.main(["--run", str(tmp_path)]) == 2
+    assert "no hf/ export" in capsys.readouterr().err
+
+
+def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    made = [json.loads(line) for line in data.read_text().splitlines()]
+    made[1]["data_source"] = "somebody/else"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    assert evaluate.main(["--model", "verl_mt://tiny", "--data", str(file), *QUICK]) == 2
+    err = capsys.readouterr().err
+    assert f"{file}, row 1" in err and "'somebody/else'" in err and "reward.path" in err
+
+
+QUESTION = "Ben has 12 bags with 7 pens each. How many pens does Ben have?"
+
+
+def chat(monkeypatch, capsys, *words: str, lines: list[str]) -> str:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    monkeypatch.setenv("COLUMNS", "160")
+    assert evaluate.main(["--model", "verl_mt://tiny", "--chat", GREEDY, *QUICK, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_conversation_goes_on_past_the_limits_of_a_training_trajectory(monkeypatch, capsys):
+    out = chat(monkeypatch, capsys, lines=[QUESTION] * 4)  # more turns and tokens than one trajectory may have
+    assert out.startswith("system> Answer as #### N.")
+    assert out.count("you> ") == 5
+    assert out.count("(finished)") == 4
+    first = out.split("you> ")[1]
+    assert 'calculator({"expression": "12*7"})' in first
+    assert "tool> 84" in first
+    assert "assistant> #### 84" in first
+
+
+def test_a_conversation_ends_with_an_empty_line(monkeypatch, capsys):
+    out = chat(monkeypatch, capsys, "--system", "", lines=[QUESTION, "", QUESTION])
+    assert "system>" not in out
+    assert out.count("you> ") == 2
+
+
+def test_ctrl_c_at_the_prompt_ends_the_command(monkeypatch, capsys):
+    def pressed(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", pressed)
+    assert evaluate.main(["--model", "verl_mt://tiny", "--chat", *QUICK]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_talks_over_a_pipe(run):
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_mt.evaluate", "--run", str(run), "--chat", GREEDY],
+        input=f"{QUESTION}\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "calculator(" in done.stdout
+    assert "Traceback" not in done.stderr
