@@ -190,6 +190,11 @@ def can_share_prefixes(model: nn.Module, base: Any) -> bool:
 _probed: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
+def forbid_sharing(model: nn.Module) -> None:
+    """Let the model take the plain pass always: its layers are sharded, and every rank must call them equally often."""
+    _probed[model] = False
+
+
 @torch.no_grad()
 def _probe(base: Any) -> bool:
     """Compare with a plain pass: two prompts of different length behind two common tokens, three rows."""

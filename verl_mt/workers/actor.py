@@ -18,9 +18,10 @@ from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError, VerlMTError
-from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
-from verl_mt.workers.micro_batch import compute_log_probs, split_rows
+from verl_mt.modeling.log_probs import LogProbs
+from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.schedule import lr_factor
+from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
 from verl_mt.workers.update_metrics import UpdateMetrics
 
 _MAX_NONFINITE = 3
@@ -32,8 +33,12 @@ class ActorWorker:
 
     The module stays in eval mode: dropout would make the policy that is trained another one than the one that sampled.
 
+    With a sharded module there is one such worker per rank. `update` and `compute_log_probs` are collective then:
+    every rank is given the same batch, trains on its share of the rows, and returns the same numbers.
+
     Args:
-        module: a Hugging Face causal language model; the local engine decodes with the same object.
+        module: a Hugging Face causal language model (the local engine decodes with the same object), or a
+            `ShardedPolicy`.
         config: its part of the configuration.
         temperature: that of sampling; log-probs are of logits / temperature.
         total_steps: training steps (rollout batches) of the whole run, for the schedule.
@@ -54,6 +59,7 @@ class ActorWorker:
         seed: int = 0,
     ):
         self.module = module.eval()
+        self.ranks = ranks_of(module)
         self.config = config
         self.num_updates = 0
         self._num_batches = 0
@@ -63,7 +69,7 @@ class ActorWorker:
         self._total_updates = total_steps * self._updates_per_batch
         self._nonfinite_in_a_row = 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._checkpointing = bool(getattr(module, "is_gradient_checkpointing", False))
+        self._checkpointing = bool(getattr(model_of(module), "is_gradient_checkpointing", False))
         if self._checkpointing:
             # transformers checkpoints activations only in training mode, which must then not mean dropout.
             _disable_dropout(module)
@@ -113,7 +119,7 @@ class ActorWorker:
         self._num_batches += 1
         metrics.log_prob_difference(here)
         batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
-        return metrics.summary()
+        return metrics.summary(self.ranks)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
         """[B, T] of the current weights where the loss mask is set, 0 elsewhere, on the batch's device."""
@@ -224,10 +230,14 @@ class ActorWorker:
         self.optimizer.zero_grad(set_to_none=True)
         max_tokens, max_rows = self.config.ppo_max_token_len, self.config.ppo_micro_batch_size
         loss = torch.zeros((), device=self.device)
+        seen_BT = torch.full_like(old_BT, math.nan)
         with self._training_mode():
-            for part in split_rows(here, active, max_tokens=max_tokens, max_rows=max_rows):
+            for part in micro_batches(here, active, self.ranks, max_tokens=max_tokens, max_rows=max_rows):
+                if part is None:
+                    dummy_pass(self.module, self.device)
+                    continue
                 micro = here[part]
-                output = forward_log_probs(
+                output = score(
                     self.module,
                     micro[columns.INPUT_IDS],
                     micro[columns.ATTENTION_MASK],
@@ -239,9 +249,11 @@ class ActorWorker:
                 micro_loss = self._loss(output, micro, weights_BT[part], old_BT[part], metrics)
                 micro_loss.backward()
                 loss += micro_loss.detach()
-                if before_BT is not None:
-                    before_BT[part] = output.log_probs_BT.detach().float()
-        self._step(loss, metrics)
+                seen_BT[part] = output.log_probs_BT.detach().float()
+        if before_BT is not None:
+            seen_BT = self.ranks.merge(seen_BT)
+            before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
+        self._step(self.ranks.sum(loss), metrics)
 
     def _loss(
         self, output: LogProbs, micro: TensorDict, weights_BT: Tensor, old_BT: Tensor, metrics: UpdateMetrics
@@ -275,7 +287,7 @@ class ActorWorker:
 
     def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
         """Clip and step; or drop a gradient that is not finite."""
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip or math.inf)
+        grad_norm = whole(nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip or math.inf))
         if not bool(torch.isfinite(grad_norm) & torch.isfinite(loss)):
             self._nonfinite_in_a_row += 1
             metrics.num_nonfinite += 1

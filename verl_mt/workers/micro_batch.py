@@ -7,7 +7,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
-from verl_mt.modeling.log_probs import forward_log_probs
+from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.sharding import dummy_pass, ranks_of, score
 
 
 def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: int | None) -> list[Tensor]:
@@ -41,6 +42,22 @@ def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: in
     return [torch.tensor(part, device=rows.device) for part in parts]
 
 
+def micro_batches(
+    batch: TensorDict, rows: Tensor, ranks: Ranks, *, max_tokens: int, max_rows: int | None
+) -> list[Tensor | None]:
+    """This rank's micro-batches of `rows`. Every rank gets as many, because a pass is collective: None = a dummy.
+
+    Rows are dealt out so that the ranks have like numbers of tokens, not of rows.
+    """
+    if ranks.size == 1:
+        return [*split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows)]
+    lengths = batch[columns.ATTENTION_MASK].sum(1)[rows].tolist()
+    shares = [torch.tensor(share, dtype=torch.int64, device=rows.device) for share in ranks.shares(lengths)]
+    parts = [split_rows(batch, rows[share], max_tokens=max_tokens, max_rows=max_rows) for share in shares]
+    own = parts[ranks.rank]
+    return [*own, *[None] * (max(map(len, parts)) - len(own))]
+
+
 @torch.no_grad()
 def compute_log_probs(
     module: nn.Module,
@@ -51,11 +68,20 @@ def compute_log_probs(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> Tensor:
-    """Log-probs of the tokens in the loss mask: float32 [B, T], 0 at other positions, NaN in rows not in `rows`."""
+    """Log-probs of the tokens in the loss mask: float32 [B, T], 0 at other positions, NaN in rows not in `rows`.
+
+    Collective where the module is sharded: every rank gives the same rows and gets all of the result.
+    """
     mask = batch[columns.LOSS_MASK]
     result = torch.full(mask.shape, float("nan"), device=mask.device)
-    for part in split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows):
-        output = forward_log_probs(
+    in_loss = mask[rows].any(1)
+    result[rows[~in_loss]] = 0.0
+    ranks = ranks_of(module)
+    for part in micro_batches(batch, rows[in_loss], ranks, max_tokens=max_tokens, max_rows=max_rows):
+        if part is None:
+            dummy_pass(module, mask.device)
+            continue
+        output = score(
             module,
             batch[columns.INPUT_IDS][part],
             batch[columns.ATTENTION_MASK][part],
@@ -63,4 +89,4 @@ def compute_log_probs(
             temperature=temperature,
         )
         result[part] = output.log_probs_BT.float()
-    return result
+    return ranks.merge(result)

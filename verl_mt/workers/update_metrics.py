@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt.data import batch as columns
+from verl_mt.workers.ranks import ALONE, Ranks
 
 
 @dataclass
@@ -48,9 +49,9 @@ class UpdateMetrics:
                 "rollout/logprob_diff_mean": difference.mean().item(),
             }
 
-    def summary(self) -> dict[str, float]:
-        """Sums are means over the mini-batches that were run; token means are over their tokens. What is not finite
-        (the loss of an update that was dropped) is absent."""
+    def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Sums are means over the mini-batches that were run; token means are over their tokens; both over all ranks.
+        What is not finite (the loss of an update that was dropped) is absent."""
         tried = self.num_updates + self.num_nonfinite
         result = {
             "actor/lr": self.lr,
@@ -58,12 +59,30 @@ class UpdateMetrics:
             "actor/skipped_zero_advantage_sequences": float(self.num_skipped),
             "actor/nonfinite_updates": float(self.num_nonfinite),
         }
-        for name, values in self._sums.items():
-            result[name] = torch.stack(values).sum().item() / max(1, tried)
-        tokens = sum(n.item() for n in self._token_counts)
-        for name, values in self._token_sums.items():
-            result[name] = torch.stack(values).sum().item() / max(1, tokens)
+        sums, token_sums, tokens = self._over(ranks)
+        for name, value in sums.items():
+            result[name] = value / max(1, tried)
+        for name, value in token_sums.items():
+            result[name] = value / max(1, tokens)
         if self.grad_norms:
             result["actor/grad_norm"] = torch.stack(self.grad_norms).mean().item()
         result |= self._difference
         return {name: value for name, value in result.items() if math.isfinite(value)}
+
+    def _over(self, ranks: Ranks) -> tuple[dict[str, float], dict[str, float], float]:
+        """Sums, token sums and numbers of tokens of all ranks; a rank without rows has none."""
+        own = (
+            {name: torch.stack(values).sum().item() for name, values in self._sums.items()},
+            {name: torch.stack(values).sum().item() for name, values in self._token_sums.items()},
+            sum(n.item() for n in self._token_counts),
+        )
+        sums: dict[str, float] = defaultdict(float)
+        token_sums: dict[str, float] = defaultdict(float)
+        tokens = 0.0
+        for other_sums, other_token_sums, other_tokens in ranks.gather(own):
+            tokens += other_tokens
+            for name, value in other_sums.items():
+                sums[name] += value
+            for name, value in other_token_sums.items():
+                token_sums[name] += value
+        return sums, token_sums, tokens

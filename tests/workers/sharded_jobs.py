@@ -1,0 +1,56 @@
+"""What the ranks of a `RankPool` run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from actor_toys import tiny_policy, worker
+from tensordict import TensorDict
+
+from verl_mt.data import batch as col
+from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.sharding import ShardedPolicy, model_of, whole
+
+
+def sharded_worker(ranks: Ranks, **kwargs: Any) -> ActorWorker:
+    """The same worker as `actor_toys.worker`, over the ranks."""
+    module = copy.deepcopy(tiny_policy())
+    if ranks.size == 1:
+        return worker(module, **kwargs)
+    return worker(ShardedPolicy(module, ranks, device_type="cpu"), **kwargs)
+
+
+def gradients(actor: ActorWorker) -> dict[str, torch.Tensor]:
+    """Whole gradients by parameter name; collective."""
+    return {n: whole(p.grad).clone() for n, p in model_of(actor.module).named_parameters() if p.grad is not None}
+
+
+def one_update(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> dict[str, Any]:
+    """Gradients just before the optimizer's step, metrics, old log-probs and weights behind it."""
+    actor = sharded_worker(ranks, **kwargs)
+    seen: list[dict[str, torch.Tensor]] = []
+    actor.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(actor)))
+    metrics = actor.update(batch)
+    weights = {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()}
+    own_bytes = sum(
+        (p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size() for p in actor.module.parameters()
+    )
+    state_bytes = sum(
+        (t.to_local() if hasattr(t, "to_local") else t).numel() * t.element_size()
+        for state in actor.optimizer.state.values()
+        for t in state.values()
+    )
+    return {
+        "gradients": seen,
+        "metrics": metrics,
+        "old": batch[col.OLD_LOG_PROBS],
+        "weights": weights,
+        "bytes": (own_bytes, state_bytes),
+    }
+
+
+def log_probs(ranks: Ranks, batch: TensorDict) -> torch.Tensor:
+    return sharded_worker(ranks).compute_log_probs(batch)

@@ -1,0 +1,34 @@
+"""Who takes which row."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.workers.ranks import ALONE, Ranks
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=st.lists(st.integers(1, 4000), max_size=40), size=st.integers(1, 6))
+def test_every_item_has_one_owner_and_no_rank_has_much_more_than_its_share(costs, size):
+    shares = Ranks(0, size).shares(costs)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    heaviest = max(sum(costs[i] for i in share) for share in shares)
+    assert heaviest <= sum(costs) / size + max(costs, default=0)
+    assert shares == Ranks(size - 1, size).shares(costs)
+
+
+def test_the_split_balances_tokens_not_rows():
+    shares = Ranks(0, 2).shares([1000, 100, 100, 100, 300, 400])
+    assert shares == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_fewer_rows_than_ranks_leave_a_rank_empty():
+    assert sorted(map(len, Ranks(0, 3).shares([5, 7]))) == [0, 1, 1]
+
+
+def test_one_rank_needs_no_process_group():
+    values = torch.tensor([1.0, torch.nan])
+    assert ALONE.sum(values) is values and ALONE.merge(values) is values
+    assert ALONE.gather("x") == ["x"]
