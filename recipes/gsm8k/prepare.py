@@ -10,15 +10,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.errors import DataError, VerlMTError
 
 DATA_SOURCE = "openai/gsm8k"
@@ -43,12 +44,14 @@ def final_answer(answer: str) -> str:
     return number.strip().replace(",", "")
 
 
-def make_row(question: str, answer: str, *, split: str, index: int, style: str) -> dict[str, Any]:
-    """One row in verl's schema."""
+def make_row(
+    question: str, answer: str, *, split: str, index: int, style: str, system: str | None = None
+) -> dict[str, Any]:
+    """One row in verl's schema. `system` replaces the style's system message."""
     truth = final_answer(answer)
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": "system", "content": SYSTEM[style]}, {"role": "user", "content": question}],
+        "prompt": [{"role": "system", "content": system or SYSTEM[style]}, {"role": "user", "content": question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {
@@ -75,8 +78,7 @@ def read_source(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]
     if path.suffix == ".jsonl" or path.exists():
         if not path.is_file():
             raise DataError(f"{source} does not exist")
-        for number, problem in enumerate(read_jsonl_tolerant(path), start=1):
-            yield f"{source}, line {number}", problem
+        yield from _read_jsonl(path)
         return
     try:
         from datasets import load_dataset
@@ -86,7 +88,22 @@ def read_source(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]
         yield f"{source}[{split}] row {number}", problem
 
 
-def make_rows(problems: Iterable[tuple[str, dict[str, Any]]], *, split: str, style: str) -> Iterator[dict[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            try:
+                problem = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where}: not JSON: {error}; download the file again") from error
+            if not isinstance(problem, dict):
+                raise DataError(f"{where}: expected an object with question and answer, got {type(problem).__name__}")
+            yield where, problem
+
+
+def make_rows(
+    problems: Iterable[tuple[str, dict[str, Any]]], *, split: str, style: str, system: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Rows of all problems.
 
     Raises:
@@ -97,7 +114,9 @@ def make_rows(problems: Iterable[tuple[str, dict[str, Any]]], *, split: str, sty
         if missing:
             raise DataError(f"{where}: no text column {' and '.join(missing)}; it has {sorted(problem)}")
         try:
-            yield make_row(problem["question"], problem["answer"], split=split, index=index, style=style)
+            yield make_row(
+                problem["question"], problem["answer"], split=split, index=index, style=style, system=system
+            )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
@@ -108,11 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--source", default=DATA_SOURCE)
     parser.add_argument("--split", default="train", choices=("train", "test"))
     parser.add_argument("--style", default="tool", choices=sorted(SYSTEM))
+    parser.add_argument("--system", help="a system message instead of the style's own")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--limit", type=int, help="only the first so many problems")
     args = parser.parse_args(argv)
     try:
-        rows = list(make_rows(read_source(args.source, args.split), split=args.split, style=args.style))[: args.limit]
+        problems = islice(read_source(args.source, args.split), args.limit)
+        rows = list(make_rows(problems, split=args.split, style=args.style, system=args.system))
         if not rows:
             raise DataError(f"{args.source}: no problems in it")
     except VerlMTError as error:
