@@ -1,7 +1,7 @@
 """Rebuild the shipped tiny model: tokenizer, chat template and a warm start by plain supervised training.
 
-    python recipes/tiny/build.py                                       # writes verl_mt/tiny/checkpoint
-    python recipes/tiny/build.py --out /tmp/full --steps 600 --stop-at 2   # the same training, not stopped early
+    python recipes/tiny/build.py                        # writes verl_mt/tiny/checkpoint
+    python recipes/tiny/build.py --out full --steps 600 --planned-steps 600 --stop-at 2   # not stopped early
 
 The training stops at the first evaluation whose sampled accuracy reaches `--stop-at`. That evaluation uses fresh
 problems of the `warm_start` split; held-out problems (`val`) are only looked at afterwards, for the printed report.
@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from demonstrations import Message, demonstrations, tool_schemas
+from demonstrations import Message, demonstrations, render
 from solver import solve
 from tokenizer import TEMPLATE, VOCAB_SIZE, build_tokenizer
 from transformers import (
@@ -121,8 +121,7 @@ def _batches(
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     while True:
         rows = [
-            tokenizer.apply_chat_template(next(conversations), tools=tool_schemas(), return_dict=False)
-            for _ in range(BATCH)
+            tokenizer.encode(render(tokenizer, next(conversations)), add_special_tokens=False) for _ in range(BATCH)
         ]
         width = max(map(len, rows))
         weights = [_weights(row, header, tokenizer.eos_token_id) for row in rows]
@@ -153,7 +152,7 @@ def _rendered(conversations: Iterator[list[Message]]) -> Iterator[str]:
     """The texts that the tokenizer learns from; rendering needs no vocabulary."""
     renderer = Qwen2Tokenizer(chat_template=TEMPLATE.read_text())
     for conversation in conversations:
-        yield renderer.apply_chat_template(conversation, tools=tool_schemas(), tokenize=False)
+        yield render(renderer, conversation)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
@@ -170,13 +169,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(resolve_model_path(TINY_MODEL)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600, help="most steps of supervised training")
-    parser.add_argument("--planned-steps", type=int, default=1200, help="where the learning rate would reach 0")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--stop-at", type=float, default=0.58, help="sampled accuracy that ends the training")
-    parser.add_argument("--eval-from", type=int, default=150)
-    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--planned-steps", type=int, default=800, help="where the learning rate would reach 0")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--stop-at", type=float, default=0.56, help="sampled accuracy that ends the training")
+    parser.add_argument("--eval-from", type=int, default=200)
+    parser.add_argument("--eval-every", type=int, default=5)
     parser.add_argument("--eval-problems", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads; other numbers give other bits")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; other numbers give other bits")
     return parser.parse_args()
 
 

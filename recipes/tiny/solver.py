@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from demonstrations import prompt_messages, tool_schemas
+from demonstrations import demonstration, prompt_messages, render
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_mt.errors import ToolCallError
@@ -124,12 +125,8 @@ def solve(
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     episodes: list[Episode] = []
-    prompts = [
-        tokenizer.apply_chat_template(
-            prompt_messages(p), tools=tool_schemas(), add_generation_prompt=True, return_dict=False
-        )
-        for p in problems
-    ]
+    texts = [render(tokenizer, prompt_messages(problem), add_generation_prompt=True) for problem in problems]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for at in range(0, len(problems), _BATCH):
         episodes += _episodes(
             model, tokenizer, problems[at : at + _BATCH], prompts[at : at + _BATCH], temperature, generator
@@ -147,15 +144,23 @@ def solve(
     )
 
 
-def _mean(values) -> float:
-    values = [float(v) for v in values]
-    return sum(values) / len(values)
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
-def _episodes(model, tokenizer, problems, prompts, temperature, generator) -> list[Episode]:
+def _episodes(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    prompts: list[list[int]],
+    temperature: float,
+    generator: torch.Generator,
+) -> list[Episode]:
+    """One batch of conversations, from prompt to score."""
     decoder = _Decoder(model, len(problems), tokenizer.pad_token_id, tokenizer.eos_token_id)
     first = decoder.turn(prompts, temperature, generator)
-    texts = [tokenizer.decode(turn) for turn in first]
+    texts = [str(tokenizer.decode(turn)) for turn in first]
     ended = [turn[-1] == tokenizer.eos_token_id for turn in first]
     expressions = [parse_call(text) if end else None for text, end in zip(texts, ended)]
     before, after = observation_frame(tokenizer)
@@ -181,12 +186,9 @@ def _episodes(model, tokenizer, problems, prompts, temperature, generator) -> li
 
 def observation_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """What the template writes before and after a tool's text, from the end-of-turn token on."""
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "1"}}}
-    messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    mark = "\ue000"
-    rendered = tokenizer.apply_chat_template(
-        [*messages, {"role": "tool", "content": mark}], add_generation_prompt=True, tokenize=False
-    )
-    turn = tokenizer.apply_chat_template(messages, tokenize=False)
+    messages = demonstration(Problem("", "1", 1, 0))[:4]
+    mark = messages[3]["content"] = "\ue000"
+    rendered = render(tokenizer, messages, add_generation_prompt=True)
+    turn = render(tokenizer, messages[:3])
     before, after = rendered[len(turn.rstrip("\n")) :].split(mark)
     return before, after
