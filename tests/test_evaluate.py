@@ -88,6 +88,15 @@ def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
     assert metrics_in(tmp_path / "one")["val/accuracy"] == line["val/accuracy_greedy"]
 
 
+def test_prompts_that_are_too_long_are_counted_not_forgotten(data, tmp_path, capsys):
+    words = ["--model", "verl_mt://tiny", "--data", str(data), "--out", str(tmp_path), *QUICK]
+    words.append("data.max_prompt_length=105")
+    assert evaluate.main(words) == 0
+    left_out = metrics_in(tmp_path)["val/prompts_left_out"]
+    assert 0 < left_out == 8 - len(answers_in(tmp_path))
+    assert f"left out: {left_out} prompt(s) longer than data.max_prompt_length=105 tokens" in capsys.readouterr().out
+
+
 def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     parse = evaluate.argparse.Namespace
     args = parse(run=None, config=None, model="/some/model", data="/some/data.jsonl", n=None)

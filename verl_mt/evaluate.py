@@ -104,8 +104,11 @@ def _evaluate(config: Config, out: str | None) -> int:
         groups = policy.roll_out(
             prompts, n=validation.n, sampling=validation_sampling(config), while_waiting=show_progress
         )
-    metrics = validation_metrics(groups, "") | _pass_rates(groups)
-    _show(metrics, len(prompts), validation.n)
+    metrics = validation_metrics(groups, "") | _pass_rates(groups) | {"val/prompts_left_out": policy.num_filtered}
+    _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
+    if policy.num_filtered:
+        limit = config.data.max_prompt_length
+        print(f"left out: {policy.num_filtered} prompt(s) longer than data.max_prompt_length={limit} tokens")
     if out:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,8 +128,8 @@ def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
     }
 
 
-def _show(metrics: dict[str, float], num_prompts: int, n: int) -> None:
-    table = Table(title=f"{num_prompts} prompts x {n} samples")
+def _show(metrics: dict[str, float], title: str) -> None:
+    table = Table(title=title)
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in metrics.items():

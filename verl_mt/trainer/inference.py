@@ -35,6 +35,7 @@ class Inference(AbstractContextManager["Inference"]):
         import_plugins(config.external_plugins)
         build.prepare_process(config)
         self.config = config
+        self.num_filtered = 0
         self.chat = build.build_chat(config)
         self.tools = tools if tools is not None else build.build_tools(config)
         model = config.actor_rollout_ref.model
@@ -50,8 +51,11 @@ class Inference(AbstractContextManager["Inference"]):
         self.stream = RolloutStream(self.runner)
 
     def prompts(self) -> list[Prompt]:
-        """The prompts of `data.val_files`."""
-        return build.load_val_prompts(self.config, build.build_prompts(self.config, self.chat, self.tools))
+        """The prompts of `data.val_files`; `num_filtered` says how many were too long and left out."""
+        builder = build.build_prompts(self.config, self.chat, self.tools)
+        prompts = build.load_val_prompts(self.config, builder)
+        self.num_filtered = builder.num_filtered
+        return prompts
 
     def roll_out(
         self,
