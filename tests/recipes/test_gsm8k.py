@@ -42,6 +42,7 @@ def rows_of(source: Path, out: Path, *flags: str):
     return load_rows(str(out), split="train")[0].rows
 
 
+@pytest.mark.cap("V10")
 def test_original_problems_become_rows_of_verls_schema(problems, tmp_path):
     rows = rows_of(problems, tmp_path / "sub" / "train.parquet")
     originals = [json.loads(line) for line in problems.read_text().splitlines()[:64]]
@@ -128,6 +129,7 @@ def test_a_script_gives_commands_that_work(script, tmp_path):
     assert configs[0].trainer.total_epochs == 2
 
 
+@pytest.mark.cap("V2", "V10")
 def test_the_checking_tool_works_on_a_real_row(problems, tmp_path):
     """One row, the shipped tools YAML, a scripted model that submits a wrong answer, then the right one."""
     row = rows_of(problems, tmp_path / "train.parquet")[0]
@@ -163,6 +165,7 @@ def call(answer: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.cap("V10", "V11")
 def test_real_rows_become_updated_weights(shared_data, tmp_path):
     from transformers import AutoModelForCausalLM
 
