@@ -6,13 +6,14 @@ import pytest
 from engine_models import request
 
 from verl_mt.config.rollout import RolloutConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines import build
 from verl_mt.errors import ConfigError
 
 
 def made(model, max_model_len=64, **config):
     return build(
-        RolloutConfig(**config),
+        ActorRolloutRefConfig(rollout=RolloutConfig(**config)),
         model,
         end_token_ids=[3],
         decode=None,
@@ -35,7 +36,6 @@ def test_local_samples_from_the_module_it_was_given(qwen3, run_async):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"name": "sglang"}, "no SGLang engine yet; use .*name=local"),
         ({"name": "scripted"}, r"ScriptedEngine\(turns\)"),
         ({"engine_kwargs": {"x": 1}}, "engine_kwargs: the local engine takes none, got .*x"),
         ({"tensor_model_parallel_size": 2}, "one rank, got 2"),

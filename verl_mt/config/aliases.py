@@ -225,7 +225,6 @@ ALWAYS: dict[str, Always] = {
     ROLLOUT + "layered_summon": Always(None, _SPEED),
     ROLLOUT + "multi_stage_wake_up": Always(None, _SPEED),
     ROLLOUT + "disable_log_stats": Always(None, "it changes a log only"),
-    ROLLOUT + "update_weights_bucket_megabytes": Always(None, _SPEED),
     ROLLOUT + "log_prob_micro_batch_size": Always(None, _TOKENS),
     ROLLOUT + "log_prob_micro_batch_size_per_gpu": Always(None, _TOKENS),
     ROLLOUT + "log_prob_use_dynamic_bsz": Always(None, _TOKENS),

@@ -118,12 +118,18 @@ def _engine(config: Config) -> Iterator[str]:
     if config.trainer.deterministic and name == "sglang":
         yield "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
     if name == "sglang":
+        yield from _sglang(config)
         return
     only_sglang = {
         "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
         "engine_kwargs": (rollout.engine_kwargs, {}),
         "gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.5),
         "free_cache_engine": (rollout.free_cache_engine, True),
+        "servers": (rollout.servers, []),
+        "launch_servers": (rollout.launch_servers, 0),
+        "weight_transport": (rollout.weight_transport, "auto"),
+        "weight_sync_dir": (rollout.weight_sync_dir, None),
+        "update_weights_bucket_megabytes": (rollout.update_weights_bucket_megabytes, 512),
     }
     for key, (value, default) in only_sglang.items():
         if value != default:
@@ -131,6 +137,26 @@ def _engine(config: Config) -> Iterator[str]:
     model_dtype = config.actor_rollout_ref.model.dtype
     if name == "local" and rollout.dtype not in (None, model_dtype):
         yield f"{_ROLLOUT}.dtype is {rollout.dtype}: the local engine uses the actor's ({model_dtype}); leave it null"
+
+
+def _sglang(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.servers and rollout.launch_servers:
+        yield f"{_ROLLOUT}.servers and .launch_servers are both given: name running servers, or have some launched"
+    if rollout.servers:
+        started_with = {
+            "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
+            "engine_kwargs": (rollout.engine_kwargs, {}),
+            "gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.5),
+        }
+        for key, (value, default) in started_with.items():
+            if value != default:
+                yield f"{_ROLLOUT}.{key} is {value}, but the servers run already: give it to them when they are started"
+    for url in rollout.servers:
+        if not url.startswith(("http://", "https://")):
+            yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
+    if rollout.weight_sync_dir is not None and rollout.weight_transport != "disk":
+        yield f"{_ROLLOUT}.weight_sync_dir needs weight_transport=disk (it is {rollout.weight_transport})"
 
 
 def _placement(config: Config) -> Iterator[str]:

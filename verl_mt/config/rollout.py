@@ -104,6 +104,27 @@ class RolloutConfig(Section):
         None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
     )
     engine_kwargs: dict[str, Any] = knob({}, "Passed to the SGLang engine as they are; other engines refuse them.")
+    engine_timeout_s: float = knob(
+        600.0,
+        "SGLang: deadline in seconds of an engine's start, and of each call that is not a request (weights, pause).",
+        min=0.001,
+    )
+    servers: list[str] = knob(
+        [], "SGLang: URLs of servers that are running already; none = an engine of our own beside the actor."
+    )
+    launch_servers: int = knob(
+        0, "SGLang: HTTP servers to start on this machine; 0 = one colocated engine without HTTP.", min=0
+    )
+    weight_transport: str = knob(
+        "auto",
+        "SGLang: how new weights travel: tensors = memory shared on one machine; disk = files in `weight_sync_dir`; "
+        "auto = tensors.",
+        choices=("auto", "tensors", "disk"),
+    )
+    weight_sync_dir: str | None = knob(
+        None, "Folder of weight_transport=disk, which the servers read; null = in the run directory."
+    )
+    update_weights_bucket_megabytes: int = knob(512, "SGLang: weights travel in pieces of this size.", min=1)
     multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")

@@ -1,6 +1,7 @@
 """Inference engines: exact ids in, exact ids and log-probs out.
 
-`base.py` is the contract. `local` samples in this process from the actor's own module, `scripted` replays fixed turns.
+`base.py` is the contract. `local` samples in this process from the actor's own module, `sglang` is for real work,
+`scripted` replays fixed turns.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from verl_mt.config.rollout import RolloutConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.stop_strings import Decode
 from verl_mt.errors import ConfigError
@@ -21,7 +23,7 @@ _KEY = "actor_rollout_ref.rollout"
 
 
 def build(
-    config: RolloutConfig,
+    config: ActorRolloutRefConfig,
     policy_module: Any = None,
     *,
     end_token_ids: Iterable[int],
@@ -33,7 +35,7 @@ def build(
     """The engine that the config names.
 
     Args:
-        config: `actor_rollout_ref.rollout`.
+        config: `actor_rollout_ref`.
         policy_module: the actor's model; the local engine samples from it without a copy.
         end_token_ids: ids that end an assistant turn; the config's `stop_token_ids` are added per request.
         decode: ids -> text, for stop strings.
@@ -44,21 +46,24 @@ def build(
     Raises:
         ConfigError: an engine that does not exist here, or an option that it does not take.
     """
-    if config.name == "sglang":
-        raise ConfigError(
-            f"{_KEY}.name: this version has no SGLang engine yet; use {_KEY}.name=local, which samples with "
-            "transformers from the actor's own weights in the training process"
+    rollout = config.rollout
+    # Imported where they are needed: who only needs the contract or a script loads neither transformers nor a client.
+    if rollout.name == "sglang":
+        from verl_mt.engines.sglang.engine import SGLangEngine
+        from verl_mt.engines.sglang.options import SGLangOptions
+
+        return SGLangEngine(
+            SGLangOptions.from_config(config, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
         )
-    if config.name != "local":
+    if rollout.name != "local":
         raise ConfigError(
-            f"{_KEY}.name: a {config.name!r} engine cannot be made from a config, it needs its turns: pass "
+            f"{_KEY}.name: a {rollout.name!r} engine cannot be made from a config, it needs its turns: pass "
             "verl_mt.engines.scripted.ScriptedEngine(turns) from Python, or use local"
         )
-    _check_local(config, policy_module)
-    # Imported here: who only needs the contract or a script does not load transformers.
+    _check_local(rollout, policy_module)
     from verl_mt.engines.local import LocalEngine, LocalOptions
 
-    options = LocalOptions(max_num_seqs=config.max_num_seqs, deterministic=deterministic, seed=seed)
+    options = LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=deterministic, seed=seed)
     return LocalEngine(
         policy_module, end_token_ids=end_token_ids, decode=decode, max_model_len=max_model_len, options=options
     )

@@ -27,6 +27,9 @@ class Capabilities:
     """It may generate while the actor updates its own weights."""
     returns_token_ids: bool = True
     """False: it yields text only, and the chat room's delta method finds the ids."""
+    frees_memory: bool = False
+    """`release_memory` frees device memory worth having while training runs. After `resume_memory` such an engine has
+    no weights until the next `apply`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class InPlace:
 
 @dataclass(frozen=True)
 class TensorBuckets:
-    """Named tensors in flattened buckets."""
+    """All of the model's tensors, by the names that they have in its checkpoint, in flattened buckets.
+
+    An engine that had to be started anew reads `tensors` once more: they are to stay as they are until the next update.
+    """
 
     version: int
     tensors: Iterable[tuple[str, torch.Tensor]]
@@ -75,6 +81,13 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     def version(self) -> int:
         """Version of the weights that the next token would come from."""
+
+    async def start(self) -> None:  # noqa: B027 - engines that are ready when made have nothing to do
+        """Wait until the engine can serve. Called before anything else; `generate` does it where nobody did.
+
+        Raises:
+            ConfigError: it cannot start, or is not the engine that the configuration describes.
+        """
 
     @abc.abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
@@ -116,6 +129,10 @@ class InferenceEngine(abc.ABC):
 
     def close_session(self, session_id: str) -> None:  # noqa: B027
         """A conversation is over: its KV cache may go. Every `open_session` is followed by exactly one of these."""
+
+    def metrics(self) -> dict[str, float]:
+        """`engine/*`, for the metrics of a step."""
+        return {}
 
     @abc.abstractmethod
     async def close(self) -> None:

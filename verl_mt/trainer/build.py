@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import JsonLines, build_trackers, require_trackers
+from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 
@@ -74,6 +76,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         undo.callback(stream.close, runner.context.engine.close)
         for row in prompts.rows():
             runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+        stream.call(runner.context.engine.start())
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
         snapshot = yaml.safe_load(config_to_yaml(config))
         run = RunDirectory.open(config.trainer, snapshot)
@@ -90,6 +93,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             stream=stream,
             engine=runner.context.engine,
             workers=workers,
+            weights=_weight_sync(config, stream, workers, run),
             estimate_advantages=_advantage_estimator(config.algorithm),
             checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
             sanity=runner.context.sanity,
@@ -163,7 +167,7 @@ def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, poli
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(config)
     engine = engines.build(
-        rollout,
+        config.actor_rollout_ref,
         policy_module,
         end_token_ids=chat.stop_token_ids,
         decode=chat.decode,
@@ -315,6 +319,13 @@ def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None
         batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
 
     return fill
+
+
+def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:
+    rollout = config.actor_rollout_ref.rollout
+    folder = Path(rollout.weight_sync_dir) if rollout.weight_sync_dir is not None else run.path / "weights"
+    transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
+    return WeightSync(stream.runner.context.engine, workers.policy_module, stream.call, transport)
 
 
 def _announce(trainer: PPOTrainer, workers: WorkerGroup, prompts: PromptBuilder) -> None:

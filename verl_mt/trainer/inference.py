@@ -49,6 +49,11 @@ class Inference(AbstractContextManager["Inference"]):
         )
         self.runner = build.build_runner(config, self.chat, self.tools, module)
         self.stream = RolloutStream(self.runner)
+        try:
+            self.stream.call(self.runner.context.engine.start())
+        except BaseException:
+            self.stream.close(self.runner.context.engine.close)
+            raise
 
     def prompts(self) -> list[Prompt]:
         """The prompts of `data.val_files`; `num_filtered` says how many were too long and left out."""

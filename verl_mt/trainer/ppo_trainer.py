@@ -17,7 +17,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, validation_metrics
-from verl_mt.engines.base import InferenceEngine, InPlace
+from verl_mt.engines.base import InferenceEngine
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -25,6 +25,7 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.interrupts import Interrupted, Interrupts
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.workers.weights import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
 
@@ -58,6 +59,7 @@ class PPOTrainer:
     stream: RolloutStream
     engine: InferenceEngine
     workers: WorkerGroup
+    weights: WeightSync
     estimate_advantages: Callable[[TensorDict], None]
     checkpoints: CheckpointStore
     sanity: SanityMonitor
@@ -92,8 +94,9 @@ class PPOTrainer:
         with _timed(timing, "step"):
             with _timed(timing, "rollout"):
                 groups = self._rollout()
+                self.weights.release()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
-            metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics()
+            metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
@@ -103,7 +106,7 @@ class PPOTrainer:
                 with _timed(timing, "update"):
                     metrics |= self.workers.update(batch)
             with _timed(timing, "weights"):
-                self.stream.call(self.engine.apply(InPlace(self.step_number + 1)))
+                self.weights.push(self.step_number + 1)
             self.sampler.update(groups)
             self.log.rollouts(self.step_number + 1, groups, batch)
         metrics["rollout/tokens_per_s"] = _sampled_tokens(groups) / timing["time/rollout_s"]
@@ -144,7 +147,7 @@ class PPOTrainer:
         self.workers.load_state_dict(state["workers"])
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
-        self.stream.call(self.engine.apply(InPlace(self.step_number)))
+        self.weights.push(self.step_number)
 
     def close(self) -> None:
         """End the rollout thread and the engine. Idempotent."""

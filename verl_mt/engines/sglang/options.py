@@ -1,0 +1,148 @@
+"""What an SGLang engine is started with, from the config to SGLang's own arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.errors import ConfigError
+
+_KEY = "actor_rollout_ref.rollout"
+_OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
+_SLACK = 8
+"""SGLang cuts a turn one token before its context is full; with a few more positions `max_model_len` decides."""
+
+
+@dataclass(frozen=True)
+class SGLangOptions:
+    """The config in the engine's terms."""
+
+    model_path: str
+    max_model_len: int
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "float32"
+    end_token_ids: frozenset[int] = frozenset()
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    memory_share: float = 0.5
+    free_cache: bool = True
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Deadline of a start, and of any single call that is not `generate`."""
+    servers: tuple[str, ...] = ()
+    """URLs of running servers."""
+    num_launched: int = 0
+    """HTTP servers to launch; with neither these nor `servers`, one engine is colocated."""
+    transport: str = "auto"
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(
+        cls, config: ActorRolloutRefConfig, *, end_token_ids: Iterable[int], max_model_len: int | None, seed: int
+    ) -> SGLangOptions:
+        """Raises:
+        ConfigError: engine arguments that other keys decide, or no length.
+        """
+        model, rollout = config.model, config.rollout
+        taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
+        if taken:
+            raise ConfigError(
+                f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
+                f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+            )
+        if max_model_len is None:
+            raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
+        return cls(
+            model_path=resolve_model_path(model.path),
+            tokenizer_path=None if model.tokenizer_path is None else resolve_model_path(model.tokenizer_path),
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=rollout.dtype or model.dtype,
+            max_model_len=max_model_len,
+            end_token_ids=frozenset(end_token_ids),
+            max_num_seqs=rollout.max_num_seqs,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            memory_share=rollout.gpu_memory_utilization,
+            free_cache=rollout.free_cache_engine,
+            seed=seed,
+            timeout_s=rollout.engine_timeout_s,
+            servers=tuple(url.rstrip("/") for url in rollout.servers),
+            num_launched=rollout.launch_servers,
+            transport=rollout.weight_transport,
+            engine_kwargs=dict(rollout.engine_kwargs),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """SGLang takes the GPU where there is one."""
+        return torch.cuda.is_available()
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """`sglang.srt.server_args.ServerArgs`, as keyword arguments."""
+        arguments: dict[str, Any] = {
+            "model_path": self.model_path,
+            "tokenizer_path": self.tokenizer_path,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype,
+            "tp_size": self.tensor_parallel_size,
+            "context_length": self.max_model_len + _SLACK,
+            "max_running_requests": self.max_num_seqs,
+            "random_seed": self.seed,
+            "weight_version": "0",
+            "log_level": "warning",
+            "enable_metrics": False,
+        }
+        if self.on_gpu:
+            arguments |= {
+                "mem_fraction_static": self.memory_share,
+                "enable_memory_saver": self.free_cache and not self.num_launched,
+            }
+        else:
+            arguments |= {
+                "device": "cpu",
+                "attention_backend": "torch_native",
+                # An idle engine would otherwise poll with most of a core.
+                "sleep_on_idle": True,
+                # SGLang sizes its cache by the machine's memory, which is everyone's here: only what can be in use.
+                "max_total_tokens": self.max_num_seqs * (self.max_model_len + _SLACK),
+            }
+        return {name: value for name, value in (arguments | self.engine_kwargs).items() if value is not None}
+
+    def command_line(self) -> list[str]:
+        """The same for `python -m sglang.launch_server`."""
+        words = []
+        for name, value in self.engine_arguments().items():
+            flag = "--" + name.replace("_", "-")
+            if value is True:
+                words.append(flag)
+            elif value is not False:
+                words += [flag, value if isinstance(value, str) else json.dumps(value)]
+        return words
+
+
+def require_sglang() -> None:
+    """Raises:
+    ConfigError: SGLang, or on a machine without GPU the plug-in that it needs there, is not installed.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            f"{_KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
+            "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md); or sample with rollout.name=local"
+        )
+    plugins = {entry.value for entry in entry_points(group="sglang.srt.platforms")}
+    if not torch.cuda.is_available() and "verl_mt.engines.sglang.cpu_platform:activate" not in plugins:
+        raise ConfigError(
+            f"{_KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
+            "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
+        )

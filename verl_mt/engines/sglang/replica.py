@@ -1,0 +1,139 @@
+"""One engine through all of its lives: started, watched, and after a death started again with the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from verl_mt.engines.base import WeightUpdate
+from verl_mt.engines.sglang.client import Client
+from verl_mt.engines.sglang.weight_sender import WeightSender
+from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
+
+log = logging.getLogger(__name__)
+
+_MAX_DEATHS_IN_A_ROW = 3
+"""Lives without a single finished request after which an engine of our own is given up."""
+_RETRY_S = 2.0
+
+
+class Replica:
+    """Keeps one engine alive.
+
+    Args:
+        make: a client for the next life.
+        sender: has the current weights for a new life.
+        timeout_s: deadline of a start.
+        is_ours: it is our process, which a new life starts anew. Another's server is waited for.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Client],
+        sender: WeightSender,
+        *,
+        timeout_s: float,
+        is_ours: bool,
+    ):
+        self.num_restarts = 0
+        self.is_ours = is_ours
+        self.sender = sender
+        self.holds: WeightUpdate | None = None
+        """The weights it serves; None = those of the model's files."""
+        self.lock = asyncio.Lock()
+        """Held while weights are sent."""
+        self.has_served = False
+        """Whether a request was finished in this life."""
+        self._make = make
+        self._timeout_s = timeout_s
+        self._client: Client | None = None
+        self._ready = asyncio.Event()
+        self._failure: str | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """It serves now."""
+        return self._ready.is_set() and self._failure is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's main process, if it is ours."""
+        return None if self._client is None else self._client.pid
+
+    async def start(self) -> None:
+        """The first life.
+
+        Raises:
+            ConfigError: it cannot be started.
+        """
+        await self._live()
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    async def ready(self, timeout_s: float | None) -> Client:
+        """The engine, once it serves.
+
+        Raises:
+            EngineGoneError: it does not in time, or will not any more.
+        """
+        try:
+            await asyncio.wait_for(self._ready.wait(), timeout_s)
+        except TimeoutError:
+            raise EngineGoneError(
+                f"the SGLang engine is being started anew and was not ready within {timeout_s or 0:.0f} s"
+            ) from None
+        if self._failure is not None:
+            raise EngineGoneError(self._failure)
+        assert self._client is not None
+        return self._client
+
+    async def close(self) -> None:
+        """End it. Idempotent."""
+        self._fail("the SGLang engine is closed")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
+        if self._client is not None:
+            await self._client.stop()
+
+    async def _live(self) -> None:
+        """A new life, up to its first readiness."""
+        self.has_served, self.holds = False, None
+        client = self._client = self._make()
+        try:
+            async with self.lock:
+                await client.start(self._timeout_s)
+                self.holds = await self.sender.refresh(client)
+        except BaseException:
+            await client.stop()
+            raise
+        self._ready.set()
+
+    async def _supervise(self) -> None:
+        deaths = 0
+        while self._failure is None:
+            assert self._client is not None
+            reason = await self._client.wait_gone()
+            self._ready.clear()
+            await self._client.stop()
+            deaths = 1 if self.has_served else deaths + 1
+            log.warning("SGLang engine lost, starting it anew: %s", reason)
+            while not self._ready.is_set():
+                if self.is_ours and deaths >= _MAX_DEATHS_IN_A_ROW:
+                    self._fail(f"the SGLang engine ended {deaths} times without finishing a request; last: {reason}")
+                    return
+                try:
+                    await self._live()
+                    self.num_restarts += 1
+                except VerlMTError as error:
+                    deaths, reason = deaths + 1, str(error)
+                    if isinstance(error, EngineError) and not isinstance(error, EngineGoneError):
+                        log.warning("SGLang engine: the current weights could not be sent: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+        self._ready.set()

@@ -1,0 +1,130 @@
+"""Is a running server the one that the configuration describes? Asked before any training step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.errors import ConfigError
+
+_KEY = "actor_rollout_ref.rollout.servers"
+_CALLS = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/init_weights_update_group",
+)
+_RESERVED = 6
+"""Positions that SGLang keeps back from its context length."""
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+
+
+async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions) -> dict[str, Any]:
+    """Compare a server with what is wanted: its calls, its model, its longest sequence.
+
+    Returns:
+        What `/model_info` says.
+
+    Raises:
+        ConfigError: names the server, what it has, what is wanted and what to do.
+        httpx.HTTPError: it does not answer.
+    """
+    info = await _get(http, url, "/model_info")
+    await _check_calls(http, url)
+    _check_model(url, info, options.model_path)
+    server = await _get(http, url, "/server_info")
+    _check_lengths(url, server, options.max_model_len)
+    if server.get("skip_tokenizer_init"):
+        raise ConfigError(
+            f"{_KEY}: {url} was started with --skip-tokenizer-init, so it cannot find stop strings; leave it out"
+        )
+    return info
+
+
+async def _get(http: httpx.AsyncClient, url: str, path: str) -> dict[str, Any]:
+    response = await http.get(path)
+    if response.status_code in (401, 403):
+        raise ConfigError(f"{_KEY}: {url} wants a key ({response.status_code}): put it in the variable SGLANG_API_KEY")
+    if response.status_code != 200:
+        raise ConfigError(
+            f"{_KEY}: {url}{path} answers with status {response.status_code}; is that an SGLang server (0.5.23)?"
+        )
+    try:
+        answer = response.json()
+    except json.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ConfigError(f"{_KEY}: {url}{path} answers with something else than JSON; is that an SGLang server?")
+    return answer
+
+
+async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
+    response = await http.get("/openapi.json")
+    if response.status_code != 200:
+        return  # The list is switched off; a call that is missing is told when it is needed.
+    paths = response.json().get("paths", {})
+    missing = [call for call in _CALLS if call not in paths]
+    if missing:
+        raise ConfigError(
+            f"{_KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start 0.5.23 there"
+        )
+
+
+def _check_model(url: str, info: dict[str, Any], wanted: str) -> None:
+    """By the two folders' config.json where both are on this machine, else by the architecture."""
+    served = info.get("model_path") or ""
+    if served == wanted:
+        return
+    want, have = _config_of(wanted), _config_of(served)
+    if want is not None and have is not None:
+        different = [key for key in ("architectures", *_SHAPE) if want.get(key) != have.get(key)]
+        if not different:
+            return
+        what = ", ".join(f"{key} {have.get(key)} instead of {want.get(key)}" for key in different[:3])
+    elif want is not None and info.get("architectures") is not None:
+        if want.get("architectures") == info["architectures"]:
+            return
+        what = f"architectures {info['architectures']} instead of {want.get('architectures')}"
+    else:
+        what = "it cannot be told from here whether they are the same"
+    raise ConfigError(
+        f"{_KEY}: {url} was started with another model: {served!r}, but actor_rollout_ref.model.path is {wanted!r} "
+        f"({what}); start the server with that model"
+    )
+
+
+def _config_of(path: str) -> dict[str, Any] | None:
+    file = Path(path) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _check_lengths(url: str, server: dict[str, Any], max_model_len: int) -> None:
+    # What SGLang takes as input is a few tokens less than its context, and less still where its cache is small.
+    longest_input = server.get("max_req_input_len")
+    if longest_input is None and server.get("context_length") is not None:
+        longest_input = server["context_length"] - _RESERVED
+    if longest_input is not None and longest_input < max_model_len - 1:
+        raise ConfigError(
+            f"{_KEY}: {url} takes at most {longest_input} tokens of input, too few for sequences of {max_model_len} "
+            f"(prompt and response): start it with --context-length {max_model_len + _RESERVED} (and a cache that "
+            "holds them), or lower data.max_prompt_length, rollout.response_length or rollout.max_model_len"
+        )

@@ -1,0 +1,85 @@
+"""The policy's weights on their way to the inference engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from verl_mt.engines.base import Capabilities, Disk, InferenceEngine, InPlace, TensorBuckets, WeightUpdate
+from verl_mt.errors import ConfigError
+from verl_mt.modeling.weights import named_weights
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """The live weights of a module; every iteration reads them anew, without a copy."""
+
+    module: nn.Module
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.module)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How weights travel where engine and policy do not share them."""
+
+    bucket_bytes: int = 512 * 1024 * 1024
+    folder: Path | None = None
+    """For engines that read files: where they and the trainer both look."""
+
+
+def weight_update_for(
+    capabilities: Capabilities, module: nn.Module, version: int, transport: Transport | None = None
+) -> WeightUpdate:
+    """The lightest update that an engine takes: nothing moves, else memory, else files.
+
+    Raises:
+        ConfigError: it takes none that can be made here.
+    """
+    transport = transport or Transport()
+    if "in_place" in capabilities.transports:
+        return InPlace(version)
+    if "tensor_buckets" in capabilities.transports:
+        return TensorBuckets(version, ModuleWeights(module), transport.bucket_bytes)
+    if "disk" in capabilities.transports and transport.folder is not None:
+        path = transport.folder / f"version_{version:06d}"
+        module.save_pretrained(path)  # type: ignore[operator]
+        return Disk(version, str(path.resolve()))
+    raise ConfigError(
+        f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"
+    )
+
+
+@dataclass
+class WeightSync:
+    """Gives the engine the policy's weights after every update, and the device's memory to training during it."""
+
+    engine: InferenceEngine
+    module: nn.Module
+    call: Callable[[Coroutine[Any, Any, None]], None]
+    """Runs a coroutine on the rollout's event loop and waits for it."""
+    transport: Transport = Transport()
+    _last_folder: Path | None = None
+
+    def release(self) -> None:
+        """The rollout is over; the engine's memory is wanted for training."""
+        if self.engine.capabilities.frees_memory:
+            self.call(self.engine.release_memory())
+
+    def push(self, version: int) -> None:
+        """The weights changed: from here on the engine samples with them."""
+        if self.engine.capabilities.frees_memory:
+            self.call(self.engine.resume_memory())
+        update = weight_update_for(self.engine.capabilities, self.module, version, self.transport)
+        self.call(self.engine.apply(update))
+        if isinstance(update, Disk):
+            # The last folder stays: an engine that has to be started anew reads it again.
+            if self._last_folder is not None and self._last_folder != Path(update.path):
+                shutil.rmtree(self._last_folder, ignore_errors=True)
+            self._last_folder = Path(update.path)
