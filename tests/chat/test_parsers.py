@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_mt.chat.parsers import HermesParser, ToolParser, get_parser, tool_parsers
-from verl_mt.data.conversation import ParsedTurn, ToolCall
+from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall
 from verl_mt.errors import PluginError
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
@@ -30,7 +31,7 @@ def test_plain_answer_is_content_only():
 
 def test_text_before_a_call_is_content_without_end_marker_and_separator():
     turn = hermes(f"Let me search.\n{CALL}<|im_end|>")
-    assert turn == ParsedTurn("Let me search.", calls=[SEARCH_X])
+    assert turn == ParsedTurn("Let me search.", actions=[SEARCH_X])
 
 
 @pytest.mark.parametrize("ending", ["<|im_end|>", "<|im_end|>\n", "", "<|endoftext|>", "<|im_end|><|endoftext|>"])
@@ -41,7 +42,7 @@ def test_end_markers_are_stripped_from_the_end_only(ending):
 def test_two_calls_keep_their_order_and_leave_no_content():
     a, b = '{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {"k": 1}}'
     text = f"<tool_call>{a}</tool_call>\n<tool_call>{b}</tool_call>"
-    assert hermes(text) == ParsedTurn("", calls=[ToolCall("a", {}), ToolCall("b", {"k": 1})])
+    assert hermes(text) == ParsedTurn("", actions=[ToolCall("a", {}), ToolCall("b", {"k": 1})])
 
 
 def test_text_between_and_after_calls_is_not_lost():
@@ -96,6 +97,19 @@ def test_a_broken_call_does_not_hide_the_next_one():
         assert len(turn.malformed) == 1 and broken in turn.content
 
 
+def test_calls_that_can_and_cannot_be_read_stay_in_the_order_written():
+    turn = hermes(f"<tool_call>\n{{bad}}\n</tool_call>\n{CALL}\n<tool_call>\n[]\n</tool_call>\n{CALL}")
+    assert [type(action) for action in turn.actions] == [MalformedCall, ToolCall, MalformedCall, ToolCall]
+    assert turn.calls == [SEARCH_X, SEARCH_X]
+    assert ["{bad}" in bad.text for bad in turn.malformed] == [True, False]
+    one = '{"name": "search", "parameters": {"query": "x"}}'
+    mixed = llama(f'[{{"name": "search", "parameters": 3}}, {one}]', TOOLS)
+    assert [type(action) for action in mixed.actions] == [MalformedCall, ToolCall]
+    named = turn.with_ids("call_7_")
+    assert [getattr(action, "id", None) for action in named.actions] == [None, "call_7_1", None, "call_7_3"]
+    assert (named.content, replace(turn.calls[0], id="mine")) == (turn.content, replace(SEARCH_X, id="mine"))
+
+
 def test_arguments_given_as_a_json_string_are_decoded():
     assert hermes(r'<tool_call>{"name": "f", "arguments": "{\"k\": 1}"}</tool_call>').calls == [ToolCall("f", {"k": 1})]
 
@@ -109,7 +123,7 @@ def test_null_arguments_are_no_arguments(arguments):
 def test_a_closing_tag_inside_a_string_argument_does_not_end_the_call():
     query = "how to parse </tool_call> and <tool_call> and <think>"
     text = f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': {'q': query}})}\n</tool_call>"
-    assert hermes(text) == ParsedTurn("", calls=[ToolCall("f", {"q": query})])
+    assert hermes(text) == ParsedTurn("", actions=[ToolCall("f", {"q": query})])
 
 
 def test_every_parser_exists_under_its_names():
@@ -142,7 +156,7 @@ def test_a_call_inside_reasoning_is_not_executed():
 
 def test_a_call_after_reasoning_is_executed():
     turn = hermes(f"<think>\nI should look.\n</think>\n\n{CALL}<|im_end|>")
-    assert turn == ParsedTurn("", reasoning="I should look.", calls=[SEARCH_X])
+    assert turn == ParsedTurn("", reasoning="I should look.", actions=[SEARCH_X])
 
 
 def test_reasoning_that_the_generation_prompt_began():
@@ -176,12 +190,12 @@ def test_tags_of_reasoning_inside_arguments_do_not_start_or_end_a_reasoning():
     for tag in ("<think>", "</think>", "<think>x</think>"):
         call = ToolCall("f", {"q": tag})
         text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': call.arguments})}</tool_call>"
-        assert hermes(text) == ParsedTurn("", calls=[call])
+        assert hermes(text) == ParsedTurn("", actions=[call])
 
 
 def test_several_reasoning_blocks_are_joined_and_the_text_between_stays():
     turn = hermes(f"<think>a</think>one <think>{CALL}</think>two\n{CALL}")
-    assert turn == ParsedTurn("one two", reasoning=f"a\n{CALL}", calls=[SEARCH_X])
+    assert turn == ParsedTurn("one two", reasoning=f"a\n{CALL}", actions=[SEARCH_X])
 
 
 # ---------------------------------------------------------------- llama3_json
@@ -203,7 +217,7 @@ def llama(text: str, tools=()) -> ParsedTurn:
     ],
 )
 def test_llama_calls_are_bare_json(text):
-    assert llama(text) == ParsedTurn("", calls=[SEARCH_X])
+    assert llama(text) == ParsedTurn("", actions=[SEARCH_X])
 
 
 def test_llama_calls_may_follow_each_other_or_text():
@@ -211,7 +225,7 @@ def test_llama_calls_may_follow_each_other_or_text():
     assert llama(f"{one}; {one}").calls == [SEARCH_X, SEARCH_X]
     assert llama(f"{one};{one}").content == ""
     assert llama(f"[{one}, {one}]").calls == [SEARCH_X, SEARCH_X]
-    assert llama(f"Let me look.\n{one}") == ParsedTurn("Let me look.", calls=[SEARCH_X])
+    assert llama(f"Let me look.\n{one}") == ParsedTurn("Let me look.", actions=[SEARCH_X])
     assert llama(f"<|python_tag|>{one}<|python_tag|>{one}").calls == [SEARCH_X, SEARCH_X]
 
 

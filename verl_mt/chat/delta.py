@@ -189,7 +189,9 @@ class DeltaRenderer:
             results.append(m)
         if results:
             real = [self._call(c, said, i) for i, c in enumerate(calls)]
-            answered = [self._answered(m, real, said, i) for i, m in enumerate(results)]
+            # Beside results that name their call, one that names none answers what could not be read as a call.
+            by_place = [] if any(m.get("tool_call_id") for m in results) else real
+            answered = [self._answered(m, real, by_place[i : i + 1], said, i) for i, m in enumerate(results)]
             real += [c for c in answered if c not in real]
             filled = [
                 {**m, "tool_call_id": m.get("tool_call_id") or c["id"], "name": m.get("name") or c["function"]["name"]}
@@ -209,14 +211,16 @@ class DeltaRenderer:
         out = {"id": call.get("id") or f"call{index:05d}", "function": {"name": name, "arguments": {"query": said}}}
         return normalise_call(out, self._shape)
 
-    def _answered(self, result: Message, real: list[dict[str, Any]], said: str, index: int) -> dict[str, Any]:
+    def _answered(
+        self, result: Message, real: list[dict[str, Any]], at_place: list[dict[str, Any]], said: str, index: int
+    ) -> dict[str, Any]:
         """The call that a tool message answers: by id, by place, or a placeholder for a malformed one."""
         call_id = result.get("tool_call_id")
         for call in real:
             if call_id and call["id"] == call_id:
                 return call
-        if not call_id and index < len(real):
-            return real[index]
+        if at_place:
+            return at_place[0]
         return self._call({"id": call_id, "name": result.get("name")}, said, index)
 
 

@@ -6,7 +6,7 @@ templates render and what every user's code already handles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -46,13 +46,32 @@ class MalformedCall:
 class ParsedTurn:
     """What one assistant turn says, read by a tool parser.
 
-    `content` + `reasoning` are what goes into the message; `calls` and `malformed` in the order written.
+    `content` + `reasoning` are what goes into the message; `actions` is what the model wants done.
     """
 
     content: str
     reasoning: str | None = None
-    calls: list[ToolCall] = field(default_factory=list)
-    malformed: list[MalformedCall] = field(default_factory=list)
+    actions: list[ToolCall | MalformedCall] = field(default_factory=list)
+    """Every call, readable or not, in the order written: answers go back in this order, for many templates show no
+    call ids, and the model then tells the answers apart by their place alone."""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls that can be run, in the order written."""
+        return [action for action in self.actions if isinstance(action, ToolCall)]
+
+    @property
+    def malformed(self) -> list[MalformedCall]:
+        """The calls that cannot be read, in the order written."""
+        return [action for action in self.actions if isinstance(action, MalformedCall)]
+
+    def with_ids(self, prefix: str) -> ParsedTurn:
+        """The same turn; a call without an id gets `prefix` and its place among the actions (from 0)."""
+        actions = [
+            replace(action, id=action.id or f"{prefix}{place}") if isinstance(action, ToolCall) else action
+            for place, action in enumerate(self.actions)
+        ]
+        return replace(self, actions=actions)
 
 
 class _Open(BaseModel):

@@ -232,8 +232,7 @@ class RolloutSession:
         text = context.chat.turn_text(ids) if output.text is None or output.token_ids is not None else output.text
         if context.parser is not None:
             parsed = context.parser.parse(text, self.trajectory.tools, in_reasoning=context.chat.prefilled_reasoning)
-            calls = [replace(call, id=call.id or f"call_{turn}_{k}") for k, call in enumerate(parsed.calls)]
-            parsed = replace(parsed, calls=calls)
+            parsed = parsed.with_ids(f"call_{turn}_")
         else:
             parsed = ParsedTurn(content=text)
         self.trajectory.turn_texts.append(text)

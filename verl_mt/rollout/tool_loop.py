@@ -21,7 +21,7 @@ async def run_tool_loop(
         turn = await session.generate()
         if turn is None or session.ended:
             return
-        if tools is not None and (turn.parsed.calls or turn.parsed.malformed):
+        if tools is not None and turn.parsed.actions:
             if session.turns_left == 0:
                 session.end(StopReason.MAX_ASSISTANT_TURNS)
                 return
@@ -35,7 +35,7 @@ async def run_tool_loop(
 
 
 async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: AssistantTurn) -> None:
-    results = await tools.run([*turn.parsed.calls, *turn.parsed.malformed], turn=session.trajectory.num_turns)
+    results = await tools.run(turn.parsed.actions, turn=session.trajectory.num_turns)
     lost = [result for result in results if result.failure == "infrastructure"]
     if lost:
         # Neither the model's nor the tool's fault: the trajectory is thrown away and started again.

@@ -7,7 +7,7 @@ parsed here only decides what runs next and what stands in `messages`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
@@ -29,8 +29,7 @@ class _Scan:
     pieces: list[str | None] = field(default_factory=list)
     """Text that stays; None where a call was taken out."""
     thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    malformed: list[MalformedCall] = field(default_factory=list)
+    actions: list[ToolCall | MalformedCall] = field(default_factory=list)
 
 
 class ToolParser:
@@ -79,10 +78,10 @@ class ToolParser:
             start = self._take_thought(text, 0, scan)
         self._scan(text, start, tools, scan)
         content = _join(scan.pieces)
-        if scan.calls and not content.strip():
-            content = ""
-        reasoning = "\n".join(scan.thoughts) if scan.thoughts else None
-        return ParsedTurn(content, reasoning, scan.calls, scan.malformed)
+        turn = ParsedTurn(content, "\n".join(scan.thoughts) if scan.thoughts else None, scan.actions)
+        if turn.calls and not content.strip():
+            turn = replace(turn, content="")
+        return turn
 
     def _scan(self, text: str, position: int, tools: Sequence[ToolSchema | dict[str, Any]], scan: _Scan) -> None:
         opening, closing = self.reasoning_tags
@@ -115,7 +114,7 @@ class ToolParser:
         self, text: str, orphan: int, tools: Sequence[ToolSchema | dict[str, Any]], scan: _Scan
     ) -> None:
         """All before `</think>` at `orphan` was a thought after all."""
-        for taken in (scan.pieces, scan.calls, scan.malformed):
+        for taken in (scan.pieces, scan.actions):
             taken.clear()
         scan.thoughts.append(text[:orphan].strip("\n"))
         self._scan(text, _skip_newlines(text, orphan + len(self.reasoning_tags[1])), tools, scan)
@@ -128,9 +127,8 @@ class ToolParser:
         return len(text) if end < 0 else _skip_newlines(text, end + len(closing))
 
     def _take_calls(self, text: str, found: FoundCalls, scan: _Scan) -> None:
-        scan.calls += [item for item in found.items if isinstance(item, ToolCall)]
-        malformed = [item for item in found.items if isinstance(item, MalformedCall)]
-        scan.malformed += malformed
+        scan.actions += found.items
+        malformed = any(isinstance(item, MalformedCall) for item in found.items)
         scan.pieces.append(text[found.start : found.end] if malformed or self.calls_in_content else None)
 
     def _without_end_markers(self, text: str) -> str:

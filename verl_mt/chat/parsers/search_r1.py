@@ -63,9 +63,11 @@ class SearchR1Parser(ToolParser):
         turn = super().parse(text, tools, in_reasoning=in_reasoning)
         action = _first_action(turn.content, 0)
         if action is None:
-            bad = [MalformedCall(turn.content, self.hint)] if self.hint is not None else []
-            return dataclasses.replace(turn, malformed=bad)
-        return dataclasses.replace(turn, calls=turn.calls[:1] if action.tag == "search" else [])
+            bad: list[ToolCall | MalformedCall] = []
+            if self.hint is not None:
+                bad.append(MalformedCall(turn.content, self.hint))
+            return dataclasses.replace(turn, actions=bad)
+        return dataclasses.replace(turn, actions=turn.actions[:1] if action.tag == "search" else [])
 
 
 def _first_action(text: str, start: int) -> _Action | None:
