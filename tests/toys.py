@@ -35,3 +35,11 @@ def toy_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = chat_template
     return fast
+
+
+# Old reasoning disappears as soon as anything follows it, as in QwQ's and Qwen3's templates.
+FORGETFUL = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)

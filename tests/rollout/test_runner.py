@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from toys import toy_tokenizer
@@ -16,7 +17,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import EngineGoneError
+from verl_mt.errors import DeadlineError, EngineGoneError
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.limits import Limits
@@ -309,3 +310,33 @@ def test_an_engine_that_yields_only_text_gives_the_same_record_without_log_probs
     assert other.token_ids == one.token_ids
     assert other.loss_mask == one.loss_mask
     assert not other.has_log_probs
+
+
+def deterministic(runner):
+    runner.context = replace(runner.context, deterministic=True)
+    return runner
+
+
+@pytest.mark.parametrize("script", [[call("hang"), "yes"]])
+def test_no_deadline_fires_unnoticed_in_a_deterministic_run(script):
+    runner = deterministic(make_runner(engine_saying({"q": script}), timeout_s=0.2))
+    with pytest.raises(DeadlineError, match=r"tool_timeout_s of lookup"):
+        roll_out(runner, prompts_of(["q"]))
+
+
+def test_a_trajectory_out_of_time_is_truncated_and_an_error_where_bits_are_promised():
+    limits = Limits(response_length=2000, max_model_len=4000, max_seconds=0.05)
+    script = {"q": [call("hang"), "yes"]}
+    runner = make_runner(engine_saying(script), limits=limits, timeout_s=0.2)
+    (group,) = roll_out(runner, prompts_of(["q"]))
+    assert group.trajectories[0].stop_reason is StopReason.TIME_LIMIT
+    with pytest.raises(DeadlineError, match="max_seconds"):
+        roll_out(deterministic(make_runner(engine_saying(script), limits=limits, timeout_s=0.2)), prompts_of(["q"]))
+
+
+def test_a_stop_string_of_a_text_engine_gets_no_end_of_turn():
+    runner = make_runner(ScriptedEngine([(None, "so</x>", "stop", None)], returns_token_ids=False))
+    runner.context = replace(runner.context, sampling=SamplingParams(max_new_tokens=1, stop=("</x>",)))
+    (group,) = roll_out(runner, prompts_of(["q"]))
+    record = group.trajectories[0].records[0]
+    assert CHAT.decode(record.token_ids).endswith("assistant\nso</x>")

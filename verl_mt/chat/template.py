@@ -169,10 +169,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """A prompt followed by messages that arrived before the first sampled turn: those are never trusted."""
+        """A prompt followed by what arrived since: text of tools and users is never trusted.
+
+        Assistant messages among `arrived` are the model's own turns and are rendered as the template writes them.
+        """
         hidden = self._encoder.hidden()
         if self.trust_prompts:
-            shown = [*messages, *hidden.hide(list(arrived), beside=[*messages, *(tools or ())])]
+            foreign = [m for m in arrived if m["role"] != "assistant"]
+            safe = iter(hidden.hide(foreign, beside=[*messages, *arrived, *(tools or ())]))
+            shown = [*messages, *(m if m["role"] == "assistant" else next(safe) for m in arrived)]
         else:
             shown = hidden.hide([*messages, *arrived], beside=list(tools or ()))
         text = self._full(shown, tools, add_generation_prompt)

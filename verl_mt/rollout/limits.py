@@ -38,17 +38,22 @@ class Limits:
             request_timeout_s=rollout.request_timeout_s,
         )
 
-    def room(self, num_tokens: int, num_prompt_tokens: int) -> tuple[int, StopReason]:
-        """Tokens that still fit after `num_tokens` of a record, and what is hit when they are used up."""
-        in_response = self.response_length - (num_tokens - num_prompt_tokens)
+    def room(self, num_tokens: int, num_response_tokens: int) -> tuple[int, StopReason]:
+        """Tokens that still fit, and what is hit when they are used up.
+
+        Args:
+            num_tokens: of the record, prompt included.
+            num_response_tokens: after the first prompt, over all records.
+        """
+        in_response = self.response_length - num_response_tokens
         in_model = self.max_model_len - num_tokens
         if in_response <= in_model:
             return in_response, StopReason.RESPONSE_LENGTH
         return in_model, StopReason.MAX_MODEL_LEN
 
-    def next_turn(self, num_tokens: int, num_prompt_tokens: int) -> tuple[int, StopReason]:
+    def next_turn(self, num_tokens: int, num_response_tokens: int) -> tuple[int, StopReason]:
         """Like `room`, for one assistant turn: `max_tokens_per_turn` counts too."""
-        room, reason = self.room(num_tokens, num_prompt_tokens)
+        room, reason = self.room(num_tokens, num_response_tokens)
         if self.max_tokens_per_turn is not None and self.max_tokens_per_turn <= room:
             return self.max_tokens_per_turn, StopReason.MAX_TOKENS_PER_TURN
         return room, reason

@@ -20,9 +20,10 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.session import RolloutSession, SessionContext, session_error
+from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.executor import ToolExecutor, ToolSession
+from verl_mt.user_code import CallTimeout
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,8 @@ class RolloutRunner:
                 if interaction is not None:
                     await interaction.start()
             await run_tool_loop(session, tools, interaction)
+            if tools is not None and session.context.deterministic:
+                _refuse_timeouts(trajectory, tools)
             session.finish()
             return None
         except (asyncio.CancelledError, KeyboardInterrupt, DeadlineError):
@@ -174,6 +177,8 @@ class RolloutRunner:
             trajectory.error = session_error(trajectory, error)
             return error
         except Exception as error:
+            if session.context.deterministic and isinstance(error.__cause__, CallTimeout):
+                raise deadline_error(trajectory, f"the deadline of {error}") from error
             self._fail(trajectory, error)
             return error
         finally:
@@ -197,7 +202,8 @@ class RolloutRunner:
             try:
                 trajectory.info["interaction_score"] = await interaction.finish()
             except UserCodeError as error:
-                self._fail(trajectory, error)
+                if trajectory.stop_reason is not StopReason.ENGINE:
+                    self._fail(trajectory, error)
             trajectory.time_spans += interaction.time_spans
         self.progress.num_sampled_tokens += trajectory.num_sampled_tokens
 
@@ -212,6 +218,8 @@ class RolloutRunner:
         for trajectory, outcome in zip(scored, outcomes):
             trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))
             if isinstance(outcome, RewardFailure):
+                if outcome.kind == "timeout" and self.context.deterministic:
+                    raise deadline_error(trajectory, "reward.timeout_s")
                 trajectory.stop_reason = StopReason.ERROR
                 trajectory.error = outcome.traceback
                 trajectory.counters["reward_errors"] = 1
@@ -223,6 +231,12 @@ class RolloutRunner:
                 + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
                 + self.turn_score_weight * sum(trajectory.turn_scores)
             )
+
+
+def _refuse_timeouts(trajectory: Trajectory, tools: ToolSession) -> None:
+    for name, count in tools.counters.items():
+        if name.endswith("/timeouts") and count:
+            raise deadline_error(trajectory, f"multi_turn.tool_timeout_s of {name.split('/')[1]}")
 
 
 class _Gate:

@@ -26,6 +26,8 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import DeadlineError, EngineGoneError, LedgerError, VerlMTError
 from verl_mt.rollout.limits import Limits
 
+_CLOCK_SLACK_S = 0.05
+
 
 @dataclass(frozen=True)
 class SessionContext:
@@ -67,6 +69,12 @@ class RolloutSession:
     attempt: int = 0
     _pending: list[Message] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
+    _num_given: int = 0
+    """Messages of the data set's prompt: the ones that are trusted."""
+    _prompt_messages: int = 0
+    """Messages that the current record's prompt renders."""
+    _message_ends: list[int] = field(default_factory=list)
+    """For every record but the last: how many messages it has seen."""
 
     def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         """Begin with a first prompt, its generation prompt included."""
@@ -74,6 +82,7 @@ class RolloutSession:
         trajectory.messages = [dict(m) for m in messages]
         trajectory.tools = list(tools)
         trajectory.records = [TrajectoryRecord()]
+        self._num_given = self._prompt_messages = len(trajectory.messages)
         self.record.append_given(list(prompt_ids), kind="prompt", turn=0)
 
     @property
@@ -132,48 +141,56 @@ class RolloutSession:
             return None
         remaining_s = self._remaining_s()
         if remaining_s is not None and remaining_s <= 0:
+            self._refuse_if_deterministic(f"rollout.max_seconds={self.context.limits.max_seconds}")
             self.end(StopReason.TIME_LIMIT)
             return None
         turn = self.trajectory.num_turns + 1
         max_new_tokens, cut_reason = self.context.limits.next_turn(
-            len(self.record.token_ids), self.record.num_prompt_tokens
+            len(self.record.token_ids), self._num_response_tokens
         )
         output = await self._ask(turn, max_new_tokens, remaining_s)
         self.trajectory.num_turns = turn
         return self._record_turn(turn, output, cut_reason)
 
     def finish(self) -> None:
-        """Verify the ledger and run the sanity check. Call once, after the trajectory ended."""
-        for record in self.trajectory.records:
-            record.check()
+        """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended."""
+        trajectory = self.trajectory
         if self._pending:
-            self.trajectory.counters["unread_messages"] = len(self._pending)
-        read = len(self.trajectory.messages) - len(self._pending)
-        finding = check(
-            self.context.chat,
-            messages=self.trajectory.messages[:read],
-            tools=self.trajectory.tools or None,
-            token_ids=self.record.token_ids,
-            sampled=self.record.sampled,
-            mode=self.context.sanity.mode,
-            stop_length=self.trajectory.stop_reason is not None and self.trajectory.stop_reason.status == "truncated",
-        )
-        self.context.sanity.observe(finding)
-        self.trajectory.sanity = finding.to_row() if finding is not None else None
+            trajectory.counters["unread_messages"] = len(self._pending)
+        ends = [*self._message_ends, len(trajectory.messages) - len(self._pending)]
+        findings = []
+        for record, end in zip(trajectory.records, ends, strict=True):
+            record.check()
+            finding = check(
+                self.context.chat,
+                messages=trajectory.messages[:end],
+                tools=trajectory.tools or None,
+                token_ids=record.token_ids,
+                sampled=record.sampled,
+                mode=self.context.sanity.mode,
+                stop_length=trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated",
+            )
+            findings.append(finding)
+        found = next((f for f in findings if f is not None), None)
+        self.context.sanity.observe(found)
+        trajectory.sanity = found.to_row() if found is not None else None
+
+    @property
+    def _num_response_tokens(self) -> int:
+        """Tokens after the first prompt, over all records; a later record's prompt repeats what was counted."""
+        return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.trajectory.records)
 
     def _flush(self) -> bool:
         """Render what is queued. False if it, the generation prompt and one more token do not fit."""
-        record, limits = self.record, self.context.limits
+        record, limits, chat = self.record, self.context.limits, self.context.chat
         if not self._pending:
-            return limits.room(len(record.token_ids), record.num_prompt_tokens)[0] >= 1
+            return limits.room(len(record.token_ids), self._num_response_tokens)[0] >= 1
         tools = self.trajectory.tools or None
         history = self.trajectory.messages[: len(self.trajectory.messages) - len(self._pending)]
-        if self.context.use_inference_chat_template:
-            production = self.context.chat.prompt_ids(self.trajectory.messages, tools)
-            if production[: len(record.token_ids)] != record.token_ids:
-                return self._fork(production)
-        delta = self.context.chat.delta_ids(self._pending, history=history, tools=tools, last_ids=record.token_ids)
-        if limits.room(len(record.token_ids) + len(delta.ids), record.num_prompt_tokens)[0] < 1:
+        if self.context.use_inference_chat_template and self._production_differs(tools):
+            return self._fork(tools)
+        delta = chat.delta_ids(self._pending, history=history, tools=tools, last_ids=record.token_ids)
+        if limits.room(len(record.token_ids) + len(delta.ids), self._num_response_tokens + len(delta.ids))[0] < 1:
             return False
         if delta.inserted_end:
             self._count("inserted_end_tokens", delta.inserted_end)
@@ -181,15 +198,29 @@ class RolloutSession:
         self._pending = []
         return True
 
-    def _fork(self, prompt_ids: list[int]) -> bool:
+    def _production_differs(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether production would show the model another text than the record holds.
+
+        Texts are compared, not ids: a turn sampled in other ids than the tokenizer would choose reads the same.
+        """
+        chat, record = self.context.chat, self.record
+        before = chat.decode(record.token_ids[: record.num_prompt_tokens])
+        shown = chat.decode(record.token_ids)[len(before) :]
+        production = chat.full_text(self.trajectory.messages, tools, add_generation_prompt=True)
+        prompt = chat.full_text(self.trajectory.messages[: self._prompt_messages], tools, add_generation_prompt=True)
+        return not (production.startswith(prompt) and production[len(prompt) :].startswith(shown))
+
+    def _fork(self, tools: list[dict[str, Any]] | None) -> bool:
         """History was rewritten: keep what the model really saw in its own record and open a new one."""
-        used = sum(len(r.token_ids) - r.num_prompt_tokens for r in self.trajectory.records)
-        limits = self.context.limits
-        if len(prompt_ids) + 1 > limits.max_model_len or used + 1 > limits.response_length:
+        limits, messages, given = self.context.limits, self.trajectory.messages, self._num_given
+        prompt_ids = self.context.chat.mixed_prompt_ids(messages[:given], messages[given:], tools)
+        if limits.room(len(prompt_ids), self._num_response_tokens)[0] < 1:
             return False
         record = TrajectoryRecord()
         record.append_given(prompt_ids, kind="prompt", turn=self.trajectory.num_turns)
         self.trajectory.records.append(record)
+        self._message_ends.append(len(messages) - len(self._pending))
+        self._prompt_messages = len(messages)
         self._pending = []
         self._count("forks", 1)
         return True
@@ -208,15 +239,10 @@ class RolloutSession:
         output = await context.engine.generate(request)
         self._time_spans(begun, output, turn)
         if output.finish_reason == "abort":
-            over = time.monotonic() - begun >= deadline_s
-            if not over:
+            # An engine's clock may be a little ahead of ours.
+            if time.monotonic() - begun < deadline_s - _CLOCK_SLACK_S:
                 raise EngineGoneError(f"{request.request_id}: the engine aborted the request")
-            if context.deterministic:
-                raise DeadlineError(
-                    f"{request.request_id}: the deadline of {deadline_s:.1f} s fired, and "
-                    "trainer.deterministic=True allows none; raise rollout.request_timeout_s / rollout.max_seconds "
-                    "or switch determinism off"
-                )
+            self._refuse_if_deterministic(f"the request's deadline of {deadline_s:.1f} s")
             self._count("deadlines", 1)
         return output
 
@@ -250,7 +276,9 @@ class RolloutSession:
         """An engine that yields only text: find the ids by the delta method."""
         assert output.text is not None, "an engine returns token_ids or text"
         message = {"role": "assistant", "content": output.text}
-        complete = output.finish_reason == "stop"
+        # What a stop string ended has no end of turn, and none is invented.
+        stopped = any(output.text.endswith(string) for string in self.context.sampling.stop)
+        complete = output.finish_reason == "stop" and not stopped
         tools = self.trajectory.tools or None
         ids = turn_ids(self.context.chat, self.trajectory.messages, message, tools=tools, complete=complete)
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
@@ -268,6 +296,10 @@ class RolloutSession:
         if parsed.calls and not (parser is not None and parser.calls_in_content):
             message["tool_calls"] = [call.to_message() for call in parsed.calls]
         return message
+
+    def _refuse_if_deterministic(self, what: str) -> None:
+        if self.context.deterministic:
+            raise deadline_error(self.trajectory, what)
 
     def _after_the_end(self, verb: str) -> LedgerError:
         trajectory = self.trajectory
@@ -297,6 +329,14 @@ class RolloutSession:
     def _count(self, name: str, amount: float) -> None:
         if amount:
             self.trajectory.counters[name] = self.trajectory.counters.get(name, 0) + amount
+
+
+def deadline_error(trajectory: Trajectory, what: str) -> DeadlineError:
+    """A deadline fired in a run that promises the same bits every time."""
+    return DeadlineError(
+        f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {what} was over, and "
+        "with trainer.deterministic=True no deadline may fire; raise it, or switch determinism off"
+    )
 
 
 def session_error(trajectory: Trajectory, error: BaseException) -> str:

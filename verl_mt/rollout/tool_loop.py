@@ -47,6 +47,8 @@ async def _interaction_is_over(session: RolloutSession, interaction: Interaction
     trajectory = session.trajectory
     reply = await interaction.respond(session.messages, turn=trajectory.num_turns)
     trajectory.turn_scores.append(reply.score)
+    if reply.extra:
+        trajectory.info.setdefault("interaction_extra", []).append(reply.extra)
     limit = session.context.limits.max_user_turns
     user_turns = len(trajectory.turn_scores) - 1
     if reply.done:
