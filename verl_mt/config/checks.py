@@ -39,6 +39,12 @@ def _multi_turn(config: Config) -> Iterator[str]:
                 f"{_ROLLOUT}.{key} is {file!r} but {_ROLLOUT}.multi_turn.enable is False: "
                 "switch multi-turn on, or leave the file out (=null)"
             )
+    data = config.data
+    if turns.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
+        yield (
+            f"{_ROLLOUT}.multi_turn.use_inference_chat_template shows what production shows, never a cut prompt; "
+            f"data.truncation is {data.truncation}: set data.filter_overlong_prompts=True or data.truncation=error"
+        )
     if tools is not None and turns.max_assistant_turns == 1:
         yield (
             f"{_ROLLOUT}.multi_turn.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; "
