@@ -3,6 +3,9 @@
 A checkpoint is a folder `step_000012` with `state.pt` (actor, optimizer, schedule, generators, data-loader position)
 and `meta.json`. It is written under another name, flushed to disk and renamed, so that a process killed at any moment
 leaves either the old set of checkpoints or the new one.
+
+The best one is the best of those that were validated: only a step at which both `trainer.test_freq` and
+`trainer.save_freq` are due can be it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class CheckpointStore:
     """Newest ones kept besides the best; None = all."""
 
     def save(self, step: int, state: dict[str, Any], *, score: float | None) -> Path:
-        """Write the checkpoint of `step`. `score` (higher is better) decides which one is the best.
+        """Write the checkpoint of `step`. `score` (higher is better; None = not validated) decides which is the best.
 
         Raises:
             CheckpointError: the disk refused; nothing is left behind but the older checkpoints.

@@ -69,6 +69,7 @@ class PPOTrainer:
     interrupts: Interrupts = field(default_factory=Interrupts)
     export: Callable[[], object] = lambda: None
     _score: float | None = None
+    """`val/accuracy` of the weights as they are; None if this step was not validated."""
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class PPOTrainer:
         with self.log, self.interrupts:
             try:
                 if self._validates_first():
-                    self.log.metrics(0, self.validate())
+                    self.log.metrics(self.step_number, self.validate())
                 if not self.config.val_only:
                     self._train()
                     self.export()
@@ -154,8 +155,9 @@ class PPOTrainer:
         self.stream.close(self.engine.close)
 
     def _validates_first(self) -> bool:
-        wanted = self.config.val_before_train or self.config.val_only
-        return wanted and self.step_number == 0 and bool(self.val_prompts)
+        # A run that goes on from a checkpoint was validated by its own schedule.
+        wanted = self.config.val_only or (self.config.val_before_train and self.step_number == 0)
+        return wanted and bool(self.val_prompts)
 
     def _train(self) -> None:
         while True:
@@ -168,6 +170,7 @@ class PPOTrainer:
             self._unlogged = self.step()
             self._at_boundary = {}
             self.step_number += 1
+            self._score = None
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
         """Validate, log, save. If Ctrl-C breaks it off, the resumed run does it (`_unlogged` is saved)."""

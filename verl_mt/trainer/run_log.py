@@ -116,7 +116,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.display.summary("done", rows)
 
     def _before_after(self) -> list[tuple[str, str]]:
-        lines = [json.loads(line) for line in (self.run.path / "metrics.jsonl").read_text().splitlines()]
+        metrics = self.run.path / "metrics.jsonl"
+        # A run without a step and without validation has measured nothing.
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
         curve = [("reward", f"{rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}")] if len(rewards) > 1 else []
         validated = [line for line in lines if "val/accuracy" in line]
