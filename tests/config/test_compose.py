@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl_mt.config.actor import OptimConfig
 from verl_mt.config.compose import compose, config_from_mapping, config_to_yaml, hydra_main, register, to_config
 from verl_mt.config.normalize import normalize_argv
 from verl_mt.config.schema import Config
@@ -32,6 +33,13 @@ def test_without_arguments_the_default_task_is_composed():
     assert config.trainer.experiment_name == "tiny"
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is not None
     assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+
+
+def test_the_optimizers_defaults_are_verls_and_the_default_task_sets_its_own():
+    own = OptimConfig()
+    assert (own.lr_scheduler_type, own.weight_decay, own.betas) == ("constant", 0.01, [0.9, 0.999])
+    tiny = compose().actor_rollout_ref.actor.optim
+    assert tiny == OptimConfig(3e-4, [0.9, 0.99], 0.0, 5, "linear", 0.0)
 
 
 def test_own_model_and_own_data_inherit_nothing_of_the_default_task():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from verl_mt.config.reference import reference
+from verl_mt.config.reference import _show, reference
 from verl_mt.config.tree import leaves, sections
 
 REPO = Path(__file__).resolve().parents[2]
@@ -13,6 +14,14 @@ REPO = Path(__file__).resolve().parents[2]
 def test_the_page_is_current():
     page = (REPO / "docs" / "configuration.md").read_text()
     assert page == reference(), "run: python -m verl_mt.config.reference > docs/configuration.md"
+
+
+def test_the_defaults_that_differ_from_verls_are_listed_as_they_are():
+    page = (REPO / "docs" / "migrating_from_verl.md").read_text().partition("| key | verl's default | here |")[2]
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|$", page.partition("\n\n")[0], re.MULTILINE)
+    assert len(rows) >= 10
+    for key, theirs, ours in rows:
+        assert _show(leaves()[key].default) == ours != theirs, key
 
 
 def test_there_are_at_most_150_keys():

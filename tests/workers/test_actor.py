@@ -190,7 +190,7 @@ def test_groups_without_variance_are_skipped_and_still_counted_in_the_denominato
 
 
 def test_when_everything_is_skipped_the_weights_stay_and_the_schedule_goes_on(policy):
-    actor = worker(policy, total_steps=4)
+    actor = worker(policy, total_steps=4, optim={"lr_scheduler_type": "linear"})
     before = weights(actor)
     first = actor.update(make_batch([[1.0, 1.0]]))
     assert torch.equal(weights(actor), before)

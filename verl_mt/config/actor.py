@@ -34,10 +34,10 @@ class OptimConfig(Section):
 
     lr: float = knob(1e-6, "Peak learning rate.", min=0)
     betas: list[float] = knob([0.9, 0.999], "AdamW's betas.")
-    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay.", min=0)
+    weight_decay: float = knob(0.01, "AdamW's decoupled weight decay.", min=0)
     lr_warmup_steps: int = knob(0, "Optimizer steps of linear warm-up.", min=0)
     lr_scheduler_type: str = knob(
-        "linear",
+        "constant",
         "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
         choices=("constant", "linear", "cosine"),
     )
