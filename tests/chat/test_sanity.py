@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, encode, stream, user
 
+from verl_mt.chat import load_chat
 from verl_mt.chat.sanity import WARNING, Cause, SanityMode, SanityMonitor, check, parse_mode
 from verl_mt.errors import ConfigError, TemplateError
 
@@ -96,6 +97,85 @@ def test_prefilled_reasoning_that_the_rendering_drops_is_stripped_reasoning():
     messages = [user("Hi"), assistant("A1"), user("U2"), assistant("A2")]
     parts = (U1 + GEN + "<think>\n", "r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
     assert run(ToyChat(), messages, parts).causes == (Cause.STRIPPED_REASONING,)
+
+
+PREFILL = GEN + "<think>\n"
+
+
+def keeps_the_last_answer_whole(messages, tools=None, *, add_generation_prompt=False):
+    """QwQ: the generation prompt opens the reasoning, finished turns do not show that; old ones show none of it."""
+    bare = [{**m, "content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages[:-1]]
+    text = chatml([*bare, *messages[-1:]], tools, add_generation_prompt=add_generation_prompt)
+    return text + ("<think>\n" if add_generation_prompt else "")
+
+
+def shows_no_reasoning(messages, tools=None, *, add_generation_prompt=False):
+    """R1: as QwQ, and the last answer shows none either."""
+    bare = [{**m, "content": m["content"].split("</think>")[-1]} for m in messages]
+    return chatml(bare, tools, add_generation_prompt=add_generation_prompt) + (
+        "<think>\n" if add_generation_prompt else ""
+    )
+
+
+@pytest.mark.cap("P7")
+@pytest.mark.parametrize("template", [keeps_the_last_answer_whole, shows_no_reasoning])
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_a_prefilled_think_is_no_mismatch_in_the_last_turn(template, end):
+    for written in ("r1</think>\n\nA1", "r1</think>A1", "r1 goes on and", "</think>\n\nA1"):
+        messages = [user("Hi"), assistant(written)]
+        assert run(ToyChat(template), messages, (U1 + PREFILL, written + end), stop_length=not end) is None
+
+
+@pytest.mark.cap("P5", "P7")
+@pytest.mark.parametrize("template", [keeps_the_last_answer_whole, shows_no_reasoning])
+def test_behind_a_prefilled_think_old_reasoning_that_disappears_is_the_only_finding(template):
+    messages = [user("Hi"), assistant("r1</think>\n\nA1"), user("U2"), assistant("r2</think>\n\nA2")]
+    parts = (U1 + PREFILL, "r1</think>\n\nA1<|im_end|>", U2 + "<think>\n", "r2</think>\n\nA2<|im_end|>")
+    finding = run(ToyChat(template), messages, parts)
+    assert finding.causes == (Cause.STRIPPED_REASONING,) and finding.in_budget
+    (span,) = finding.spans
+    assert span.end <= len(stream(*parts[:2])[0])
+    assert "r1" in span.recorded and "r1" not in span.rendered
+
+
+@pytest.mark.cap("P2", "P7")
+def test_behind_a_prefilled_think_everything_else_is_still_compared():
+    chat = ToyChat(keeps_the_last_answer_whole)
+    other = run(chat, [user("Hi"), assistant("r1</think>\n\nA2")], (U1 + PREFILL, "r1</think>\n\nA1<|im_end|>"))
+    assert other.cause is Cause.REWRITES_HISTORY
+    odd = encode("r1</think>\n\nHello<|im_end|>", merge=False)
+    retokenized = run(chat, [user("Hi"), assistant("r1</think>\n\nHello")], (U1 + PREFILL, odd))
+    assert (retokenized.causes, retokenized.in_budget) == ((Cause.RETOKENIZED,), False)
+
+
+@pytest.mark.slow
+@pytest.mark.cap("P7")
+@pytest.mark.filterwarnings("ignore:AutoTokenizer made")
+@pytest.mark.parametrize(
+    ("tokenizer", "template"),
+    [("qwen2.5", "Qwen-QwQ-32B"), ("ds-r1-distill-qwen", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B")],
+)
+def test_one_turn_of_a_published_reasoning_model_has_no_finding(shared_data, tokenizer, template):
+    file = shared_data / "templates" / f"{template}.jinja"
+    chat = load_chat(str(shared_data / "tokenizers" / tokenizer), custom_chat_template=str(file))
+    assert chat.prefilled_reasoning
+    end = chat.decode([min(chat.stop_token_ids)])
+
+    def streamed(*turns):
+        ids, sampled, messages = chat.prompt_ids([user("Hi")]), [], [user("Hi")]
+        sampled = [0] * len(ids)
+        for k, text in enumerate(turns):
+            if k:
+                delta = chat.delta_ids([user("U2")], history=messages, last_ids=ids).ids
+                ids, sampled, messages = ids + delta, sampled + [0] * len(delta), [*messages, user("U2")]
+            turn = chat.encode_text(text + end, neutral=False)
+            ids, sampled = ids + turn, sampled + [1] * len(turn)
+            messages = [*messages, assistant(text)]
+        return check(chat, messages=messages, tools=None, token_ids=ids, sampled=sampled, mode=STRICT)
+
+    assert streamed("I think so.\n</think>\n\nIt is 4.") is None
+    finding = streamed("Hm.\n</think>\n\nIt is 4.", "I think so.\n</think>\n\nIt is 5.")
+    assert finding.causes == (Cause.STRIPPED_REASONING,)
 
 
 @pytest.mark.cap("V7")

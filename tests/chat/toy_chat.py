@@ -39,6 +39,15 @@ class ToyChat:
         self.end_token_ids = frozenset({END})
         self.tokenizer = SimpleNamespace(added_tokens_decoder=CONTROL)
 
+    @property
+    def generation_prompt_text(self):
+        bare = self.template([user("Hi")])
+        return self.template([user("Hi")], add_generation_prompt=True)[len(bare) :]
+
+    @property
+    def prefilled_reasoning(self):
+        return self.generation_prompt_text.endswith("<think>\n")
+
     def full_text(self, messages, tools=None, *, add_generation_prompt=False):
         self.renders += 1
         return self.template(messages, tools, add_generation_prompt=add_generation_prompt)

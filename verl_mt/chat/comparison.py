@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from verl_mt.chat.full_rendering import sampled_runs, text_between
 from verl_mt.chat.mismatch_causes import (
     Cause,
     TurnTexts,
@@ -166,10 +166,7 @@ class Comparison:
         )
 
     def _text(self, ids: list[int], start: int, end: int) -> str:
-        """Decoded behind the token before it: sentencepiece drops a leading space otherwise."""
-        anchor = self.chat.decode(ids[start - 1 : start]) if start else ""
-        text = self.chat.decode(ids[max(start - 1, 0) : end])
-        return text[len(anchor) :] if text.startswith(anchor) else self.chat.decode(ids[start:end])
+        return text_between(self.chat, ids, start, end)
 
     def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
@@ -204,8 +201,7 @@ class Comparison:
 
     def _call_offset(self, position: int, recorded: str) -> int | None:
         """Where the call begins in `recorded`, if the message sampled at `position` holds calls."""
-        starts = [i for i, (a, b) in enumerate(itertools.pairwise([0, *self.sampled])) if b and not a]
-        turns_behind = sum(start > position for start in starts)
+        turns_behind = sum(start > position for start, _ in sampled_runs(self.sampled))
         assistants = [m for m in self.messages if m.get("role") == "assistant"]
         if turns_behind >= len(assistants):
             return None

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.comparison import Comparison, Finding, Mismatch, describe, render_failure
+from verl_mt.chat.full_rendering import full_rendering
 from verl_mt.chat.mismatch_causes import Cause
 from verl_mt.data.conversation import Message
 from verl_mt.errors import ConfigError, TemplateError
@@ -88,6 +89,9 @@ def check(
 ) -> Finding | None:
     """Compare a recorded stream with the full rendering of its messages, up to the last sampled token.
 
+    Reasoning that the generation prompt opened (a prefilled `<think>`) is no mismatch in the last turn: no template
+    shows it there, and nothing reads the last turn again.
+
     Args:
         messages: the conversation of this record, prompt included; what follows the last assistant message is
             not looked at (no token of it is sampled).
@@ -107,7 +111,7 @@ def check(
         turns.pop()
     schemas = list(tools) if tools else None
     try:
-        rendered = list(chat.full_ids(turns, schemas))
+        rendered = full_rendering(chat, turns, schemas, recorded=recorded, sampled=sampled[: last + 1])
     except Exception as error:  # a template is foreign code: whatever it raises is the finding
         return render_failure(error)
     if rendered[: len(recorded)] == recorded:

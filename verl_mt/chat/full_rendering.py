@@ -1,0 +1,78 @@
+"""What a recorded stream is compared with: the whole conversation as its template writes it.
+
+Two things are recorded that no finished conversation shows, and that no template is to blame for: reasoning that the
+generation prompt opened for the last turn, and a prompt that was cut to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_mt.chat.probe import REASONING
+from verl_mt.data.conversation import Message
+
+if TYPE_CHECKING:
+    from verl_mt.chat.template import ChatTemplate
+
+
+def sampled_runs(sampled: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of adjacent sampled tokens, in order: the sampled turns of a record."""
+    edges = [i for i, (a, b) in enumerate(zip([0, *sampled], [*sampled, 0])) if bool(a) != bool(b)]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def text_between(chat: ChatTemplate, ids: Sequence[int], start: int, end: int) -> str:
+    """Text of `ids[start:end]`, decoded behind the token before it: sentencepiece drops a leading space otherwise."""
+    anchor = chat.decode(ids[start - 1 : start]) if start else ""
+    text = chat.decode(ids[max(start - 1, 0) : end])
+    return text[len(anchor) :] if text.startswith(anchor) else chat.decode(ids[start:end])
+
+
+def full_rendering(
+    chat: ChatTemplate,
+    turns: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    *,
+    recorded: Sequence[int],
+    sampled: Sequence[int],
+) -> list[int]:
+    """Ids of the whole conversation, the last turn behind the generation prompt that it was sampled behind.
+
+    A generation prompt that ends in `<think>` (QwQ, R1) stands in no finished turn, and such templates write no
+    reasoning either. Nothing ever reads the last turn in that form: its reasoning is taken as it was sampled, the rest
+    as the template writes it. Earlier turns are what the template makes of them, for that is what a model reads next.
+
+    Args:
+        turns: messages, the last one being the last assistant message.
+        recorded, sampled: the record's columns up to the last sampled token.
+
+    Raises:
+        Exception: whatever the template raises.
+    """
+    finished = list(chat.full_ids(turns, tools))
+    if not chat.prefilled_reasoning:
+        return finished
+    prompt = chat.generation_prompt_text
+    opening, closing = max(REASONING, key=lambda tags: prompt.rfind(tags[0]))
+    prefill = prompt[prompt.rindex(opening) :]
+    text = chat.full_text(turns, tools)
+    context = chat.full_text(turns[:-1], tools, add_generation_prompt=True)
+    header = context.removesuffix(prefill)
+    if text.startswith(context) or header == context or not text.startswith(header):
+        return finished
+    thought, rest = "", text[len(header) :]
+    written = text_between(chat, recorded, *sampled_runs(sampled)[-1])
+    if closing in written:
+        thought, _ = _behind(written, closing)
+        rest = _behind(rest, closing)[1].lstrip("\n")
+    return list(chat.encode_text(context + thought + rest, neutral=False))
+
+
+def _behind(text: str, tag: str) -> tuple[str, str]:
+    """`text` cut in two behind the tag's first occurrence and its line breaks; all of it on the right without one."""
+    at = text.find(tag)
+    if at < 0:
+        return "", text
+    end = len(text) - len(text[at + len(tag) :].lstrip("\n"))
+    return text[:end], text[end:]
