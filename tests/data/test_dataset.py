@@ -65,6 +65,12 @@ def test_the_forms_of_train_files(tmp_path):
     assert len(load(b, num_rows=1)[0].rows) == 1
 
 
+def test_weights_of_validation_files_are_refused_not_ignored(tmp_path):
+    a = jsonl(tmp_path / "a.jsonl", [ROW])
+    with pytest.raises(DataError, match=r"data\.val_files\.x: weight 3 would be ignored"):
+        load_rows({"x": {"path": a, "weight": 3}, "y": a}, split="val")
+
+
 @pytest.mark.cap("C40")
 def test_the_data_sets_own_answer_is_not_part_of_the_prompt(tmp_path):
     few_shot = [

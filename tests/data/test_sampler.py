@@ -158,6 +158,12 @@ class Reversed(PositionSampler):
         return rows[-1 - position % len(rows)]
 
 
+class ByWeight(Reversed):
+    """One that reads weights."""
+
+    uses_weights = True
+
+
 class NoSampler:
     def __init__(self, sources, seed, shuffle):
         pass
@@ -171,6 +177,7 @@ def test_the_sampler_is_chosen_by_the_config():
     assert isinstance(build_sampler(by_name, plain, seed=0), DifficultySampler)
     own = build_sampler(options(sampler=f"{__file__}:Reversed"), plain, seed=0)
     assert names(own.next_batch(4)) == ["a2", "a1", "a0", "a2"]
+    assert isinstance(build_sampler(options(sampler=f"{__file__}:ByWeight"), weighted, seed=0), RowSampler)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +186,8 @@ def test_the_sampler_is_chosen_by_the_config():
         (options(mixing="weights"), [source("a", 3)], DataError, "a has no weight"),
         (options(), [source("a", 3, 2.0)], DataError, "would ignore"),
         (options(), [source("a", 0)], DataError, "no training rows in a"),
+        (options(sampler="difficulty"), [source("a", 3, 2.0)], DataError, r"weights \(a\).*difficulty would ignore"),
+        (options(sampler="difficulty", mixing="weights"), [source("a", 3, 2.0)], DataError, "decides the order alone"),
         (options(sampler="dificulty"), [source("a", 3)], PluginError, "did you mean 'difficulty'"),
         (options(sampler="difficulty", sampler_kwargs={"kee": 1}), [source("a", 3)], DataError, "sampler_kwargs"),
         (options(sampler=f"{__file__}:NoSampler"), [source("a", 3)], DataError, "RowSampler"),

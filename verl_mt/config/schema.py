@@ -20,7 +20,7 @@ class DataConfig(Section):
     train_files: Any = knob(
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
-    val_files: Any = knob(None, "Validation data, in the same forms; null = no validation.")
+    val_files: Any = knob(None, "Validation data, in the same forms without weights; null = no validation.")
     train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
     val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.")
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)

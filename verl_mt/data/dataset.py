@@ -97,6 +97,10 @@ def load_rows(
     key = f"data.{split}_files"
     sources = []
     for entry in _entries(entry_spec, key):
+        if entry.weight is not None and split != "train":
+            raise DataError(
+                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
+            )
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
         rows = [_to_row(raw, index, entry.path, prompt_key) for index, raw in enumerate(raw_rows)]
         if not rows:

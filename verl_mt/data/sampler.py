@@ -36,6 +36,9 @@ class RowSampler(abc.ABC):
     It is made with `cls(sources, seed=..., shuffle=..., **data.sampler_kwargs)`.
     """
 
+    uses_weights = False
+    """A sampler that reads `DataSource.weight` says so; without it weights are refused, not ignored."""
+
     @property
     @abc.abstractmethod
     def num_rows(self) -> int:
@@ -141,6 +144,8 @@ class WeightedSampler(PositionSampler):
     sequence has low discrepancy), where independent draws would stray by sqrt(n).
     """
 
+    uses_weights = True
+
     def __init__(self, sources: Sequence[DataSource], *, seed: int = 0, shuffle: bool = True):
         super().__init__(sources, seed=seed, shuffle=shuffle)
         missing = [s.name for s in sources if s.weight is None]
@@ -228,6 +233,16 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
     weighted = [s.name for s in sources if s.weight is not None]
     if options.sampler is not None:
         cls = load_object(options.sampler, what="data.sampler", registry=samplers)
+        if options.mixing == "weights":
+            raise DataError(
+                f"data.mixing=weights is given beside data.sampler={options.sampler}, which decides the order alone: "
+                "leave one of them out"
+            )
+        if weighted and not getattr(cls, "uses_weights", False):
+            raise DataError(
+                f"data.train_files gives weights ({', '.join(weighted)}), which data.sampler={options.sampler} would "
+                "ignore: leave the weights out, or say uses_weights = True in a sampler that reads them"
+            )
         try:
             sampler = cls(sources, seed=seed, shuffle=options.shuffle, **options.sampler_kwargs)
         except TypeError as error:
