@@ -11,6 +11,7 @@
     ├── CheckpointError          a checkpoint or a run directory that cannot be used
     ├── ToolCallError            the MODEL's mistake in a tool call: fed back to it as text
     ├── UserCodeError            a plug-in (reward, interaction, scheduler, ...) raised
+    ├── WorkerError              a worker process died or failed: the run stops and can be resumed
     ├── LedgerError              tokens, masks or log-probs that do not fit a trajectory
     └── EngineError              the inference engine
         ├── EngineGoneError      it died or was closed: the trajectory is aborted and retried
@@ -69,6 +70,10 @@ class ToolCallError(VerlMTError):
 
 class UserCodeError(VerlMTError):
     """Code of a plug-in raised. The original exception is the `__cause__`."""
+
+
+class WorkerError(VerlMTError):
+    """A worker process died or failed; the run stops, and the same command resumes it from its last checkpoint."""
 
 
 class LedgerError(VerlMTError, ValueError):

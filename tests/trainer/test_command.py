@@ -151,7 +151,9 @@ class TestARun:
         ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
         with torch.no_grad():
             by_export = exported(ids).logits
-            exported.load_state_dict(state["workers"]["actor"]["module"])
+            tensors = state["workers"]["actor"]["tensors"]
+            for name, parameter in exported.named_parameters():
+                parameter.copy_(tensors[f"module.{name}"])
             by_checkpoint = exported(ids).logits
         assert torch.equal(by_export, by_checkpoint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from verl_mt.data import batch as col
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.sharding import ShardedPolicy, model_of, whole
+from verl_mt.workers.shards import save_shards
+from verl_mt.workers.worker_group import load_actor
 
 
 def sharded_worker(ranks: Ranks, **kwargs: Any) -> ActorWorker:
@@ -50,6 +53,27 @@ def one_update(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> dict[str, Any]
         "weights": weights,
         "bytes": (own_bytes, state_bytes),
     }
+
+
+def train_and_save(ranks: Ranks, batches: list[TensorDict], folder: Path, **kwargs: Any) -> dict[str, Any]:
+    """A few updates, then a sharded checkpoint. Returns the small part of the state and all tensors, whole."""
+    actor = sharded_worker(ranks, **kwargs)
+    for batch in batches:
+        actor.update(batch)
+    save_shards(actor.tensors(), folder)
+    return {**actor.progress(), "tensors": {name: whole(t).clone() for name, t in actor.tensors().items()}}
+
+
+def load_and_train(
+    ranks: Ranks, state: dict[str, Any], folder: Path | None, batches: list[TensorDict], **kwargs: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """All tensors behind the load, and behind further updates."""
+    actor = sharded_worker(ranks, **kwargs)
+    load_actor(actor, state, folder)
+    loaded = {name: whole(t).clone() for name, t in actor.tensors().items()}
+    for batch in batches:
+        actor.update(batch)
+    return loaded, {name: whole(t).clone() for name, t in actor.tensors().items()}
 
 
 def log_probs(ranks: Ranks, batch: TensorDict) -> torch.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from verl_mt.config.actor import ActorConfig, ModelConfig
+from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
@@ -79,10 +83,31 @@ def test_gradient_checkpointing_is_switched_on_by_the_config(model_folder):
     assert not workers.policy_module.training
 
 
-def test_a_placement_or_device_that_cannot_be_had_is_refused(model_folder):
+def test_a_device_that_cannot_be_had_is_refused(model_folder):
     config = ActorRolloutRefConfig(model=ModelConfig(path=str(model_folder)))
-    with pytest.raises(ConfigError, match=r"trainer\.placement=ray.*set trainer\.placement=inline"):
-        build_worker_group(config, total_steps=1, placement="ray")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"trainer\.device=cuda: torch finds no CUDA device"):
             build_worker_group(config, total_steps=1, device="cuda")
+
+
+def test_workers_in_this_process_load_no_ray(model_folder):
+    code = (
+        "import sys; from test_worker_group import build\n"
+        f"build({str(model_folder)!r}); assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_an_offloaded_reference_policy_gives_the_same_log_probs(model_folder):
+    """On the CPU there is nothing to move; the key only says where the weights wait."""
+    results = []
+    for offload in (False, True):
+        config = ActorRolloutRefConfig(
+            model=ModelConfig(path=str(model_folder)),
+            actor=ActorConfig(use_kl_loss=True),
+            ref=RefConfig(offload=offload),
+        )
+        batch = a_batch()
+        build_worker_group(config, total_steps=1, train_batch_size=1).add_ref_log_probs(batch)
+        results.append(batch[col.REF_LOG_PROBS])
+    assert torch.equal(*results)

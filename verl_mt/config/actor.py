@@ -92,3 +92,6 @@ class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy; loaded only if a KL term needs it."""
 
     log_prob_max_token_len: int = knob(32768, "Tokens (padding included) per forward pass.", min=1)
+    offload: bool = knob(
+        False, "Keep its weights in CPU memory between its passes; saves device memory (nothing to save on the CPU)."
+    )

@@ -22,6 +22,7 @@ from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
+from verl_mt.workers.state import copy_into, live_tensors
 from verl_mt.workers.update_metrics import UpdateMetrics
 
 _MAX_NONFINITE = 3
@@ -129,23 +130,33 @@ class ActorWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
+        return {**self.progress(), "tensors": self.tensors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a `state_dict` of an actor in one process, over however many ranks; tensors are written in place."""
+        self.load_progress(state)
+        copy_into(self.tensors(), state["tensors"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and, once the optimizer has stepped, its state: the live tensors by name, shards where sharded."""
+        return live_tensors(self.module, self.optimizer, with_optimizer=self.num_updates > 0)
+
+    def progress(self) -> dict[str, Any]:
+        """The small rest of the state, the same on every rank."""
         return {
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "generator": self._generator.get_state(),
             "num_updates": self.num_updates,
             "num_batches": self._num_batches,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a `state_dict`; the module's tensors are written in place."""
-        self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._generator.set_state(state["generator"].cpu())
-        self.num_updates = state["num_updates"]
-        self._num_batches = state["num_batches"]
-        self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Take a `progress`; `tensors` then has the names that its checkpoint has."""
+        self._generator.set_state(progress["generator"].cpu())
+        self.num_updates = progress["num_updates"]
+        self._num_batches = progress["num_batches"]
+        self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
+        self.optimizer.state.clear()
 
     def _prepare(self, batch: TensorDict) -> TensorDict:
         needed = [columns.ADVANTAGES, *([columns.REF_LOG_PROBS] if self.config.use_kl_loss else [])]

@@ -8,26 +8,47 @@ from torch import Tensor, nn
 
 from verl_mt.config.actor import RefConfig
 from verl_mt.workers.micro_batch import compute_log_probs
+from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.sharding import ranks_of
 
 
 class RefWorker:
-    """A policy that never changes.
+    """A policy that never changes. With a sharded module there is one such worker per rank, like the actor's.
 
     Args:
-        module: a Hugging Face causal language model of its own (not the actor's).
-        config: its part of the configuration.
+        module: a Hugging Face causal language model of its own (not the actor's), or a `ShardedPolicy`.
+        config: its part of the configuration. With `offload` its weights wait in CPU memory; a whole module is moved
+            to the device for each batch, a sharded one (made with `offload`) layer by layer.
         temperature: that of sampling; log-probs are of logits / temperature.
+        device: where passes run; None = where the module is.
     """
 
-    def __init__(self, module: nn.Module, config: RefConfig, *, temperature: float):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RefConfig,
+        *,
+        temperature: float,
+        device: str | torch.device | None = None,
+    ):
         self.module = module.eval().requires_grad_(False)
         self._config = config
         self._temperature = temperature
+        self.device = torch.device(device or next(module.parameters()).device)
+        self._moves = config.offload and self.device.type != "cpu" and ranks_of(module) is ALONE
+        if self._moves:
+            self.module.to("cpu")
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
         """[B, T] where the loss mask is set, 0 elsewhere, on the batch's device."""
-        here = batch.to(next(self.module.parameters()).device)
+        here = batch.to(self.device)
         rows = torch.arange(len(here), device=here.device)
         max_tokens = self._config.log_prob_max_token_len
-        log_probs = compute_log_probs(self.module, here, rows, temperature=self._temperature, max_tokens=max_tokens)
+        if self._moves:
+            self.module.to(self.device)
+        try:
+            log_probs = compute_log_probs(self.module, here, rows, temperature=self._temperature, max_tokens=max_tokens)
+        finally:
+            if self._moves:
+                self.module.to("cpu")
         return log_probs.to(batch.device or "cpu")

@@ -1,9 +1,14 @@
-"""The worker group that the YAML declares: actor and, where a KL term needs it, reference policy."""
+"""The worker group that the YAML declares: actor and, where a KL term needs it, reference policy.
+
+`InlineWorkerGroup` has them in this process, `RayWorkerGroup` (ray_group.py) on Ray; the trainer sees no difference.
+"""
 
 from __future__ import annotations
 
-import copy
+import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,45 +17,124 @@ from torch import Tensor, nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
-from verl_mt.errors import ConfigError
-from verl_mt.modeling.load import load_causal_lm
+from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.setup import Placement, WorkerSetup, load_workers
+
+_INLINE = Placement()
+
+
+class WorkerGroup(abc.ABC):
+    """Actor and reference policy, wherever they live."""
+
+    num_parameters: int
+    """Of the policy."""
+    where: str
+    """For people: on what the policy lives."""
+
+    @property
+    @abc.abstractmethod
+    def policy_module(self) -> nn.Module:
+        """The policy as one module in this process, with its current weights. Inline it is the very module that is
+        trained; elsewhere a copy on the CPU, made at the first access."""
+
+    @abc.abstractmethod
+    def refresh_policy_module(self) -> None:
+        """Bring a copy that `policy_module` handed out up to date, in place. Nothing to do where there is none."""
+
+    @abc.abstractmethod
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """Train on a rollout batch with advantages; see `ActorWorker.update`."""
+
+    @abc.abstractmethod
+    def compute_log_probs(self, batch: TensorDict) -> Tensor:
+        """[B, T] by the current policy; see `ActorWorker.compute_log_probs`."""
+
+    @abc.abstractmethod
+    def add_ref_log_probs(self, batch: TensorDict) -> None:
+        """Fill in the batch's `ref_log_probs`; does nothing where there is no reference policy."""
+
+    @abc.abstractmethod
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
+        are to be used or copied before the next one is asked for."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What changes and is not written by `save_shards`. The reference policy never changes."""
+
+    @abc.abstractmethod
+    def save_shards(self, folder: Path) -> None:
+        """Write what is too large for one process to hold into a checkpoint's folder; inline that is nothing."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Take what any placement has saved.
+
+        Args:
+            state: a `state_dict`.
+            folder: the checkpoint, for one that has shards.
+
+        Raises:
+            CheckpointError: of another model, or incomplete.
+        """
+
+    def close(self) -> None:  # noqa: B027 - workers in this process need no end
+        """End the workers' processes. Idempotent."""
 
 
 @dataclass
-class WorkerGroup:
+class InlineWorkerGroup(WorkerGroup):
     """Workers that live in this process."""
 
     actor: ActorWorker
     ref: RefWorker | None = None
     """None where no KL term needs it."""
 
+    def __post_init__(self) -> None:
+        self.num_parameters = sum(p.numel() for p in self.actor.module.parameters())
+        self.where = str(self.actor.device)
+
     @property
     def policy_module(self) -> nn.Module:
-        """The policy itself, which the local engine decodes with: after an update it has the new weights."""
         return self.actor.module
 
+    def refresh_policy_module(self) -> None:
+        """It is the module that is trained."""
+
     def update(self, batch: TensorDict) -> dict[str, float]:
-        """Train on a rollout batch with advantages; see `ActorWorker.update`."""
         return self.actor.update(batch)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
-        """[B, T] by the current policy; see `ActorWorker.compute_log_probs`."""
         return self.actor.compute_log_probs(batch)
 
     def add_ref_log_probs(self, batch: TensorDict) -> None:
-        """Fill in the batch's `ref_log_probs`; does nothing where there is no reference policy."""
         if self.ref is not None:
             batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
 
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.actor.module)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes. The reference policy never does."""
         return {"actor": self.actor.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a `state_dict`."""
-        self.actor.load_state_dict(state["actor"])
+    def save_shards(self, folder: Path) -> None:
+        """All of the state is in `state_dict`."""
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        load_actor(self.actor, state["actor"], folder)
+
+
+def load_actor(actor: ActorWorker, state: dict[str, Any], folder: Path | None) -> None:
+    """Let one rank's actor take a checkpoint of any placement; collective for a sharded actor."""
+    if "tensors" in state:
+        actor.load_state_dict(state)
+        return
+    from verl_mt.workers.shards import load_shards
+
+    actor.load_progress(state)
+    load_shards(actor.tensors(), folder)
 
 
 def build_worker_group(
@@ -60,7 +144,7 @@ def build_worker_group(
     train_batch_size: int | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
-    placement: str = "inline",
+    placement: Placement | str = _INLINE,
 ) -> WorkerGroup:
     """Load the policy and put the workers around it.
 
@@ -68,41 +152,20 @@ def build_worker_group(
         config: model, actor, rollout (for its temperature and response length) and ref.
         total_steps: training steps of the whole run, for the learning-rate schedule.
         train_batch_size: prompts per training step, for the same; null where a step is one mini-batch anyway.
-        device: where the workers live.
+        device: where the workers compute: cpu, cuda, or auto = cuda if it is there.
         seed: of the shuffling between mini-batches.
-        placement: `inline` = in this process.
+        placement: in this process, or on Ray; a bare word means one worker.
 
     Raises:
-        ConfigError: a placement or device that cannot be had.
+        ConfigError: a placement, model or device that cannot be had.
+        WorkerError: a worker died while it started.
     """
-    if placement != "inline":
-        raise ConfigError(
-            f"trainer.placement={placement}: this version runs its workers in one process only; "
-            "set trainer.placement=inline"
-        )
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.device={device}: torch finds no CUDA device; set trainer.device=cpu or auto")
-    model = config.model
-    module = load_causal_lm(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-        device=device,
-    )
-    # Copied before any checkpoint is loaded into the actor: the reference stays what the run started from.
-    ref = copy.deepcopy(module) if config.actor.use_kl_loss else None
-    if model.enable_gradient_checkpointing:
-        module.gradient_checkpointing_enable()
-    temperature = config.rollout.temperature
-    actor = ActorWorker(
-        module,
-        config.actor,
-        temperature=temperature,
-        total_steps=total_steps,
-        train_batch_size=train_batch_size,
-        norm_constant=config.rollout.response_length,
-        seed=seed,
-    )
-    return WorkerGroup(actor, None if ref is None else RefWorker(ref, config.ref, temperature=temperature))
+    if isinstance(placement, str):
+        placement = Placement(kind=placement)
+    setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement)
+    if placement.kind == "ray":
+        # Imported here: who trains in one process does not load Ray.
+        from verl_mt.workers.ray_group import RayWorkerGroup
+
+        return RayWorkerGroup(setup)
+    return InlineWorkerGroup(*load_workers(setup))

@@ -1,0 +1,67 @@
+"""A checkpoint of any number of ranks goes on with any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from actor_toys import REWARDS, make_batch
+from sharded_jobs import load_and_train, train_and_save
+
+from verl_mt.errors import CheckpointError
+from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.shards import load_shards, stored_shapes
+
+OPTIONS = {"total_steps": 6, "ppo_mini_batch_size": 1, "ppo_epochs": 2, "optim": {"lr_warmup_steps": 2}}
+
+
+def batches(first: int, count: int = 2):
+    return [make_batch(REWARDS, seed=seed) for seed in range(first, first + count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (2, 2)])
+def test_a_checkpoint_loads_on_another_number_of_ranks_and_training_goes_on(ranks, tmp_path, before, after):
+    def run(size, function, *args):
+        return function(ALONE, *args, **OPTIONS) if size == 1 else ranks(size)(function, *args, **OPTIONS)[0]
+
+    saved = run(before, train_and_save, batches(0), tmp_path)
+    whole_state = saved.pop("tensors")
+    loaded, ahead = run(after, load_and_train, saved, tmp_path, batches(2))
+    assert loaded.keys() == whole_state.keys()
+    assert all(torch.equal(loaded[name], whole_state[name]) for name in loaded)
+    assert saved["num_updates"] == 12
+    _, expected = load_and_train(ALONE, {**saved, "tensors": whole_state}, None, batches(2), **OPTIONS)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ahead[name], tensor, atol=1e-4, rtol=1e-2, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.slow
+def test_a_whole_checkpoint_of_one_process_loads_on_ranks(ranks, tmp_path):
+    saved = train_and_save(ALONE, batches(0), tmp_path, **OPTIONS)
+    loaded, _ = ranks(3)(load_and_train, saved, None, [], **OPTIONS)[2]
+    assert all(torch.equal(loaded[name], saved["tensors"][name]) for name in loaded)
+
+
+def test_before_the_first_update_there_is_no_optimizer_state_to_save(tmp_path):
+    saved = train_and_save(ALONE, [], tmp_path)
+    assert not any(name.startswith("optimizer.") for name in stored_shapes(tmp_path))
+    saved.pop("tensors")
+    _, ahead = load_and_train(ALONE, saved, tmp_path, batches(0))
+    straight = train_and_save(ALONE, batches(0), tmp_path / "straight")["tensors"]
+    assert all(torch.equal(ahead[name], straight[name]) for name in straight)
+
+
+def test_each_weight_is_stored_once_although_embeddings_are_tied(tmp_path):
+    tensors = train_and_save(ALONE, batches(0, 1), tmp_path)["tensors"]
+    assert "module.model.embed_tokens.weight" in tensors and "module.lm_head.weight" not in tensors
+
+
+def test_shards_that_are_missing_torn_or_of_another_model_are_refused(tmp_path):
+    saved = train_and_save(ALONE, batches(0, 1), tmp_path)["tensors"]
+    with pytest.raises(CheckpointError, match="no shards of the actor"):
+        load_shards(saved, tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"another model: 1 tensors differ, among them module\.extra"):
+        load_shards({**saved, "module.extra": torch.zeros(1)}, tmp_path)
+    next((tmp_path / "actor").glob("*.distcp")).write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*resume from an older one"):
+        load_shards(saved, tmp_path)

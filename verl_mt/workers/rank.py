@@ -1,0 +1,165 @@
+"""One rank of a worker group: its share of the actor and of the reference policy, in a process of its own.
+
+Whoever starts the processes calls the same method on every rank, with the same arguments; all methods but `address`
+and `describe` are collective. What all ranks would return alike is returned by rank 0 only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
+from verl_mt.workers.sharding import model_of, whole
+from verl_mt.workers.shards import save_shards
+from verl_mt.workers.worker_group import load_actor
+
+_BUCKET_BYTES = 2**28
+"""Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor as bytes, which travel between processes without being pickled."""
+
+    data: np.ndarray[Any, Any]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Packed:
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        """In memory of its own."""
+        return torch.from_numpy(self.data.copy()).view(self.dtype).reshape(self.shape)
+
+
+class RankWorker:
+    """Made in each process, then `start`ed with the address that rank 0 gave."""
+
+    actor: ActorWorker
+    ref: RefWorker | None
+
+    def __init__(self, setup: WorkerSetup, ranks: Ranks):
+        self._setup = setup
+        self._ranks = ranks
+
+    def address(self) -> str:
+        """Where rank 0 will wait for the others."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def describe(self) -> tuple[int, str]:
+        """(process id, machine)."""
+        return os.getpid(), socket.gethostname()
+
+    def start(self, address: str) -> int:
+        """Join the others and load the models. Returns the number of the policy's parameters."""
+        setup = self._setup
+        cuda = torch.device(setup.device).type == "cuda"
+        torch.set_num_threads(cores_per_worker(setup.placement))
+        random.seed(setup.seed)
+        np.random.seed(setup.seed % 2**32)
+        torch.manual_seed(setup.seed)
+        if setup.placement.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        if cuda:
+            torch.cuda.set_device(torch.device(setup.device).index or 0)
+        if self._ranks.size > 1:
+            import torch.distributed as dist
+
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            ranks = self._ranks
+            dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.size)
+        self.actor, self.ref = load_workers(setup, self._ranks)
+        return sum(p.numel() for p in self.actor.module.parameters())
+
+    def update(self, batch: TensorDict) -> tuple[dict[str, float], Tensor] | None:
+        """Metrics, and the old log-probs that the update filled in."""
+        from verl_mt.data.batch import OLD_LOG_PROBS
+
+        metrics = self.actor.update(batch)
+        return self._once((metrics, batch[OLD_LOG_PROBS]))
+
+    def compute_log_probs(self, batch: TensorDict) -> Tensor | None:
+        """By the current policy."""
+        return self._once(self.actor.compute_log_probs(batch))
+
+    def compute_ref_log_probs(self, batch: TensorDict) -> Tensor | None:
+        """By the reference policy."""
+        assert self.ref is not None
+        return self._once(self.ref.compute_log_probs(batch))
+
+    def num_buckets(self) -> int | None:
+        """How many calls of `bucket` give all weights."""
+        return self._once(len(self._buckets()))
+
+    @torch.no_grad()
+    def bucket(self, number: int, as_in_checkpoint: bool) -> dict[str, Packed] | None:
+        """Whole weights of some layers, in the names and shapes of the model's checkpoint or of the module."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        gathered = {name: whole(tensor) for name, tensor in self._buckets()[number]}
+        if self._ranks.rank:
+            return None
+        if as_in_checkpoint:
+            gathered = revert_weight_conversion(model_of(self.actor.module), gathered)
+        return {name: Packed.of(tensor) for name, tensor in gathered.items()}
+
+    def progress(self) -> dict[str, Any] | None:
+        """The small part of the actor's state."""
+        return self._once(self.actor.progress())
+
+    def save_shards(self, folder: Path) -> None:
+        """The large part, every rank its own."""
+        save_shards(self.actor.tensors(), folder)
+
+    def load(self, state: dict[str, Any], folder: Path | None) -> None:
+        """Take a checkpoint of any placement."""
+        load_actor(self.actor, state, folder)
+
+    def _once(self, value: Any) -> Any:
+        return value if self._ranks.rank == 0 else None
+
+    def _buckets(self) -> list[list[tuple[str, Tensor]]]:
+        """Names and live tensors; a layer is never torn apart, because its tensors may be converted together."""
+        buckets: list[list[tuple[str, Tensor]]] = []
+        size = 0
+        for layer in _layers(self.actor.tensors()):
+            layer_size = sum(t.numel() * t.element_size() for _, t in layer)
+            if not buckets or size + layer_size > _BUCKET_BYTES:
+                buckets.append([])
+                size = 0
+            buckets[-1] += layer
+            size += layer_size
+        return buckets
+
+
+def _layers(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights of each decoder layer (`....3.`) together, all others one by one."""
+    layers: dict[str, list[tuple[str, Tensor]]] = {}
+    for full_name, tensor in tensors.items():
+        part, _, name = full_name.partition(".")
+        if part == "module":
+            numbered = re.match(r"(.*?\.\d+)\.", name)
+            layers.setdefault(numbered[1] if numbered else name, []).append((name, tensor))
+    yield from layers.values()

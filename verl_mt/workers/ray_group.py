@@ -1,0 +1,237 @@
+"""The worker group on Ray: one actor process per rank, spread over the machines of a cluster.
+
+Ray places the processes, carries batches, numbers and weights between them and this one, and tells when one is lost.
+What the ranks say to each other (gradients, shards) goes through torch.distributed, not through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from verl_mt.data import batch as columns
+from verl_mt.errors import CheckpointError, VerlMTError, WorkerError
+from verl_mt.workers.rank import RankWorker
+from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.ray_cluster import bundle, connect, forwarded_environment, require_room, resolve_device
+from verl_mt.workers.setup import WorkerSetup, load_policy
+from verl_mt.workers.shards import has_shards
+from verl_mt.workers.worker_group import WorkerGroup
+
+_PLACEMENT_TIMEOUT_S = 120.0
+_GRACE_S = 5.0
+"""How long the other ranks get to fail too, once one has: the one that died is the one to name."""
+_SENT = (
+    columns.INPUT_IDS, columns.ATTENTION_MASK, columns.SAMPLED, columns.LOSS_MASK, columns.ROLLOUT_LOG_PROBS,
+    columns.ADVANTAGES, columns.REF_LOG_PROBS, columns.TRAJECTORY_INDEX, columns.PROMPT_INDEX, columns.HAS_LOG_PROBS,
+)  # fmt: skip
+"""Columns that workers read; the others stay here."""
+
+
+class RayWorkerGroup(WorkerGroup):
+    """`trainer.nnodes` x `trainer.n_workers_per_node` ranks.
+
+    Raises:
+        ConfigError: the cluster has not the machines, CPUs or GPUs for it, or the model cannot be loaded.
+        WorkerError: a worker died while it started.
+    """
+
+    def __init__(self, setup: WorkerSetup):
+        placement = setup.placement
+        self._ours = connect(placement)
+        self._group: PlacementGroup | None = None
+        self._workers: list[Any] = []
+        self._names: list[str] = []
+        self._broken: str | None = None
+        self._replica: Any = None
+        self._stale = False
+        try:
+            self._setup = resolve_device(setup)
+            require_room(self._setup)
+            self._place()
+            self.num_parameters = self._start()
+        except BaseException:
+            self.close()
+            raise
+        self._has_ref = setup.config.actor.use_kl_loss
+        self.where = f"{self._setup.device}, {placement.num_ranks} Ray worker(s) on {placement.nnodes} machine(s)"
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the ranks, on their machines."""
+        return [pid for pid, _ in self._call("describe", doing="telling its process id")]
+
+    @property
+    def policy_module(self) -> nn.Module:
+        if self._replica is None:
+            self._replica = load_policy(self._setup, device="cpu")
+            self._stale = True
+        self.refresh_policy_module()
+        return self._replica
+
+    @torch.no_grad()
+    def refresh_policy_module(self) -> None:
+        if self._replica is None or not self._stale:
+            return
+        parameters = dict(self._replica.named_parameters())
+        for name, tensor in self._weights(converted=False):
+            parameters[name].copy_(tensor)
+        self._stale = False
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        metrics, old_log_probs = self._call("update", self._sent(batch), doing="updating the policy")[0]
+        batch[columns.OLD_LOG_PROBS] = old_log_probs
+        self._stale = True
+        return metrics
+
+    def compute_log_probs(self, batch: TensorDict) -> Tensor:
+        return self._call("compute_log_probs", self._sent(batch), doing="computing log-probs")[0]
+
+    def add_ref_log_probs(self, batch: TensorDict) -> None:
+        if self._has_ref:
+            doing = "computing the reference policy's log-probs"
+            batch[columns.REF_LOG_PROBS] = self._call("compute_ref_log_probs", self._sent(batch), doing=doing)[0]
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights(converted=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"actor": self._call("progress", doing="telling its progress")[0]}
+
+    def save_shards(self, folder: Path) -> None:
+        folder = folder.resolve()
+        self._call("save_shards", folder, doing="writing a checkpoint")
+        if not has_shards(folder):
+            raise CheckpointError(
+                f"the workers wrote their shards, but {folder} has none here: trainer.default_local_dir must be on a "
+                "disk that all machines of the Ray cluster share"
+            )
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        folder = None if folder is None else folder.resolve()
+        self._call("load", ray.put(state["actor"]), folder, doing="loading a checkpoint")
+        self._stale = True
+
+    def close(self) -> None:
+        workers, self._workers = self._workers, []
+        if not ray.is_initialized():
+            return
+        for worker in workers:
+            ray.kill(worker)
+        if self._group is not None:
+            with contextlib.suppress(RayError):  # The cluster may be what was lost.
+                remove_placement_group(self._group)
+            self._group = None
+        if self._ours:
+            ray.shutdown()
+
+    def _place(self) -> None:
+        setup, placement = self._setup, self._setup.placement
+        strategy = "STRICT_SPREAD" if placement.nnodes > 1 else "STRICT_PACK"
+        self._group = placement_group([bundle(setup)] * placement.nnodes, strategy=strategy)
+        if not self._group.wait(_PLACEMENT_TIMEOUT_S):
+            raise WorkerError(
+                f"the Ray cluster had no room for {placement.num_ranks} workers within {_PLACEMENT_TIMEOUT_S:.0f} s: "
+                "its machines are large enough, but in use; `ray status` shows by whom"
+            )
+        remote = ray.remote(RankWorker)
+        for number in range(placement.num_ranks):
+            options = {
+                "num_cpus": 1,
+                "num_gpus": 1 if setup.device == "cuda" else 0,
+                "max_restarts": 0,
+                "runtime_env": {"env_vars": forwarded_environment(os.environ)},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=number // placement.n_workers_per_node
+                ),
+            }
+            self._workers.append(remote.options(**options).remote(setup, Ranks(number, placement.num_ranks)))
+
+    def _start(self) -> int:
+        self._names = [f"rank {k}" for k in range(len(self._workers))]
+        described = self._call("describe", doing="starting")
+        self._names = [f"rank {k} (process {pid} on {host})" for k, (pid, host) in enumerate(described)]
+        address = self._wait([self._workers[0].address.remote()], "starting")[0]
+        return self._call("start", address, doing="loading the model")[0]
+
+    def _weights(self, *, converted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Bucket by bucket; the next one is gathered while this one is used."""
+        doing = "sending weights"
+        count = self._call("num_buckets", doing=doing)[0]
+        refs = self._begin("bucket", 0, converted) if count else []
+        for number in range(count):
+            upcoming = self._begin("bucket", number + 1, converted) if number + 1 < count else []
+            for name, packed in self._wait(refs, doing)[0].items():
+                yield name, packed.tensor()
+            refs = upcoming
+
+    def _sent(self, batch: TensorDict) -> Any:
+        """The batch in the object store: once per machine, whatever its number of ranks."""
+        return ray.put(batch.select(*_SENT, strict=False))
+
+    def _call(self, method: str, *args: Any, doing: str) -> list[Any]:
+        return self._wait(self._begin(method, *args), doing)
+
+    def _begin(self, method: str, *args: Any) -> list[Any]:
+        if self._broken is not None or not self._workers:
+            raise WorkerError(self._broken or "the Ray workers have been closed")
+        return [getattr(worker, method).remote(*args) for worker in self._workers]
+
+    def _wait(self, refs: list[Any], doing: str) -> list[Any]:
+        """Results of all ranks; the first failure ends the group, because the others wait for the failed one."""
+        results: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        pending = list(refs)
+
+        def take(num_returns: int, timeout: float | None) -> list[Any]:
+            done, left = ray.wait(pending, num_returns=num_returns, timeout=timeout)
+            for ref in done:
+                try:
+                    results[refs.index(ref)] = ray.get(ref)
+                except RayError as error:
+                    errors[refs.index(ref)] = error
+            return left
+
+        while pending and not errors:
+            pending = take(1, None)
+        if not errors:
+            return [results[k] for k in range(len(refs))]
+        if pending:
+            take(len(pending), _GRACE_S)
+        rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]))
+        failure = self._explain(rank, error, doing)
+        self._broken = str(failure)
+        self.close()
+        raise failure from error
+
+    def _explain(self, rank: int, error: Exception, doing: str) -> VerlMTError:
+        """An error of ours as it is; anything else with who it was, what it did and how to go on."""
+        if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError):
+            return error.cause
+        name, total = self._names[rank], len(self._names)
+        if isinstance(error, RayActorError):
+            # Ray's guesses at what the user may have done follow in its text.
+            reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+            what = f"{name} of {total} died while {doing}; killed, or out of memory? {reason}"
+        else:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            what = f"{name} of {total} failed while {doing}: {type(cause).__name__}: {cause}"
+        return WorkerError(f"{what}\nThe same command goes on from the run's last checkpoint")
+
+
+def _seriousness(error: Exception) -> int:
+    """0 = the cause, as a rule; higher = a consequence, such as a connection that the dead rank closed."""
+    if isinstance(error, RayActorError):
+        return 0
+    return 1 if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError) else 2

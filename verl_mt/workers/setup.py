@@ -1,0 +1,106 @@
+"""What every process of a worker group is told, and how it becomes an actor and a reference policy."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.errors import ConfigError
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.ranks import ALONE, Ranks
+from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.sharding import ShardedPolicy
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the workers live: `trainer.placement`, `nnodes`, `n_workers_per_node` and what their processes need."""
+
+    kind: str = "inline"
+    nnodes: int = 1
+    n_workers_per_node: int = 1
+    num_threads: int | None = None
+    """Of one Ray worker; None = its part of the machine's cores."""
+    deterministic: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nnodes * self.n_workers_per_node
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything that makes the workers of a process; goes to other processes as it is."""
+
+    config: ActorRolloutRefConfig
+    total_steps: int
+    train_batch_size: int | None
+    device: str
+    seed: int
+    placement: Placement
+
+
+def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker, RefWorker | None]:
+    """Load the policy and put the workers of one rank around it.
+
+    Raises:
+        ConfigError: a model or a device that cannot be had.
+    """
+    config, model = setup.config, setup.config.model
+    if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
+    module = load_policy(setup, device=setup.device if ranks.size == 1 else "cpu")
+    # Copied before any checkpoint is loaded into the actor: the reference stays what the run started from.
+    ref = copy.deepcopy(module) if config.actor.use_kl_loss else None
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable()
+    temperature = config.rollout.temperature
+    actor = ActorWorker(
+        _spread(module, setup, ranks),
+        config.actor,
+        temperature=temperature,
+        total_steps=setup.total_steps,
+        train_batch_size=setup.train_batch_size,
+        norm_constant=config.rollout.response_length,
+        seed=setup.seed,
+    )
+    if ref is None:
+        return actor, None
+    ref = _spread(ref.requires_grad_(False), setup, ranks, offload=config.ref.offload)
+    return actor, RefWorker(ref, config.ref, temperature=temperature, device=setup.device)
+
+
+def load_policy(setup: WorkerSetup, *, device: str) -> Any:
+    """The model that the config names, whole."""
+    model = setup.config.model
+    return load_causal_lm(
+        model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        device=device,
+    )
+
+
+def cores_per_worker(placement: Placement) -> int:
+    """CPU threads of one Ray worker."""
+    if placement.num_threads is not None:
+        return placement.num_threads
+    if placement.deterministic:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, cores // placement.n_workers_per_node)
+
+
+def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = False) -> nn.Module:
+    if ranks.size == 1:
+        return module
+    return ShardedPolicy(module, ranks, device_type=torch.device(setup.device).type, offload=offload)

@@ -1,0 +1,95 @@
+"""Checkpoints of which every rank writes and reads its own part, in PyTorch's distributed checkpoint format."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from verl_mt.errors import CheckpointError
+
+SHARDS = "actor"
+"""Where in a checkpoint's folder the shards are."""
+
+
+def save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write them under a checkpoint's folder, flushed to disk; collective. Every rank must see the same folder.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    writer = FileSystemWriter(folder / SHARDS, sync_files=True)
+    try:
+        with _quiet_alone() as alone:
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=alone)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"cannot write {folder / SHARDS}: {_cause(error)}; free space, or another folder"
+        ) from error
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether shards were written there, by all ranks."""
+    return (folder / SHARDS / ".metadata").is_file()
+
+
+def load_shards(tensors: Mapping[str, Tensor], folder: Path | None) -> None:
+    """Read into the given tensors, in place; collective. Any number of ranks may have written them.
+
+    Raises:
+        CheckpointError: no shards there, a part is missing, or they are of another model.
+    """
+    shapes = stored_shapes(folder)
+    differing = sorted(tensors.keys() ^ shapes.keys()) or [n for n in tensors if tensors[n].shape != shapes[n]]
+    if differing:
+        raise CheckpointError(
+            f"{folder} is of another model: {len(differing)} tensors differ, among them {differing[0]}; resume with "
+            "the actor_rollout_ref.model.path that the run was started with"
+        )
+    assert folder is not None
+    try:
+        with _quiet_alone() as alone:
+            dcp.load(dict(tensors), storage_reader=FileSystemReader(folder / SHARDS), no_dist=alone)
+    except (CheckpointException, Exception) as error:  # a missing or torn file shows as anything
+        raise CheckpointError(
+            f"{folder / SHARDS} cannot be read: {_cause(error)}; delete this checkpoint to resume from an older one"
+        ) from error
+
+
+def stored_shapes(folder: Path | None) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what `save_shards` wrote.
+
+    Raises:
+        CheckpointError: no shards there.
+    """
+    if folder is None or not has_shards(folder):
+        raise CheckpointError(
+            f"{folder}: no shards of the actor ({SHARDS}/.metadata); is the checkpoint folder on a disk that all "
+            "machines share?"
+        )
+    stored = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+@contextmanager
+def _quiet_alone() -> Iterator[bool]:
+    """Whether this process is the only one; torch warns of that, and here it is no accident."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield not (dist.is_available() and dist.is_initialized())
+
+
+def _cause(error: BaseException) -> str:
+    """One line. torch wraps what happened on each rank, tracebacks included."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,76 @@
+"""What training changes, as named tensors: `module.<parameter>` and `optimizer.<parameter>.<moment>`.
+
+The same names in every placement, so that a checkpoint written by any number of ranks loads on any other. Where a
+policy is sharded the tensors are shards (DTensor); torch.distributed.checkpoint writes and reads them in parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_mt.errors import CheckpointError
+from verl_mt.workers.sharding import model_of
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""AdamW's state of one parameter; `step` is a number."""
+
+
+def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_optimizer: bool) -> dict[str, Tensor]:
+    """The tensors themselves, not copies: writing into them changes policy and optimizer.
+
+    Args:
+        module: the policy, sharded or not.
+        optimizer: its AdamW.
+        with_optimizer: also its state, which is made (all zero) where a parameter has none yet.
+    """
+    model = model_of(module)
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters.keys() | tied}
+    live = {f"module.{name}": value.detach() for name, value in {**parameters, **buffers}.items()}
+    if with_optimizer:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                moments = _moments(optimizer, parameter)
+                live |= {f"optimizer.{name}.{moment}": moments[moment] for moment in _MOMENTS}
+    return live
+
+
+def copy_into(live: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Write whole tensors into `live` ones; every rank keeps its shard.
+
+    Raises:
+        CheckpointError: other names or shapes: a checkpoint of another model.
+    """
+    differing = sorted(live.keys() ^ given.keys()) or [n for n in live if live[n].shape != given[n].shape]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {len(differing)} tensors differ, among them {differing[0]}; "
+            "resume with the actor_rollout_ref.model.path that the run was started with"
+        )
+    with torch.no_grad():
+        for name, target in live.items():
+            target.copy_(_like(given[name], target))
+
+
+def _like(source: Tensor, target: Tensor) -> Tensor:
+    source = source.to(target.device, target.dtype)
+    if not hasattr(target, "device_mesh"):
+        return source
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole tensor: nothing needs to be sent.
+    return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
