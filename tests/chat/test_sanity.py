@@ -148,6 +148,57 @@ def test_behind_a_prefilled_think_everything_else_is_still_compared():
     assert (retokenized.causes, retokenized.in_budget) == ((Cause.RETOKENIZED,), False)
 
 
+def cut(prompt, how, limit):
+    """`data.truncation`: ids of a prompt that is longer than `limit`."""
+    ids = encode(prompt)
+    head = {"left": 0, "right": limit, "middle": limit // 2}[how]
+    return [*ids[:head], *(ids[head - limit :] if limit > head else [])]
+
+
+LONG = "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nWhat is it, please?<|im_end|>\n"
+ASKED = [{"role": "system", "content": "You are helpful."}, user("What is it, please?")]
+
+
+@pytest.mark.parametrize("template", [chatml, keeps_the_last_answer_whole])
+@pytest.mark.parametrize("how", ["left", "right", "middle"])
+def test_a_prompt_that_was_cut_is_truncation_and_not_against_the_budget(template, how):
+    chat = ToyChat(template)
+    for limit in (4, 20, 40, 60):
+        prompt = cut(LONG + chat.generation_prompt_text, how, limit)
+        one = run(chat, [*ASKED, assistant("A1")], (prompt, "A1<|im_end|>"), prompt_truncated=True)
+        assert (one.causes, one.in_budget) == ((Cause.TRUNCATION,), False)
+        assert run(chat, [*ASKED, assistant("A1")], (prompt, "A1<|im_end|>")).in_budget
+        json.dumps(one.to_row())
+    ids = cut(LONG + GEN, "left", 30)
+    lost = run(ToyChat(), [*ASKED, assistant("A1")], (ids, "A1<|im_end|>"), prompt_truncated=True).spans[0].rendered
+    assert encode(lost) + ids == encode(LONG + GEN)
+
+
+@pytest.mark.parametrize("how", ["left", "right", "middle"])
+def test_behind_a_cut_prompt_everything_else_is_still_compared(how):
+    prompt = cut(LONG + GEN, how, 30)
+    messages = [*ASKED, assistant("<think>r1</think>\n\nA1"), user("U2"), assistant("A2")]
+    parts = (prompt, "<think>r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
+    clean = run(ToyChat(), messages, parts, prompt_truncated=True)
+    assert (clean.causes, clean.in_budget) == ((Cause.TRUNCATION,), False)
+    finding = run(ToyChat(strip_old_think), messages, parts, prompt_truncated=True)
+    assert finding.causes == (Cause.TRUNCATION, Cause.STRIPPED_REASONING)
+    assert (finding.cause, finding.in_budget) == (Cause.STRIPPED_REASONING, True)
+
+
+def test_a_cut_prompt_that_the_finished_conversation_writes_in_another_way_blames_no_one():
+    def moves(messages, tools=None, **kw):
+        last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        shown = [{**m, "content": f"[T] {m['content']}"} if i == last else m for i, m in enumerate(messages)]
+        return chatml(shown, tools, **kw)
+
+    prompt = cut("<|im_start|>user\n[T] What is it, please?<|im_end|>\n" + GEN, "right", 20)
+    messages = [user("What is it, please?"), assistant("A1"), user("U2"), assistant("A2")]
+    parts = (prompt, "A1<|im_end|>", U2.replace("U2", "[T] U2"), "A2<|im_end|>")
+    finding = run(ToyChat(moves), messages, parts, prompt_truncated=True)
+    assert (finding.causes, finding.in_budget) == ((Cause.TRUNCATION,), False)
+
+
 @pytest.mark.slow
 @pytest.mark.cap("P7")
 @pytest.mark.filterwarnings("ignore:AutoTokenizer made")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verl_mt.chat.full_rendering import sampled_runs, text_between
+from verl_mt.chat.full_rendering import CutPrompt, sampled_runs, text_between
 from verl_mt.chat.mismatch_causes import (
     Cause,
     TurnTexts,
@@ -41,7 +41,7 @@ class Mismatch:
     """Exactly the differing text; for equal text the tokens, set apart by `|`."""
     rendered: str
     in_budget: bool
-    """False where the model's sampling or neutralised text is the reason, or where nothing could be rendered."""
+    """False: the model's sampling, neutralised text or a cut prompt is the reason, or nothing could be rendered."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Comparison:
     Args:
         messages: the conversation, its last message being the last assistant message.
         recorded: ids up to the last sampled one.
-        rendered: ids of the full rendering of `messages`.
+        rendered: ids of the full rendering of `messages`, or what stands for it where the prompt was cut.
         sampled: provenance of `recorded`, at least as long.
     """
 
@@ -107,14 +107,16 @@ class Comparison:
         tools: Sequence[dict[str, Any]] | None,
         *,
         recorded: list[int],
-        rendered: list[int],
+        rendered: list[int] | CutPrompt,
         sampled: Sequence[int],
     ) -> None:
         self.chat = chat
         self.messages = messages
         self.ends = chat.end_token_ids
-        cut = end_of_last_turn(rendered, recorded[-1], self.ends, self._is_blank)
-        self.recorded, self.rendered, self.sampled = recorded, rendered[:cut], list(sampled[: len(recorded)])
+        self.cut_prompt = rendered if isinstance(rendered, CutPrompt) else None
+        full = rendered.rendered if isinstance(rendered, CutPrompt) else rendered
+        cut = end_of_last_turn(full, recorded[-1], self.ends, self._is_blank)
+        self.recorded, self.rendered, self.sampled = recorded, full[:cut], list(sampled[: len(recorded)])
         self.end_texts = tuple(chat.decode([token]) for token in sorted(self.ends))
         self.known_texts = _known_texts(messages, tools)
 
@@ -128,7 +130,7 @@ class Comparison:
         after = self.chat.decode(self.recorded[main.end :][:_CONTEXT_TOKENS])
         after_rendered = self.chat.decode(self.rendered[main.rendered_end :][:_CONTEXT_TOKENS])
         recorded, rendered = main.recorded, main.rendered
-        if main.cause not in (Cause.RETOKENIZED, Cause.NEUTRALISED_TEXT):
+        if main.in_budget and main.cause is not Cause.RETOKENIZED:
             span = DiffSpan(main.start, main.end, main.rendered_start, main.rendered_end)
             recorded, rendered = (text[:_MAX_ROW_CHARS] for text in self._texts(span))
         return Finding(
@@ -142,19 +144,41 @@ class Comparison:
 
     def mismatches(self, *, ignore_blanks: bool, neutralised: bool, stop_length: bool) -> list[Mismatch]:
         """Every differing chunk, once per cause."""
+        found = self._of_cut_prompt()
+        if self.rendered[: len(self.recorded)] == self.recorded:
+            return found
         if self.recorded[-1] in self.ends and self.rendered == self.recorded[:-1]:
             # Closes a turn only when another follows: in GLM the stop token is the next role's header.
-            return []
-        found: list[Mismatch] = []
+            return found
+        num_unknown = self._num_prompt if self.cut_prompt is not None and self.cut_prompt.whole is None else 0
         for chunk in differing_chunks(self.recorded, self.rendered, self.ends, self.chat.decode):
             recorded, rendered = self._texts(chunk)
             core = chunk.core(self.recorded, self.rendered)
-            if recorded == rendered:
+            if chunk.start < num_unknown:
+                _, mine, theirs = differing_text(recorded, rendered)
+                found.append(_mismatch(Cause.TRUNCATION, core, mine, theirs, in_budget=False))
+            elif recorded == rendered:
                 if not (ignore_blanks and not squeeze(self.chat.decode(core.recorded_ids(self.recorded)))):
                     found.append(self._same_text(core, neutralised))
             elif not (ignore_blanks and squeeze(recorded) == squeeze(rendered)):
                 found += self._other_text(chunk, recorded, rendered, stop_length)
         return found
+
+    @property
+    def _num_prompt(self) -> int:
+        return sampled_runs(self.sampled)[0][0]
+
+    def _of_cut_prompt(self) -> list[Mismatch]:
+        """What was cut out of the prompt, where it is known; placed where it is missing in both streams."""
+        whole = self.cut_prompt.whole if self.cut_prompt is not None else None
+        kept = self.recorded[: self._num_prompt]
+        if whole is None or whole == kept:
+            return []
+        core = DiffSpan(0, len(kept), 0, len(whole)).core(kept, whole)
+        mine = self._text(kept, core.start, core.end)
+        theirs = self._text(whole, core.rendered_start, core.rendered_end)
+        place = DiffSpan(core.start, core.end, core.start, core.end)
+        return [_mismatch(Cause.TRUNCATION, place, mine, theirs, in_budget=False)]
 
     def _is_blank(self, token: int) -> bool:
         return not squeeze(self.chat.decode([token]))

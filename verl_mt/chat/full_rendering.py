@@ -7,9 +7,11 @@ generation prompt opened for the last turn, and a prompt that was cut to fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.probe import REASONING
+from verl_mt.chat.token_diff import common_prefix
 from verl_mt.data.conversation import Message
 
 if TYPE_CHECKING:
@@ -67,6 +69,45 @@ def full_rendering(
         thought, _ = _behind(written, closing)
         rest = _behind(rest, closing)[1].lstrip("\n")
     return list(chat.encode_text(context + thought + rest, neutral=False))
+
+
+@dataclass(frozen=True)
+class CutPrompt:
+    """What is compared where the first prompt was cut to fit (`data.truncation`)."""
+
+    rendered: list[int]
+    """The full rendering with its prompt cut in the same way."""
+    whole: list[int] | None
+    """The prompt before it was cut; None where the finished conversation shows another prompt, so that `rendered`
+    could not be cut and no difference in the prompt means anything."""
+
+
+def cut_prompt(
+    chat: ChatTemplate,
+    turns: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    *,
+    sampled: Sequence[int],
+    recorded: Sequence[int],
+    rendered: list[int],
+) -> CutPrompt:
+    """The full rendering `rendered`, cut where the recorded prompt was cut: the rest can be compared as usual.
+
+    Raises:
+        Exception: whatever the template raises.
+    """
+    runs = sampled_runs(sampled)
+    kept = list(recorded[: runs[0][0]])
+    turns_at = [i for i, m in enumerate(turns) if m.get("role") == "assistant"]
+    if len(runs) > len(turns_at):
+        return CutPrompt(rendered, None)
+    whole = list(chat.full_ids(turns[: turns_at[-len(runs)]], tools, add_generation_prompt=True))
+    shared = common_prefix(whole, rendered)
+    # A prefilled `<think>` at the prompt's end is in no finished conversation.
+    unshown = whole[shared:]
+    if kept[len(kept) - len(unshown) :] != unshown:
+        return CutPrompt(rendered, None)
+    return CutPrompt(kept[: len(kept) - len(unshown)] + rendered[shared:], whole)
 
 
 def _behind(text: str, tag: str) -> tuple[str, str]:

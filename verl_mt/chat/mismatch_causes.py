@@ -32,7 +32,7 @@ class Cause(enum.StrEnum):
     RESERIALIZED_ARGUMENTS = "reserialized_arguments"
     """A tool call is written in another way than the model wrote it."""
     TRUNCATION = "truncation"
-    """The last turn was cut by a length limit, and its rest cannot be rendered as it is."""
+    """The last turn was cut by a length limit, and its rest cannot be rendered as it is; or the prompt was cut."""
     TEMPLATE_DEFAULT_TEXT = "template_default_text"
     """The template adds text that stands in no message (a default system prompt, an empty think block)."""
     NEUTRALISED_TEXT = "neutralised_text"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.comparison import Comparison, Finding, Mismatch, describe, render_failure
-from verl_mt.chat.full_rendering import full_rendering
+from verl_mt.chat.full_rendering import cut_prompt, full_rendering
 from verl_mt.chat.mismatch_causes import Cause
 from verl_mt.data.conversation import Message
 from verl_mt.errors import ConfigError, TemplateError
@@ -86,6 +86,7 @@ def check(
     mode: SanityMode,
     neutralised: bool = False,
     stop_length: bool = False,
+    prompt_truncated: bool = False,
 ) -> Finding | None:
     """Compare a recorded stream with the full rendering of its messages, up to the last sampled token.
 
@@ -98,6 +99,8 @@ def check(
         token_ids, sampled: the record's columns, shape (T,).
         neutralised: control-token text was neutralised during this trajectory.
         stop_length: the last turn was cut by a length limit.
+        prompt_truncated: the first prompt of this record was cut to fit (`data.truncation`): a finding of cause
+            `truncation` that is never against the budget; what follows the prompt is compared as always.
 
     Returns:
         None where nothing differs that `mode` looks at.
@@ -111,12 +114,14 @@ def check(
         turns.pop()
     schemas = list(tools) if tools else None
     try:
-        rendered = full_rendering(chat, turns, schemas, recorded=recorded, sampled=sampled[: last + 1])
+        streams = {"recorded": recorded, "sampled": sampled[: last + 1]}
+        rendered = full_rendering(chat, turns, schemas, **streams)
+        cut = cut_prompt(chat, turns, schemas, **streams, rendered=rendered) if prompt_truncated else None
     except Exception as error:  # a template is foreign code: whatever it raises is the finding
         return render_failure(error)
-    if rendered[: len(recorded)] == recorded:
+    if cut is None and rendered[: len(recorded)] == recorded:
         return None
-    comparison = Comparison(chat, turns, schemas, recorded=recorded, rendered=rendered, sampled=sampled)
+    comparison = Comparison(chat, turns, schemas, recorded=recorded, rendered=cut or rendered, sampled=sampled)
     return comparison.finding(
         ignore_blanks=mode is SanityMode.IGNORE_STRIPPABLE, neutralised=neutralised, stop_length=stop_length
     )
