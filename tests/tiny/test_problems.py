@@ -42,7 +42,7 @@ def test_every_answer_is_the_exact_value_of_its_expression(seed, split):
         truth = row["reward_model"]["ground_truth"]
         assert exact_value(ast.parse(expression_of(row), mode="eval").body) == int(truth)
         assert row["extra_info"]["answer"].endswith(f"\n#### {truth}")
-        assert row["extra_info"]["interaction_kwargs"] == {"name": "checker", "ground_truth": truth}
+        assert row["extra_info"]["interaction_kwargs"] == {"ground_truth": truth}
 
 
 @given(seed=st.integers(0, 10**6))

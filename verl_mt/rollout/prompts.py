@@ -37,7 +37,10 @@ class PromptBuilder:
     max_prompt_length: int
     filter_overlong: bool
     truncation: str
+    single_turn: bool = False
+    """`multi_turn.enable` is False: rows that ask for tools do without them."""
     num_filtered: int = 0
+    """Rows that `keep` left out."""
     num_truncated: int = 0
     _cache: dict[int, Prompt] = field(default_factory=dict)
 
@@ -45,7 +48,8 @@ class PromptBuilder:
         """The prompt of a row, or None if it is too long and over-long rows are filtered.
 
         Raises:
-            DataError: too long, and `data.truncation` is `error`; or the template cannot render it.
+            DataError: too long, and `data.truncation` is `error`; or it needs tools and none are configured.
+            TemplateError: the template cannot render it.
         """
         known = self._cache.get(id(row))
         if known is not None:
@@ -57,9 +61,7 @@ class PromptBuilder:
             if self.filter_overlong:
                 return None
             ids = self._truncate(row, ids)
-        prompt = Prompt(row, row.prompt, tools, ids, toolset, problem)
-        self._cache[id(row)] = prompt
-        return prompt
+        return Prompt(row, row.prompt, tools, ids, toolset, problem)
 
     def keep(self, rows: Sequence[DataRow]) -> list[DataRow]:
         """The rows whose prompt fits; the others are counted in `num_filtered`.
@@ -67,8 +69,14 @@ class PromptBuilder:
         Raises:
             DataError: no row is left.
         """
-        kept = [row for row in rows if self.build(row) is not None]
-        self.num_filtered += len(rows) - len(kept)
+        kept = []
+        for row in rows:
+            prompt = self.build(row)
+            if prompt is None:
+                self.num_filtered += 1
+                continue
+            self._cache[id(row)] = prompt
+            kept.append(row)
         if rows and not kept:
             raise DataError(
                 f"{rows[0].file}: all {len(rows)} prompts are longer than data.max_prompt_length="
@@ -77,12 +85,17 @@ class PromptBuilder:
             )
         return kept
 
+    def knows(self, row: DataRow) -> bool:
+        """Whether `keep` took the row; a sampler of one's own may make others."""
+        return id(row) in self._cache
+
     def rows(self) -> list[DataRow]:
-        """All rows that were rendered and fit."""
+        """All rows that `keep` took."""
         return [prompt.row for prompt in self._cache.values()]
 
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
         if self.tools is None:
+            self._refuse_without_tools(row)
             return None, None
         extra = row.extra_info
         try:
@@ -94,6 +107,16 @@ class PromptBuilder:
         except DataError as error:
             return self.tools, f"{row.file}, row {row.index}: {error}"
         return chosen, None
+
+    def _refuse_without_tools(self, row: DataRow) -> None:
+        wants = "tool_selection" if row.tool_selection else "need_tools_kwargs" if row.need_tools_kwargs else None
+        if wants is None or self.single_turn:
+            return
+        raise DataError(
+            f"{row.file}, row {row.index}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
+            "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
+            "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
+        )
 
     def _truncate(self, row: DataRow, ids: list[int]) -> list[int]:
         limit = self.max_prompt_length

@@ -287,6 +287,6 @@ def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
             "answer": f"{problem.expression} = {truth}\n#### {truth}",
             "num_operations": problem.num_operations,
             "need_tools_kwargs": False,
-            "interaction_kwargs": {"name": "checker", "ground_truth": truth},
+            "interaction_kwargs": {"ground_truth": truth},
         },
     }

@@ -28,22 +28,21 @@ from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
-from verl_mt.data.dataset import load_rows
 from verl_mt.data.requests import SamplingParams
-from verl_mt.data.sampler import RowSampler, build_sampler
+from verl_mt.data.sampler import RowSampler
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.limits import Limits, is_multi_turn
-from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 from verl_mt.trainer import checkpoint
+from verl_mt.trainer.build_data import load_data, notes
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
@@ -66,15 +65,14 @@ def build_trainer(config: Config) -> PPOTrainer:
     prepare_process(config)
     chat = build_chat(config)
     tools = build_tools(config)
-    prompts = build_prompts(config, chat, tools)
-    sampler, val_prompts = _build_data(config, prompts)
-    plan = _build_plan(config, sampler)
+    data = load_data(config, chat, tools)
+    plan = _build_plan(config, data.sampler)
     workers = build_workers(config, total_steps=plan.total_steps)
     runner = build_runner(config, chat, tools, workers.policy_module)
     with ExitStack() as undo:
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
-        for row in prompts.rows():
+        for row in data.prompts.rows():
             runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
         stream.call(runner.context.engine.start())
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
@@ -87,9 +85,10 @@ def build_trainer(config: Config) -> PPOTrainer:
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
-            sampler=sampler,
-            prompts=prompts,
-            val_prompts=val_prompts,
+            sampler=data.sampler,
+            prompts=data.prompts,
+            val_prompts=data.val_prompts,
+            prompt_counts=data.counts,
             stream=stream,
             engine=runner.context.engine,
             workers=workers,
@@ -107,7 +106,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             log.display.resume_at(trainer.step_number)
             log.display.note(f"resuming {run.path} after step {trainer.step_number}")
         undo.pop_all()
-    _announce(trainer, workers, prompts)
+    _announce(config, trainer, workers)
     return trainer
 
 
@@ -228,34 +227,6 @@ def validation_sampling(config: Config) -> SamplingParams:
     )
 
 
-def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
-    """What turns rows into prompts."""
-    data = config.data
-    length = config.actor_rollout_ref.rollout.prompt_length or data.max_prompt_length
-    return PromptBuilder(chat, tools, length, data.filter_overlong_prompts, data.truncation)
-
-
-def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
-    """The prompts of `data.val_files`; empty where there are none."""
-    data = config.data
-    if data.val_files is None:
-        return []
-    sources = load_rows(
-        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, prompt_key=data.prompt_key
-    )
-    return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
-
-
-def _build_data(config: Config, prompts: PromptBuilder) -> tuple[RowSampler, list[Prompt]]:
-    data = config.data
-    train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, prompt_key=data.prompt_key
-    )
-    for source in train:
-        source.rows = prompts.keep(source.rows)
-    return build_sampler(data, train, seed=data.seed), load_val_prompts(config, prompts)
-
-
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
@@ -328,7 +299,7 @@ def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, ru
     return WeightSync(stream.runner.context.engine, workers.policy_module, stream.call, transport)
 
 
-def _announce(trainer: PPOTrainer, workers: WorkerGroup, prompts: PromptBuilder) -> None:
+def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:
     note, run = trainer.log.display.note, trainer.log.run
     num_parameters = sum(p.numel() for p in workers.policy_module.parameters())
     note(
@@ -337,8 +308,8 @@ def _announce(trainer: PPOTrainer, workers: WorkerGroup, prompts: PromptBuilder)
         f"{num_parameters / 1e6:.2f}M parameters on {next(workers.policy_module.parameters()).device}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
-    if prompts.num_filtered:
-        note(f"[yellow]{prompts.num_filtered} prompt(s) longer than {prompts.max_prompt_length} tokens left out[/]")
+    for text in notes(config, trainer.prompts):
+        note(f"[yellow]{text}[/]")
 
 
 def _pad_token_id(chat: ChatTemplate) -> int:

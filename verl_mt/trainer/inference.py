@@ -16,7 +16,7 @@ from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
-from verl_mt.trainer import build
+from verl_mt.trainer import build, build_data
 
 
 class Inference(AbstractContextManager["Inference"]):
@@ -57,8 +57,8 @@ class Inference(AbstractContextManager["Inference"]):
 
     def prompts(self) -> list[Prompt]:
         """The prompts of `data.val_files`; `num_filtered` says how many were too long and left out."""
-        builder = build.build_prompts(self.config, self.chat, self.tools)
-        prompts = build.load_val_prompts(self.config, builder)
+        builder = build_data.build_prompts(self.config, self.chat, self.tools)
+        prompts = build_data.load_val_prompts(self.config, builder)
         self.num_filtered = builder.num_filtered
         return prompts
 

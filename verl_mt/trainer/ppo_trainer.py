@@ -18,6 +18,7 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, validation_metrics
 from verl_mt.engines.base import InferenceEngine
+from verl_mt.errors import DataError
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -27,6 +28,9 @@ from verl_mt.trainer.interrupts import Interrupted, Interrupts
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.workers.weights import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
+
+_MAX_DRAWS = 20
+"""Rows drawn for each prompt of a step before a sampler whose rows are all too long is given up."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class PPOTrainer:
     sampler: RowSampler
     prompts: PromptBuilder
     val_prompts: list[Prompt]
+    prompt_counts: dict[str, float]
+    """`data/...` of every step, `val/...` of every validation: prompts left out or cut, in the rows as loaded."""
     stream: RolloutStream
     engine: InferenceEngine
     workers: WorkerGroup
@@ -72,6 +78,7 @@ class PPOTrainer:
     """`val/accuracy` of the weights as they are; None if this step was not validated."""
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
+    _drawn: dict[str, int] = field(default_factory=dict)
 
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
@@ -98,6 +105,7 @@ class PPOTrainer:
                 self.weights.release()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
             metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
+            metrics |= self._prompt_counts()
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
@@ -120,7 +128,7 @@ class PPOTrainer:
         timing: dict[str, float] = {}
         with _timed(timing, "validate"):
             groups = self._validate_once("val", self.plan.val_sampling, self.plan.val_n)
-            metrics = validation_metrics(groups, "")
+            metrics = validation_metrics(groups, "") | _under("val/", self.prompt_counts)
             if self.plan.val_greedy_too:
                 greedy = replace(self.plan.val_sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
                 metrics |= validation_metrics(self._validate_once("val_greedy", greedy, 1), "_greedy")
@@ -187,10 +195,37 @@ class PPOTrainer:
         for number in range(self.step_number, self.step_number + self.config.max_staleness + 1):
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
-                rows = self.sampler.next_batch(self.plan.num_prompts)
-                prompts = [p for p in map(self.prompts.build, rows) if p is not None]
-                self.stream.start(RolloutPlan(prompts, self.plan.n, name, self.plan.sampling))
+                self.stream.start(RolloutPlan(self._draw(), self.plan.n, name, self.plan.sampling))
         return self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+
+    def _draw(self) -> list[Prompt]:
+        """A step's prompts. Rows that a sampler of one's own makes are checked as those of the files were at start;
+        over-long ones are counted, and others drawn in their place."""
+        prompts: list[Prompt] = []
+        drawn, truncated = 0, self.prompts.num_truncated
+        while len(prompts) < self.plan.num_prompts:
+            rows = self.sampler.next_batch(self.plan.num_prompts - len(prompts))
+            drawn += len(rows)
+            if not rows or drawn > _MAX_DRAWS * self.plan.num_prompts:
+                raise DataError(
+                    f"data.sampler gave {drawn} rows, of which only {len(prompts)} have prompts within "
+                    f"data.max_prompt_length={self.prompts.max_prompt_length} tokens, and a step needs "
+                    f"{self.plan.num_prompts}: raise it, or let the sampler make shorter rows"
+                )
+            for row in rows:
+                if not self.prompts.knows(row):
+                    self.stream.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+                if (prompt := self.prompts.build(row)) is not None:
+                    prompts.append(prompt)
+        self._drawn = {
+            "data/filtered_prompts": drawn - len(prompts),
+            "data/truncated_prompts": self.prompts.num_truncated - truncated,
+        }
+        return prompts
+
+    def _prompt_counts(self) -> dict[str, float]:
+        """Of the training rows as loaded, and of what was drawn for this step besides."""
+        return {k: v + self._drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     def _validate_once(self, name: str, sampling: SamplingParams, n: int) -> list[TrajectoryGroup]:
         size = self.plan.val_batch_size or len(self.val_prompts)
@@ -227,6 +262,10 @@ def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         timing[f"time/{name}_s"] = time.monotonic() - begun
+
+
+def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if k.startswith(prefix)}
 
 
 def _due(every: int, step: int, last: int) -> bool:

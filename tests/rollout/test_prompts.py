@@ -1,0 +1,60 @@
+"""Rows become prompts: what is too long is left out or cut and counted, what needs tools gets them or is refused."""
+
+from __future__ import annotations
+
+import pytest
+from toys import toy_tokenizer
+
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.dataset import DataRow
+from verl_mt.errors import DataError
+from verl_mt.rollout.prompts import PromptBuilder
+
+CHAT = ChatTemplate(toy_tokenizer())
+
+
+def row(text: str, index: int = 0, **extra) -> DataRow:
+    return DataRow([{"role": "user", "content": text}], "toy", extra_info=extra, index=index, file="toy.jsonl")
+
+
+def builder(limit: int = 60, *, filtered: bool = True, truncation: str = "error", **keys) -> PromptBuilder:
+    return PromptBuilder(CHAT, None, limit, filtered, truncation, **keys)
+
+
+def test_rows_left_out_are_counted_and_the_others_known():
+    prompts = builder()
+    rows = [row("short"), row("long " * 30, 1), row("brief", 2)]
+    assert prompts.keep(rows) == [rows[0], rows[2]]
+    assert prompts.num_filtered == 1
+    assert [prompts.knows(r) for r in rows] == [True, False, True]
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_prompts_that_are_cut_are_counted_once(truncation):
+    prompts = builder(filtered=False, truncation=truncation)
+    rows = prompts.keep([row("short"), row("long " * 30, 1)])
+    assert len(prompts.build(rows[1]).ids) == 60
+    assert (prompts.num_filtered, prompts.num_truncated) == (0, 1)
+
+
+def test_a_row_that_was_never_kept_is_rendered_and_forgotten():
+    prompts = builder()
+    made = row("new")
+    assert prompts.build(made).ids == CHAT.prompt_ids(made.prompt, None)
+    assert prompts.rows() == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [({"need_tools_kwargs": True}, "need_tools_kwargs is True"), ({"tool_selection": ["calc"]}, r"\['calc'\]")],
+)
+def test_a_row_that_needs_tools_is_refused_where_there_are_none(extra, said):
+    with pytest.raises(DataError, match=rf"toy\.jsonl, row 7: extra_info\..*{said}.*tools_config_file"):
+        builder().keep([row("short"), row("q", 7, **extra)])
+    kept = builder(single_turn=True).keep([row("q", 7, **extra)])
+    assert len(kept) == 1
+
+
+def test_a_row_that_only_carries_arguments_of_tools_is_no_mistake():
+    extra = {"need_tools_kwargs": False, "tool_selection": [], "tools_kwargs": {"calc": {}}, "interaction_kwargs": {}}
+    assert builder().keep([row("q", **extra)])
