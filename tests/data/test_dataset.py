@@ -65,6 +65,15 @@ def test_the_forms_of_train_files(tmp_path):
     assert len(load(b, num_rows=1)[0].rows) == 1
 
 
+def test_rows_of_two_files_with_one_data_source_are_told_apart_by_their_entry(tmp_path):
+    a = jsonl(tmp_path / "a.jsonl", [ROW, ROW])
+    rows = [row for source in load({"easy": a, "hard": a}) for row in source.rows]
+    assert len({(r.data_source, r.index) for r in rows}) == 2
+    assert [(r.source, r.index) for r in rows] == [("easy", 0), ("easy", 1), ("hard", 0), ("hard", 1)]
+    with pytest.raises(DataError, match="two entries are named 'a_0'"):
+        load([a, a, {"path": a, "name": "a_0"}])
+
+
 def test_weights_of_validation_files_are_refused_not_ignored(tmp_path):
     a = jsonl(tmp_path / "a.jsonl", [ROW])
     with pytest.raises(DataError, match=r"data\.val_files\.x: weight 3 would be ignored"):

@@ -51,6 +51,7 @@ def records(draw):
 def trajectories(draw):
     return Trajectory(
         *(draw(texts) for _ in range(5)),
+        source=draw(texts),
         row_index=draw(st.integers(-1, 99)),
         messages=[{"role": draw(texts), "content": draw(texts), "tool_calls": [draw(json_values)]}],
         tools=draw(st.lists(st.dictionaries(texts, json_values, max_size=2), max_size=2)),
@@ -138,6 +139,7 @@ def test_plain_json_is_left_alone(value):
 def test_rows_of_other_versions_are_refused_and_new_keys_are_left_aside():
     row = trajectory_to_row(one_record(), step=1)
     assert row_to_trajectory(row | {"later": 1}) == one_record()
+    assert row_to_trajectory({k: v for k, v in row.items() if k != "source"}) == one_record()
     with pytest.raises(DataError, match=f"schema_version 9.*reads {SCHEMA_VERSION}"):
         row_to_trajectory(row | {"schema_version": 9})
     del row["messages"]

@@ -138,6 +138,15 @@ def roll_out(runner, prompts, n=1):
     return sorted(groups, key=lambda g: g.prompt_id)
 
 
+def test_a_group_names_its_row_by_entry_and_index():
+    prompts = prompts_of(["q", "q"])
+    for prompt, source in zip(prompts, ("easy", "hard"), strict=True):
+        prompt.row.source, prompt.row.index = source, 7
+    groups = roll_out(make_runner(engine_saying({"q": ["yes"]})), prompts, n=2)
+    assert [(g.source, g.row_index, g.data_source) for g in groups] == [("easy", 7, "toy"), ("hard", 7, "toy")]
+    assert [t.source for g in groups for t in g.trajectories] == ["easy", "easy", "hard", "hard"]
+
+
 def test_a_tool_call_is_answered_and_the_stream_is_what_the_engine_saw():
     engine = engine_saying({"q": ["ask " + call("a"), "yes"]})
     (group,) = roll_out(make_runner(engine), prompts_of(["q"]))

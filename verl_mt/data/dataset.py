@@ -39,6 +39,8 @@ class DataRow:
     """Position in its file, from 0."""
     file: str = ""
     """The file or generator it came from, for error texts."""
+    source: str = ""
+    """Name of its entry in `data.train_files` or `data.val_files`; with `index` it names the row."""
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def load_rows(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        rows = [_to_row(raw, index, entry.path, prompt_key) for index, raw in enumerate(raw_rows)]
+        rows = [_to_row(raw, index, entry, prompt_key) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
         sources.append(DataSource(entry.name, rows, entry.weight))
@@ -137,10 +139,14 @@ def _entries(spec: Any, key: str) -> list[_Entry]:
     if not entries:
         raise DataError(f"{key}: no entry; name at least one file or generator")
     names = [e.name for e in entries]
-    return [
+    numbered = [
         e if names.count(e.name) == 1 else _Entry(f"{e.name}_{position}", e.path, e.weight)
         for position, e in enumerate(entries)
     ]
+    names = [e.name for e in numbered]
+    if len(set(names)) < len(names):
+        raise DataError(f"{key}: two entries are named {max(names, key=names.count)!r}; give each its own name")
+    return numbered
 
 
 def _entry(name: str | None, item: Any, key: str) -> _Entry:
@@ -243,8 +249,8 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         raise DataError(f"{key}: {path}(num_rows={num_rows}, seed={seed}, split={split!r}) raised {error!r}") from error
 
 
-def _to_row(raw: dict[str, Any], index: int, file: str, prompt_key: str) -> DataRow:
-    where = f"{file}, row {index}"
+def _to_row(raw: dict[str, Any], index: int, entry: _Entry, prompt_key: str) -> DataRow:
+    where = f"{entry.path}, row {index}"
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(
@@ -257,7 +263,8 @@ def _to_row(raw: dict[str, Any], index: int, file: str, prompt_key: str) -> Data
         extra_info=dict(extra_info or {}),
         raw=raw,
         index=index,
-        file=file,
+        file=entry.path,
+        source=entry.name,
     )
 
 

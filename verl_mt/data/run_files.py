@@ -1,12 +1,12 @@
 """What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
 
 Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
-`step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `row_index`), `status`,
-`stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`, `counters`,
-`time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per
-record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the
-update computed them `advantages` and `old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start,
-end, turn).
+`step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
+`status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
+`counters`, `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`, `info`, and
+`records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and
+where the update computed them `advantages` and `old_log_probs` (else null); besides `has_log_probs` and `turns`
+(kind, start, end, turn).
 NaN and infinities are written as null.
 """
 
@@ -31,7 +31,7 @@ _TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "pol
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
-    "error", "info",
+    "error", "info", "source",
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     version = row.get("schema_version")
     if version != SCHEMA_VERSION:
         raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {SCHEMA_VERSION}")
+    row = {"source": ""} | row  # the first rows of version 1 had none
     missing = [name for name in (*_PLAIN, "stop_reason", "time_spans", "records") if name not in row]
     if missing:
         raise DataError(f"rollout row {row.get('trajectory_id')!r}: {', '.join(missing)} missing")

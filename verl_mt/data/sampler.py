@@ -67,7 +67,8 @@ class RowSampler(abc.ABC):
     def update(self, groups: Sequence[TrajectoryGroup]) -> None:  # noqa: B027 - most samplers learn nothing
         """The groups of a finished step, scored: what an adaptive curriculum learns from.
 
-        A group names its row by `data_source` and `row_index`.
+        A group names its row by `source` (the entry's name, `DataRow.source`) and `row_index` (`DataRow.index`);
+        several entries may share a `data_source`.
         """
 
 

@@ -232,6 +232,8 @@ class Trajectory:
     """The traceback, where the status is FAILED or ABORTED."""
     info: dict[str, Any] = field(default_factory=dict)
     """What plug-ins attach (`rollout_infos`)."""
+    source: str = ""
+    """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
 
     @property
     def status(self) -> Status:
@@ -256,3 +258,5 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     data_source: str = ""
     row_index: int = -1
+    source: str = ""
+    """The row's entry; with `row_index` it names the row."""

@@ -100,6 +100,7 @@ class RolloutRunner:
                 episode_id=f"{prompt_id}.{sample:02d}",
                 data_source=prompt.row.data_source,
                 row_index=prompt.row.index,
+                source=prompt.row.source,
             )
             for sample in range(plan.n)
         ]
@@ -107,9 +108,8 @@ class RolloutRunner:
             self._run_one(context, trajectory, prompt, gate, order=position * plan.n + sample)
             for sample, trajectory in enumerate(trajectories)
         ]
-        group = TrajectoryGroup(
-            prompt_id, prompt_id, list(await asyncio.gather(*runs)), prompt.row.data_source, prompt.row.index
-        )
+        row, finished = prompt.row, list(await asyncio.gather(*runs))
+        group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt)
         return group
 
