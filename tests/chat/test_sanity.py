@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, encode, stream, user
 
 from verl_mt.chat import load_chat
-from verl_mt.chat.sanity import WARNING, Cause, SanityMode, SanityMonitor, check, parse_mode
+from verl_mt.chat.sanity import WARNING, Cause, SanityMode, SanityMonitor, check, combine, parse_mode
 from verl_mt.errors import ConfigError, TemplateError
 
 STRICT, IGNORE, OFF = SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE, SanityMode.OFF
@@ -227,6 +227,38 @@ def test_one_turn_of_a_published_reasoning_model_has_no_finding(shared_data, tok
     assert streamed("I think so.\n</think>\n\nIt is 4.") is None
     finding = streamed("Hm.\n</think>\n\nIt is 4.", "I think so.\n</think>\n\nIt is 5.")
     assert finding.causes == (Cause.STRIPPED_REASONING,)
+
+
+@pytest.mark.cap("C20")
+def test_each_record_is_checked_against_the_messages_that_it_saw():
+    thought = "<think>r1</think>\n\nA1"
+    messages = [user("Hi"), assistant(thought), user("U2"), assistant("A2"), user("U3"), assistant("A3")]
+    chat = ToyChat(strip_old_think)
+    first = (U1 + GEN, thought + "<|im_end|>")
+    second = (chat.full_text(messages[:3], add_generation_prompt=True), "A2<|im_end|>")
+    longer = (*second, U2.replace("U2", "U3"), "A3<|im_end|>")
+    assert run(chat, messages[:2], first) is run(chat, messages[:4], second) is run(chat, messages, longer) is None
+    assert run(chat, messages[:5], second) is None
+    broken = (*second[:1], "A2", *longer[2:])
+    assert run(chat, messages, broken).causes == (Cause.TURN_SEPARATOR,)
+
+
+def test_the_findings_of_all_records_are_one_finding_of_the_trajectory():
+    odd = [user("Hi"), assistant("Hello"), user("U2"), assistant("A2")]
+    own = run(ToyChat(), odd, (U1 + GEN, encode("Hello<|im_end|>", merge=False), U2, "A2<|im_end|>"))
+    separator = run(ToyChat(), TWO_TURNS, (U1 + GEN, "A1<|im_end|>", U2[1:], "A2<|im_end|>"))
+    whole = combine([own, None, separator])
+    assert (whole.cause, whole.in_budget, whole.record) == (Cause.TURN_SEPARATOR, True, 2)
+    assert whole.causes == (Cause.RETOKENIZED, Cause.TURN_SEPARATOR)
+    assert [span.record for span in whole.spans] == [0, 2]
+    assert combine([None, None]) is None and combine([own]) == own
+    monitor = SanityMonitor(STRICT)
+    monitor.observe(whole)
+    assert monitor.metrics() == {
+        "sanity/mismatch_rate": 1.0,
+        "sanity/retokenized": 1.0,
+        "sanity/turn_separator": 1.0,
+    }
 
 
 @pytest.mark.cap("V7")

@@ -42,6 +42,8 @@ class Mismatch:
     rendered: str
     in_budget: bool
     """False: the model's sampling, neutralised text or a cut prompt is the reason, or nothing could be rendered."""
+    record: int = 0
+    """Which record of the trajectory; places are counted in its stream."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Finding:
     """First differing token of the recorded stream."""
     in_budget: bool
     spans: tuple[Mismatch, ...]
+    record: int = 0
+    """Which record of the trajectory the most serious mismatch is in."""
 
     @property
     def causes(self) -> tuple[Cause, ...]:
@@ -81,6 +85,22 @@ def describe(cause: Cause, start: int, recorded: str, rendered: str) -> str:
     if cause is Cause.RENDER_FAILED:
         return f"cause: {cause.value}; {_short(rendered)}"
     return f"cause: {cause.value} at token {start}; recorded {_short(recorded)!r}, rendered {_short(rendered)!r}"
+
+
+def combine(findings: Sequence[Finding | None]) -> Finding | None:
+    """One finding of a trajectory from one per record, in order; None where no record has any.
+
+    The most serious comes first: one against the budget, else one that is a mismatch, else one that was not rendered.
+    """
+    found = [
+        replace(finding, record=k, spans=tuple(replace(span, record=k) for span in finding.spans))
+        for k, finding in enumerate(findings)
+        if finding is not None
+    ]
+    if not found:
+        return None
+    main = min(found, key=lambda f: (not f.in_budget, f.cause is Cause.RENDER_FAILED))
+    return replace(main, spans=tuple(span for finding in found for span in finding.spans))
 
 
 def render_failure(error: Exception) -> Finding:

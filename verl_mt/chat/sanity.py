@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_mt.chat.comparison import Comparison, Finding, Mismatch, describe, render_failure
+from verl_mt.chat.comparison import Comparison, Finding, Mismatch, combine, describe, render_failure
 from verl_mt.chat.full_rendering import cut_prompt, full_rendering
 from verl_mt.chat.mismatch_causes import Cause
 from verl_mt.data.conversation import Message
@@ -32,6 +32,7 @@ __all__ = [
     "SanityMode",
     "SanityMonitor",
     "check",
+    "combine",
     "parse_mode",
     "warning_text",
 ]
@@ -94,11 +95,12 @@ def check(
     shows it there, and nothing reads the last turn again.
 
     Args:
-        messages: the conversation of this record, prompt included; what follows the last assistant message is
-            not looked at (no token of it is sampled).
-        token_ids, sampled: the record's columns, shape (T,).
+        messages: what this record has seen, its prompt and its own turns: of a trajectory with several records all
+            messages up to its last assistant turn. What follows the last assistant message is not looked at (no token
+            of it is sampled).
+        token_ids, sampled: the record's columns, shape (T,). Earlier turns in its prompt count as given.
         neutralised: control-token text was neutralised during this trajectory.
-        stop_length: the last turn was cut by a length limit.
+        stop_length: the last turn of this record was cut by a length limit.
         prompt_truncated: the first prompt of this record was cut to fit (`data.truncation`): a finding of cause
             `truncation` that is never against the budget; what follows the prompt is compared as always.
 
