@@ -43,3 +43,21 @@ def test_redaction_goes_to_any_depth_and_leaves_everything_else():
         "wandb": {"api_key": "${oc.env:WANDB_API_KEY}"},
     }
     assert given["headers"]["Authorization"] == "Bearer x"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:pw@host:80/x", "http://user:***@host:80/x"),
+        ("http://user:p@w:1@host", "http://user:***@host"),
+        ("redis://:pw@host/0", "redis://:***@host/0"),
+        ("a=https://u:p@h/ b=https://v:q@g/", "a=https://u:***@h/ b=https://v:***@g/"),
+        ("http://user:${oc.env:PW}@host", "http://user:${oc.env:PW}@host"),
+        ("http://host:8000/v1?mail=a@b.org", "http://host:8000/v1?mail=a@b.org"),
+        ("http://[::1]:8000/a@b", "http://[::1]:8000/a@b"),
+        ("verl_mt://tiny", "verl_mt://tiny"),
+        ("who: me@example.org", "who: me@example.org"),
+    ],
+)
+def test_the_password_of_a_url_is_hidden_in_any_value(text, shown):
+    assert redact({"url": [text]}) == {"url": [shown]}

@@ -10,6 +10,8 @@ _SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:api_?key|access_?key|secret|secret_?key|password|passwd|token|authorization|credentials?|bearer)$",
     re.IGNORECASE,
 )
+_URL_PASSWORD = re.compile(r"(?<=://)([^\s/?#:@]*):((?:\$\{[^}]*\}|[^\s/?#])+)@")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^}]*\}")
 _HARMLESS = {
     "eos_token",
     "pad_token",
@@ -29,7 +31,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """A copy with every non-empty string under a secret's name replaced by `***`, at any depth.
+    """A copy with every non-empty string under a secret's name replaced by `***`, at any depth, and so the password of
+    every URL in any string (`http://user:***@host`).
 
     Numbers, booleans and null stay: a limit is not a secret. An interpolation of the environment
     (`${oc.env:WANDB_API_KEY}`) stays too: it names the secret and does not hold it.
@@ -38,12 +41,17 @@ def redact(value: Any) -> Any:
         return {k: _hide(v) if is_secret_name(str(k)) else redact(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [redact(v) for v in value]
-    return value
+    return _URL_PASSWORD.sub(_hide_password, value) if isinstance(value, str) else value
+
+
+def _hide_password(found: re.Match[str]) -> str:
+    user, password = found.groups()
+    return found.group() if _ENVIRONMENT.fullmatch(password) else f"{user}:{REDACTED}@"
 
 
 def _hide(value: Any) -> Any:
     if isinstance(value, str):
-        return value if not value or re.fullmatch(r"\$\{oc\.env:[^}]*\}", value) else REDACTED
+        return value if not value or _ENVIRONMENT.fullmatch(value) else REDACTED
     if isinstance(value, list | tuple):
         return [_hide(v) for v in value]
     return redact(value)
