@@ -114,6 +114,21 @@ def test_the_model_s_mistakes_are_told_and_counted_apart_from_the_tool_s():
     assert rewards == {"tool": [0.0, 2.0]}
 
 
+def test_images_and_videos_of_a_tool_never_enter_the_message_of_a_text_model():
+    def behave(parameters):
+        media = {"image": [object()] * parameters["n"], "video": [object()]}
+        return ToolResponse(text=parameters["text"], **media)
+
+    tool = Tool(behave, create_returns=("i", ToolResponse(image=[object()])))
+    limited = executor(tool, max_response_tokens=4)
+    results, _, counters, _ = play(limited, calls({"n": 1, "text": "here"}), calls({"n": 2, "text": ""}))
+    assert [result.to_message()["content"] for result in results] == [
+        "here\n[2 images and 1 video cannot be shown: text only]",
+        "[2 images and 1 video cannot be shown: text only]",
+    ]
+    assert counters == {"tools/tool/calls": 2, "tools/tool/media_dropped": 6}
+
+
 def test_an_engine_that_is_gone_is_nobody_s_fault():
     def behave(parameters):
         raise EngineGoneError("judge engine died")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.tools.results import ToolResult, encodable, normalize, truncate
+from verl_mt.tools.results import ToolResult, encodable, media_note, normalize, truncate
 from verl_mt.tools.schemas import (
     OpenAIFunctionCallSchema,
     OpenAIFunctionParsedSchema,
@@ -98,8 +98,19 @@ def test_lone_surrogates_become_encodable_and_other_text_is_untouched():
 def test_a_result_becomes_a_tool_message():
     result = ToolResult("search", "call_1", "found")
     assert result.to_message() == {"role": "tool", "content": "found", "tool_call_id": "call_1", "name": "search"}
-    pictures = ToolResult("crop", "c", "here", images=["IMG"]).to_message()
-    assert pictures["content"] == [{"type": "image", "image": "IMG"}, {"type": "text", "text": "here"}]
+
+
+def test_the_note_in_place_of_media_counts_them():
+    assert media_note(0, 0) == ""
+    assert media_note(1, 0) == "[1 image cannot be shown: text only]"
+    assert media_note(2, 1) == "[2 images and 1 video cannot be shown: text only]"
+
+
+def test_no_memory_address_reaches_the_prompt():
+    for returned in (object(), {"image": object()}, [object()]):
+        text = normalize(returned)[0].text
+        assert "<object object>" in text and "0x" not in text
+    assert normalize("free at 0x10")[0].text == "free at 0x10"
 
 
 def test_tool_response_knows_when_it_is_empty_and_wants_lists_of_media():

@@ -22,7 +22,17 @@ from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.limiter import ConcurrencyLimit
-from verl_mt.tools.results import CountTokens, Failure, Keep, ToolResult, as_reward, encodable, normalize, truncate
+from verl_mt.tools.results import (
+    CountTokens,
+    Failure,
+    Keep,
+    ToolResult,
+    as_reward,
+    encodable,
+    media_note,
+    normalize,
+    truncate,
+)
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
 from verl_mt.user_code import CallTimeout, user_code_of
@@ -132,8 +142,8 @@ class _Answer:
     failure: Failure | None = None
     step_reward: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
+    num_images: int = 0
+    num_videos: int = 0
 
 
 class ToolSession:
@@ -142,9 +152,10 @@ class ToolSession:
     def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
         self.trajectory_id = trajectory_id
         self.counters: dict[str, float] = {}
-        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|latency_s`.
+        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|media_dropped|latency_s`.
 
-        `calls` counts every call the model wrote; `errors` (timeouts included) and `model_errors` never overlap."""
+        `calls` counts every call the model wrote; `errors` (timeouts included) and `model_errors` never overlap;
+        `media_dropped` counts images and videos: rollouts are text, so the model gets a note in their place."""
         self.time_spans: list[TimeSpan] = []
         self._executor, self._limits, self._tools = executor, executor.limits, tools
         self._row_kwargs = row_kwargs
@@ -253,7 +264,8 @@ class ToolSession:
         if instance.opening is not None:
             opening, instance.opening = _from_response(instance.opening), None
             answer.text = "\n".join(t for t in (opening.text, answer.text) if t)
-            answer.images, answer.videos = opening.images + answer.images, opening.videos + answer.videos
+            answer.num_images += opening.num_images
+            answer.num_videos += opening.num_videos
         return answer
 
     async def _instance(self, name: str, timeout_s: float) -> _Instance:
@@ -303,6 +315,8 @@ class ToolSession:
         text, cut = truncate(encodable(answer.text), limits.max_response_tokens, limits.keep, count_tokens)
         if cut:
             self._count(metric, "truncated")
+        self._count(metric, "media_dropped", answer.num_images + answer.num_videos)
+        text = "\n".join(t for t in (text, media_note(answer.num_images, answer.num_videos)) if t)
         return ToolResult(
             name,
             call_id,
@@ -310,8 +324,6 @@ class ToolSession:
             failure=answer.failure,
             step_reward=answer.step_reward,
             metrics=answer.metrics,
-            images=answer.images,
-            videos=answer.videos,
         )
 
     def _count(self, name: str, event: str, amount: float = 1.0) -> None:
@@ -333,8 +345,8 @@ def _from_response(response: ToolResponse, reward: float = 0.0, metrics: dict[st
         response.text or "",
         step_reward=reward,
         metrics=metrics or {},
-        images=list(response.image or []),
-        videos=list(response.video or []),
+        num_images=len(response.image or []),
+        num_videos=len(response.video or []),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,17 +38,10 @@ class ToolResult:
     step_reward: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the tool returned as its metrics."""
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
 
     def to_message(self) -> Message:
-        """The tool message; its content is a list of typed parts where the tool returned images or videos."""
-        content: Any = self.text
-        if self.images or self.videos:
-            content = [{"type": "image", "image": image} for image in self.images]
-            content += [{"type": "video", "video": video} for video in self.videos]
-            content += [{"type": "text", "text": self.text}] if self.text else []
-        return {"role": "tool", "content": content, "tool_call_id": self.call_id, "name": self.name}
+        """The tool message; its content is always text."""
+        return {"role": "tool", "content": self.text, "tool_call_id": self.call_id, "name": self.name}
 
 
 def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
@@ -70,8 +64,20 @@ def _as_response(response: Any) -> ToolResponse:
     if isinstance(response, ToolResponse):
         return response
     if isinstance(response, dict | list):
-        response = json.dumps(response, ensure_ascii=False, default=str)
-    return ToolResponse(text=response if isinstance(response, str) else str(response))
+        response = json.dumps(response, ensure_ascii=False, default=_shown)
+    return ToolResponse(text=response if isinstance(response, str) else _shown(response))
+
+
+def _shown(value: Any) -> str:
+    """`str` without the memory address of a default repr: another one in each process would be another prompt."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
+
+
+def media_note(num_images: int, num_videos: int) -> str:
+    """What the model is told in place of images and videos: rollouts are text; empty where there are none."""
+    counted = ((num_images, "image"), (num_videos, "video"))
+    kinds = " and ".join(f"{number} {kind}{'s' * (number > 1)}" for number, kind in counted if number)
+    return f"[{kinds} cannot be shown: text only]" if kinds else ""
 
 
 def as_reward(value: Any) -> float:

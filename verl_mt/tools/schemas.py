@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers: text, and for multimodal models lists of images and videos."""
+    """What a tool answers. Rollouts are text: of images and videos the model is told only that it cannot see them."""
 
     text: str | None = None
     image: list[Any] | None = None
