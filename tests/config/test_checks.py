@@ -102,3 +102,23 @@ def test_several_problems_are_one_error():
 )
 def test_what_can_work_is_accepted(overrides):
     check(changed(overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"{ACTOR}.optim.lr=nan", "got nan, must be a finite number"),
+        (f"{ROLLOUT}.temperature=inf", "got inf, must be a finite number"),
+        (f"{ROLLOUT}.val_kwargs.temperature=-inf", "must be a finite number"),
+        ("reward.timeout_s=inf", "must be a finite number"),
+        (f"{ROLLOUT}.val_kwargs.min_p=1", "got 1.0, must be below 1"),
+    ],
+)
+def test_numbers_that_the_run_would_stumble_over_are_refused(override, reason, tmp_path):
+    key, _, value = override.partition("=")
+    yaml_value = {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}.get(value, value)
+    (tmp_path / "mine.yaml").write_text(f"defaults: [tiny, _self_]\n{key}: {yaml_value}\n")
+    for overrides, name, folder in (([override], None, None), ([], "mine", tmp_path)):
+        with pytest.raises(ConfigError) as caught:
+            compose(overrides, name, folder)
+        assert key in str(caught.value) and reason in str(caught.value)

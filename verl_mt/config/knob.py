@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ def knob(
     *,
     min: float | None = None,
     max: float | None = None,
+    below: float | None = None,
     choices: tuple[Any, ...] | None = None,
 ) -> Any:
     """A dataclass field with its doc and its check.
@@ -23,9 +25,10 @@ def knob(
         default: the default; mutable ones (list, dict) are copied for each instance.
         doc: one or two sentences with the unit; says what null means.
         min, max: inclusive bounds of a number; null is always allowed where the type allows it.
+        below: exclusive upper bound.
         choices: the values it may take.
     """
-    metadata = {"doc": doc, "min": min, "max": max, "choices": choices}
+    metadata = {"doc": doc, "min": min, "max": max, "below": below, "choices": choices}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
@@ -45,13 +48,18 @@ class Section:
 
 def check_knob(name: str, value: Any, metadata: Any) -> None:
     """Raises:
-    ConfigError: the value is out of bounds or not among the choices.
+    ConfigError: the value is out of bounds, not finite or not among the choices.
     """
-    choices, low, high = metadata.get("choices"), metadata.get("min"), metadata.get("max")
+    choices, low, high, below = (metadata.get(k) for k in ("choices", "min", "max", "below"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
     if isinstance(value, int | float) and not isinstance(value, bool):
+        # Every comparison with nan is False: the bounds would let it pass.
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}: got {value}, must be a finite number")
         if low is not None and value < low:
             raise ConfigError(f"{name}: got {value}, must be at least {low}")
         if high is not None and value > high:
             raise ConfigError(f"{name}: got {value}, must be at most {high}")
+        if below is not None and value >= below:
+            raise ConfigError(f"{name}: got {value}, must be below {below}")

@@ -92,10 +92,11 @@ def _type(leaf: Leaf) -> str:
 
 
 def _limits(leaf: Leaf) -> str:
-    low, high, choices = leaf.metadata["min"], leaf.metadata["max"], leaf.metadata["choices"]
+    low, high, below, choices = (leaf.metadata[k] for k in ("min", "max", "below", "choices"))
     if choices is not None:
         return " One of " + ", ".join(f"`{_show(c)}`" for c in choices) + "."
-    bounds = [f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
+    limits = {"at least": low, "at most": high, "below": below}
+    bounds = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
     return f" ({', '.join(bounds)})" if bounds else ""
 
 

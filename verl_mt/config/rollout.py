@@ -72,7 +72,7 @@ class ValSampling(Section):
     temperature: float = knob(1.0, "Sampling temperature of validation.", min=0)
     top_p: float = knob(1.0, "Nucleus of validation.", min=0, max=1)
     top_k: int = knob(-1, "-1 = off.")
-    min_p: float = knob(0.0, "0 = off.", min=0, max=1)
+    min_p: float = knob(0.0, "0 = off.", min=0, below=1)
     greedy_too: bool = knob(True, "Also validate greedily (`val/accuracy_greedy`).")
 
 
@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
     top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
     top_k: int = knob(-1, "-1 = off; other values are refused for training.")
-    min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, max=1)
+    min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, below=1)
     stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
     prompt_length: int | None = knob(None, "Longest prompt in tokens; null = `data.max_prompt_length`.", min=1)

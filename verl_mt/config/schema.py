@@ -83,7 +83,9 @@ class TrainerConfig(Section):
     val_before_train: bool = knob(True, "Validate before the first step.")
     val_only: bool = knob(False, "Validate and stop.")
     save_freq: int = knob(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
-    max_actor_ckpt_to_keep: int | None = knob(2, "Newest checkpoints kept, and the best validated one; null = all.", min=1)
+    max_actor_ckpt_to_keep: int | None = knob(
+        2, "Newest checkpoints kept, and the best validated one; null = all.", min=1
+    )
     resume_mode: str = knob(
         "auto",
         "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`.",
