@@ -5,8 +5,8 @@
 
 The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A.
 
-The same for both: checkpoint (verl_mt://tiny, float32), prompts in the same order (the prompt's token ids are compared
-before the first step), 16 prompts x 8 samples, T = 1, at most 128 tokens after the prompt (tool tokens included), at
+The same for both: checkpoint (verl_mt://tiny, float32), prompts in the same order (their token ids are compared in
+every step), 16 prompts x 8 samples, T = 1, at most 128 tokens after the prompt (tool tokens included), at
 most 3 rounds of the same calculator, the same scorer, one optimizer step per batch over every sampled token (groups
 without variance too), token-mean loss, clip 0.2, no KL, AdamW with the same constant learning rate, gradient norm 1,
 as many threads. Neither logs, saves nor validates.
@@ -16,9 +16,11 @@ seconds are shown beside: they depend less on what else runs. "rollout" is every
 prompts, sampling, parsing, tools, reward. Tokens per second count sampled tokens that are trained. Both sample for
 themselves, so these counts differ from step to step; their totals are shown.
 
-TRL's mode: `generate` with a dynamic cache, the batch in one forward pass, no gradient checkpointing, no bfloat16, no
-data-loader workers. benchmarks/RESULTS.md has what the other modes cost; --micro-batch, --cache, --attention, --compile
-and --continuous-batching select them. vLLM, TRL's engine on GPUs, is not part of this.
+TRL's mode is the fastest that was found on two CPU cores: `generate` with a dynamic cache, forward passes of 64
+sequences (one of 128 is slower), no gradient checkpointing, no bfloat16, no data-loader workers. benchmarks/RESULTS.md
+has what other modes cost; --micro-batch, --cache, --attention, --compile and --continuous-batching select them. vLLM,
+TRL's engine on GPUs, is not part of this. A call that cannot be read ends TRL's conversation; verl_mt tells the model
+what was wrong and goes on. The counts of trained tokens show how little this is.
 """
 
 from __future__ import annotations
