@@ -30,6 +30,7 @@ class MultiTurnConfig(Section):
         "both", "Which part of an over-long tool result is kept.", choices=("head", "tail", "both")
     )
     tool_timeout_s: float = knob(30.0, "Deadline of one tool call in seconds, retries included.", min=0.001)
+    interaction_timeout_s: float = knob(60.0, "Deadline of each call of the interaction in seconds.", min=0.001)
     tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0)
     tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1)
     tool_parser: str = knob(

@@ -193,7 +193,7 @@ def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, poli
         reward=load_reward(reward.path, name=reward.name, kwargs=reward.kwargs, timeout_s=reward.timeout_s),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
-        interaction_timeout_s=multi_turn.tool_timeout_s,
+        interaction_timeout_s=multi_turn.interaction_timeout_s,
         max_concurrent=rollout.max_concurrent,
         max_retries=rollout.max_retries,
         tool_reward_weight=reward.tool_reward_weight,
