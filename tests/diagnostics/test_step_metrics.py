@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
-from verl_mt.diagnostics.step_metrics import pass_at_k, rollout_metrics, tool_metrics, validation_metrics
+from verl_mt.diagnostics.step_metrics import (
+    pass_at_k,
+    rollout_metrics,
+    tool_metrics,
+    total_failure,
+    validation_metrics,
+)
 
 
 def trajectory(reward: float | None, reason: StopReason = StopReason.FINISHED, **counters: float) -> Trajectory:
@@ -42,6 +48,14 @@ def test_tool_latency_is_per_call_and_configured_tools_always_appear():
     assert metrics["tools/search/errors"] == 0
 
 
+def test_what_a_tool_measured_itself_is_a_mean_per_call_and_events_are_counts():
+    own = {"tools__search__hits": 6.0, "tools__search__media_dropped": 3.0}
+    metrics = tool_metrics(
+        [trajectory(1.0, tools__search__calls=3, **own), trajectory(1.0, tools__search__calls=1)], ()
+    )
+    assert metrics == {"tools/search/calls": 4, "tools/search/hits": 1.5, "tools/search/media_dropped": 3}
+
+
 def test_groups_whose_rewards_are_all_equal_are_counted():
     metrics = rollout_metrics([group(trajectory(1.0), trajectory(1.0)), group(trajectory(1.0), trajectory(0.0))])
     assert metrics["group/zero_variance"] == 0.5
@@ -64,3 +78,13 @@ def test_validation_is_also_reported_by_data_source():
 )
 def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_a_batch_of_which_nothing_survives_is_told_with_its_first_error():
+    lost, gone = trajectory(None, StopReason.ERROR), trajectory(None, StopReason.ENGINE)
+    lost.error = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nKeyError: "x"\nand more\n'
+    assert total_failure([group(lost, gone), group(gone)]) == (
+        'not one of 3 trajectories survived (1 failed, 2 aborted); t: KeyError: "x"\nand more'
+    )
+    assert total_failure([group(lost, trajectory(0.0))]) is None
+    assert total_failure([]) is None

@@ -129,6 +129,31 @@ def test_images_and_videos_of_a_tool_never_enter_the_message_of_a_text_model():
     assert counters == {"tools/tool/calls": 2, "tools/tool/media_dropped": 6}
 
 
+def test_the_numbers_that_execute_returns_as_metrics_are_summed():
+    def behave(parameters):
+        return "ok", 0.0, parameters
+
+    first = {
+        "hits": 2,
+        "cached": True,
+        "calls": 5,
+        "top k/score": 0.5,
+        "engine": "bm25",
+        "bad": float("nan"),
+        "huge": 10**400,
+    }
+    results, _, counters, _ = play(executor(Tool(behave)), calls(first, {"hits": 1, "zero": 0}))
+    assert results[0].metrics["engine"] == "bm25"
+    assert counters == {
+        "tools/tool/calls": 2,
+        "tools/tool/hits": 3,
+        "tools/tool/cached": 1,
+        "tools/tool/metric_calls": 5,
+        "tools/tool/top_k_score": 0.5,
+        "tools/tool/zero": 0,
+    }
+
+
 def test_an_engine_that_is_gone_is_nobody_s_fault():
     def behave(parameters):
         raise EngineGoneError("judge engine died")

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
+from verl_mt.tools.results import EVENTS
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
     """Metrics of the training rollouts of one step.
 
     `stop/<reason>`, `rollout/failed`, `rollout/aborted`, `tools/<name>/calls|errors|...` are counts of the step,
-    `tools/<name>/latency_s` is the mean per call; everything named `mean` is a mean over trajectories.
+    `tools/<name>/latency_s` and a tool's own metrics are means per call; everything named `mean` is a mean over
+    trajectories.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
@@ -71,7 +73,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
-    """`tools/<name>/<event>` summed; `latency_s` per call. Every configured tool has its calls and errors, even 0."""
+    """`tools/<name>/<event>` summed. Every configured tool has its calls and errors, even 0.
+
+    What is no event is the sum divided by the number of calls: `latency_s`, and the metrics that tools return
+    themselves (of all calls, also of those that returned none).
+    """
     totals: dict[str, float] = defaultdict(float)
     for name in tool_names:
         for event in ("calls", "errors", "latency_s"):
@@ -80,8 +86,10 @@ def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) 
         for key, amount in trajectory.counters.items():
             if key.startswith("tools/"):
                 totals[key] += amount
-    for key in [k for k in totals if k.endswith("/latency_s")]:
-        totals[key] /= max(1, totals[key.removesuffix("latency_s") + "calls"])
+    for key in list(totals):
+        tool, _, event = key.rpartition("/")
+        if event not in EVENTS:
+            totals[key] /= max(1, totals[f"{tool}/calls"])
     return dict(totals)
 
 

@@ -73,7 +73,8 @@ class BaseTool:
 
         Returns:
             (response, step reward, metrics). The reward and the metrics may be left out or None; a response may also be
-            a str or a dict (shown as JSON).
+            a str or a dict (shown as JSON). Numbers among the metrics reach the step's metrics as
+            `tools/<name>/<metric>`, the mean per call.
 
         Raises:
             ToolCallError: the model's mistake; its text is shown to the model.

@@ -31,6 +31,7 @@ from verl_mt.tools.results import (
     encodable,
     media_note,
     normalize,
+    numeric_metrics,
     truncate,
 )
 from verl_mt.tools.schemas import ToolResponse
@@ -152,7 +153,8 @@ class ToolSession:
     def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
         self.trajectory_id = trajectory_id
         self.counters: dict[str, float] = {}
-        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|media_dropped|latency_s`.
+        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|media_dropped|latency_s`, and the numbers
+        that `execute` returned as metrics, summed (`numeric_metrics` says under which names).
 
         `calls` counts every call the model wrote; `errors` (timeouts included) and `model_errors` never overlap;
         `media_dropped` counts images and videos: rollouts are text, so the model gets a note in their place."""
@@ -224,6 +226,9 @@ class ToolSession:
             self._log(name, turn, error)
         if answer.failure is not None:
             self._count(metric, "model_errors" if answer.failure == "model" else "errors")
+        for own, value in numeric_metrics(answer.metrics).items():
+            key = f"tools/{metric}/{own}"
+            self.counters[key] = self.counters.get(key, 0.0) + value
         return self._finish(name, call_id, metric, answer)
 
     async def _execute(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:

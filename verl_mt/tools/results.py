@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import re
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from verl_mt.tools.schemas import ToolResponse
 Failure = Literal["model", "tool", "infrastructure"]
 """Whose fault: the model's (bad call), the tool's (raised, timed out), the infrastructure's (engine gone)."""
 Keep = Literal["head", "tail", "both"]
+
+EVENTS = ("calls", "errors", "timeouts", "model_errors", "truncated", "retries", "media_dropped")
+"""What is counted of a tool; its other counters (`latency_s`, its own metrics) are sums over its calls."""
 
 CountTokens = Callable[[str], Sized]
 """text -> its token ids; only their number is used."""
@@ -78,6 +82,29 @@ def media_note(num_images: int, num_videos: int) -> str:
     counted = ((num_images, "image"), (num_videos, "video"))
     kinds = " and ".join(f"{number} {kind}{'s' * (number > 1)}" for number, kind in counted if number)
     return f"[{kinds} cannot be shown: text only]" if kinds else ""
+
+
+def numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A tool's own metrics as names and numbers for the step's metrics; what is no finite number is left out.
+
+    Characters other than letters, digits and `_ - .` become `_`; a name that is taken gets `metric_` before it.
+    """
+    found: dict[str, float] = {}
+    for key, value in metrics.items():
+        number = _as_number(value)
+        if number is not None:
+            name = re.sub(r"[^\w.-]", "_", str(key))
+            name = f"metric_{name}" if name in (*EVENTS, "latency_s", "") else name
+            found[name] = found.get(name, 0.0) + number
+    return found
+
+
+def _as_number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def as_reward(value: Any) -> float:
