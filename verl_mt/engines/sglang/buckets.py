@@ -91,8 +91,8 @@ class Buckets:
 
     def _fill(self, group: list[tuple[Entry, Tensor]], size: int) -> tuple[Tensor, list[Entry]]:
         device = group[0][1].device
-        if self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = _allocate(size, device)
+        if self._buffer.numel() < max(size, _ALIGNMENT) or self._buffer.device != device:
+            self._buffer = _allocate(max(size, _ALIGNMENT), device)
         buffer = self._buffer[:size]
         with torch.no_grad():
             for entry, tensor in group:

@@ -1,0 +1,111 @@
+"""Around a real engine: one event loop for a whole test session, and what a run of the default task needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from verl_mt import engines
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.compose import compose
+from verl_mt.config.schema import Config
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.engines.base import InferenceEngine
+from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
+from verl_mt.trainer import build
+from verl_mt.trainer.build_data import build_prompts, load_val_prompts
+from verl_mt.workers.worker_group import WorkerGroup
+
+T = TypeVar("T")
+START_S = 240.0
+"""A start takes 10 s alone and over a minute on a machine that others use."""
+ROLLOUT = "actor_rollout_ref.rollout."
+
+
+class Loop:
+    """One event loop that outlives a test; an engine lives on it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = START_S) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, timeout_s))
+
+
+@dataclass
+class Lab:
+    """The default task: chat, prompts, policy, and a runner for any engine."""
+
+    config: Config
+    chat: ChatTemplate
+    prompts: list[Prompt]
+    workers: WorkerGroup
+    local: RolloutRunner
+
+    @classmethod
+    def make(cls, *overrides: str) -> Lab:
+        config = compose(list(overrides))
+        torch.manual_seed(0)
+        chat, tools = build.build_chat(config), build.build_tools(config)
+        workers = build.build_workers(config, total_steps=10)
+        prompts = load_val_prompts(config, build_prompts(config, chat, tools))
+        return cls(config, chat, prompts, workers, build.build_runner(config, chat, tools, workers.policy_module))
+
+    @property
+    def module(self) -> Any:
+        return self.workers.policy_module
+
+    def engine(self, *overrides: str) -> Any:
+        """An SGLang engine for this task, not started."""
+        words = ["name=sglang", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
+        return engines.build(
+            compose([ROLLOUT + word for word in words]).actor_rollout_ref,
+            end_token_ids=self.chat.stop_token_ids,
+            decode=self.chat.decode,
+            max_model_len=self.local.context.limits.max_model_len,
+            deterministic=False,
+            seed=0,
+        )
+
+    async def roll_out(
+        self, engine: InferenceEngine, prompts: Sequence[Prompt], name: str, *, n: int = 1, temperature: float = 1.0
+    ) -> list[TrajectoryGroup]:
+        sampling = SamplingParams(max_new_tokens=1, temperature=temperature)
+        runner = replace(self.local, context=replace(self.local.context, engine=engine))
+        groups = [group async for group in runner.run(RolloutPlan(prompts, n, name, sampling))]
+        return sorted(groups, key=lambda group: group.prompt_id)
+
+
+def log_probs(module: Any, prompt: list[int], turn: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[len(turn), V] log_softmax(logits / T) by one ordinary forward pass."""
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt + turn])).logits[0].float()
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)[len(prompt) - 1 : -1]
+
+
+def worst_difference(module: Any, prompt: list[int], output: Any, temperature: float = 1.0) -> float:
+    """Largest difference between an engine's log-probs and the module's own."""
+    ids = torch.tensor(output.token_ids)[:, None]
+    expected = log_probs(module, prompt, output.token_ids, temperature).gather(1, ids)[:, 0]
+    return float((expected - torch.tensor(output.log_probs)).abs().max())
+
+
+def processes_of_group(group: int) -> list[int]:
+    """Ids of the processes that belong to a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found

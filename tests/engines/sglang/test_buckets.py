@@ -1,0 +1,74 @@
+"""Weights are verified and packed without loss."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_mt.engines.sglang.buckets import Buckets, payload, verify
+from verl_mt.errors import EngineError
+
+EXPECTED = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,)}
+
+
+def tensors(**changes):
+    named = {name: torch.zeros(shape) for name, shape in EXPECTED.items()} | changes
+    return [(name, tensor) for name, tensor in named.items() if tensor is not None]
+
+
+def test_the_models_own_names_and_shapes_pass():
+    verify(tensors(), EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (tensors(extra=torch.zeros(1)), "the model has no weight 'extra'; it has a.weight, a.bias, norm.weight"),
+        (tensors(**{"a.bias": torch.zeros(5)}), r"'a.bias' has shape \(5,\), the model's has \(4,\)"),
+        (tensors(**{"a.weight": torch.zeros(3, 4)}), r"'a.weight' has shape \(3, 4\)"),
+        (tensors(**{"norm.weight": None}), "1 of 3 weights are missing: norm.weight"),
+        ([*tensors(), ("a.bias", torch.zeros(4))], "'a.bias' comes twice"),
+    ],
+)
+def test_what_would_kill_sglang_or_be_ignored_by_it_is_refused(given, message):
+    with pytest.raises(EngineError, match=message):
+        verify(given, EXPECTED)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8),
+    limit=st.integers(1, 400),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_what_is_packed_comes_out_again_whatever_the_bucket_size(shapes, limit, dtype):
+    weights = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    weights["steps"] = torch.arange(7)
+    found = {}
+    buckets = Buckets(dtype)
+    for buffer, entries in buckets.pack(weights.items(), limit):
+        assert buffer.is_shared()
+        for e in entries:
+            found[e.name] = buffer[e.start : e.start + e.num_bytes].view(e.dtype).view(e.shape).clone()
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor if name == "steps" else tensor.to(dtype), rtol=0, atol=0)
+    assert buckets.num_bytes >= sum(t.numel() * t.element_size() for t in found.values())
+
+
+def test_a_payload_holds_a_handle_and_no_class_of_sglang_and_leaves_the_sharing_strategy_alone():
+    before = mp.get_sharing_strategy()
+    buffer, entries = next(Buckets(torch.float32).pack([("w", torch.arange(6.0).view(2, 3))], 1000))
+    data = payload(buffer, entries)
+    assert mp.get_sharing_strategy() == before
+    assert len(data) < 1000
+    content = pickle.load(io.BytesIO(data))
+    meta = content["metadata"][0]
+    part = content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+    assert (meta.name, part.tolist()) == ("w", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])

@@ -1,0 +1,224 @@
+"""The contract of `engines/base.py`, kept by a real colocated SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import request
+from live import Lab, log_probs, worst_difference
+
+from verl_mt.data.requests import VersionSpan
+from verl_mt.engines.base import TensorBuckets
+from verl_mt.errors import EngineError
+from verl_mt.modeling.weights import named_weights
+from verl_mt.workers.weights import ModuleWeights, weight_update_for
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def prompt(lab: Lab) -> list[int]:
+    return lab.prompts[0].ids
+
+
+def changed(module, scale, seed=0):
+    """A copy with other weights."""
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
+    return other
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_log_probs_are_those_of_a_plain_forward_pass_at_that_temperature(colocated, lab, prompt, run, temperature):
+    output = run(colocated.generate(request(prompt, temperature=temperature, max_new_tokens=40)))
+    assert worst_difference(lab.module, prompt, output, temperature) < 1e-5
+    if temperature == 0.0:
+        assert output.token_ids == log_probs(lab.module, prompt, output.token_ids).argmax(-1).tolist()
+
+
+def test_filters_narrow_what_is_sampled_and_leave_the_log_probs_over_the_full_vocabulary(colocated, lab, prompt, run):
+    hot = {"temperature": 3.0, "max_new_tokens": 30}
+    for narrow, allowed in (({"top_k": 3}, 3), ({"min_p": 0.9}, None), ({"top_p": 0.05}, None)):
+        output = run(colocated.generate(request(prompt, **hot, **narrow)))
+        assert worst_difference(lab.module, prompt, output, 3.0) < 1e-5
+        table = log_probs(lab.module, prompt, output.token_ids, 3.0)
+        ids = torch.tensor(output.token_ids)[:, None]
+        better = (table > table.gather(1, ids) + 1e-5).sum(-1)
+        mass = torch.where(table > table.gather(1, ids) + 1e-5, table.exp(), 0.0).sum(-1)
+        if allowed is not None:
+            assert int(better.max()) < allowed
+        elif "top_p" in narrow:
+            assert float(mass.max()) <= 0.05
+        else:
+            assert bool((table.gather(1, ids).exp()[:, 0] >= 0.9 * table.exp().amax(-1) - 1e-6).all())
+
+
+def test_a_turn_of_a_session_computes_only_what_is_new(colocated, lab, prompt, run):
+    stream, known = list(prompt), 0
+    for turn in range(3):
+        output = run(colocated.generate(request(stream, "session", temperature=1.0, max_new_tokens=12)))
+        assert turn == 0 or output.cached_tokens >= known - 1
+        assert worst_difference(lab.module, stream, output) < 1e-5
+        known = len(stream) + len(output.token_ids)
+        stream = stream + output.token_ids + lab.prompts[turn].ids[:9]
+
+
+def test_stop_strings_stop_ids_and_the_length_end_a_turn_and_are_kept(colocated, lab, prompt, run):
+    plain = run(colocated.generate(request(prompt, max_new_tokens=60)))
+    assert plain.finish_reason == "stop" and plain.token_ids[-1] in lab.chat.stop_token_ids
+    text = lab.chat.decode(plain.token_ids[:10])
+    stop = text[-6:-2]
+    cut = run(colocated.generate(request(prompt, max_new_tokens=60, stop=(stop,))))
+    assert cut.finish_reason == "stop" and stop in lab.chat.decode(cut.token_ids)
+    assert stop not in lab.chat.decode(cut.token_ids[:-1]) and len(cut.log_probs) == len(cut.token_ids)
+    by_id = run(colocated.generate(request(prompt, max_new_tokens=60, stop_token_ids=(plain.token_ids[4],))))
+    assert by_id.token_ids == plain.token_ids[: plain.token_ids.index(plain.token_ids[4]) + 1]
+    by_length = run(colocated.generate(request(prompt, max_new_tokens=3)))
+    assert (by_length.finish_reason, by_length.token_ids) == ("length", plain.token_ids[:3])
+
+
+def test_a_turn_ends_exactly_at_the_longest_sequence(colocated, lab, prompt, run):
+    limit = colocated._options.max_model_len
+    long = (prompt * 20)[: limit - 4]
+    output = run(colocated.generate(request(long, max_new_tokens=50, temperature=5.0)))
+    assert output.finish_reason in ("length", "stop") and len(output.token_ids) <= 4
+    last = run(colocated.generate(request((prompt * 20)[: limit - 1], max_new_tokens=50)))
+    assert len(last.token_ids) == 1
+    with pytest.raises(EngineError, match="leave no room"):
+        run(colocated.generate(request((prompt * 20)[:limit])))
+
+
+def test_an_end_of_sequence_id_of_the_models_files_that_is_not_ours_does_not_end_a_turn(colocated, lab, prompt, run):
+    options = colocated._options
+    colocated._options = replace(options, end_token_ids=frozenset())
+    try:
+        output = run(colocated.generate(request(prompt, max_new_tokens=60)))
+    finally:
+        colocated._options = options
+    inside = [token for token in output.token_ids[:-1] if token in lab.chat.stop_token_ids]
+    assert inside and (output.finish_reason, len(output.token_ids)) == ("length", 60)
+    assert worst_difference(lab.module, prompt, output) < 1e-5
+
+
+def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
+    async def go():
+        ask = request(prompt, max_new_tokens=250, temperature=4.0)
+        task = asyncio.ensure_future(colocated.generate(ask))
+        await asyncio.sleep(0.15)
+        await colocated.abort(ask.request_id)
+        by_deadline = await colocated.generate(request(prompt, max_new_tokens=250, temperature=4.0, deadline_s=0.15))
+        return [await task, by_deadline]
+
+    for output in run(go()):
+        assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 250
+        assert worst_difference(lab.module, prompt, output, 4.0) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(colocated, lab, prompt, run, mode):
+    other = changed(lab.module, 0.05)
+
+    async def go():
+        # No id ends the turn early: almost every token is as likely as any other.
+        task = asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=240, temperature=9.0)))
+        await asyncio.sleep(0.15)
+        await colocated.pause(mode)
+        await colocated.apply(weight_update_for(colocated.capabilities, other, 1))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await colocated.resume()
+        return await task
+
+    output = run(go())
+    if output.finish_reason == "stop":
+        pytest.skip("the turn happened to end before the update")
+    old, new = output.version_spans
+    assert (old.version, new.version) == (0, 1)
+    assert old.num_tokens + new.num_tokens == len(output.token_ids) == len(output.log_probs)
+    given = torch.tensor(output.log_probs)
+    ids = torch.tensor(output.token_ids)[:, None]
+    for model, part in ((lab.module, slice(0, old.num_tokens)), (other, slice(old.num_tokens, None))):
+        expected = log_probs(model, prompt, output.token_ids, 9.0).gather(1, ids)[:, 0]
+        torch.testing.assert_close(given[part], expected[part], atol=1e-5, rtol=1e-5)
+
+
+def test_a_request_of_a_pause_waits_and_pause_abort_ends_all(colocated, prompt, run):
+    async def go():
+        await colocated.pause()
+        held = asyncio.ensure_future(colocated.generate(request(prompt)))
+        await asyncio.sleep(0.1)
+        assert not held.done()
+        await colocated.resume()
+        assert (await held).token_ids
+        tasks = [
+            asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=250, temperature=4.0)))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        await colocated.pause("abort")
+        outputs = await asyncio.gather(*tasks)
+        await colocated.resume()
+        assert {output.finish_reason for output in outputs} == {"abort"}
+
+    run(go())
+
+
+def test_after_every_update_log_probs_are_those_of_the_new_weights_and_far_from_the_old(colocated, lab, prompt, run):
+    before, ask = lab.module, {"temperature": 1.0, "max_new_tokens": 30}
+    for version in range(1, 6):
+        module = changed(lab.module, 0.1, seed=version)
+        # Small buckets, so that one update is many calls.
+        run(colocated.apply(TensorBuckets(version, ModuleWeights(module), bucket_bytes=1 << 20)))
+        output = run(colocated.generate(request(prompt, **ask)))
+        assert output.version_spans == [VersionSpan(version, len(output.token_ids))] and output.cached_tokens == 0
+        assert worst_difference(module, prompt, output) < 1e-4
+        assert worst_difference(before, prompt, output) > 1e-2
+        before = module
+    assert colocated.version == 5
+
+
+def test_weights_from_files(colocated, lab, prompt, run, tmp_path):
+    from verl_mt.engines.base import Disk
+
+    module = changed(lab.module, 0.1, seed=9)
+    module.save_pretrained(tmp_path / "v9")
+    run(colocated.apply(Disk(9, str(tmp_path / "v9"))))
+    output = run(colocated.generate(request(prompt, temperature=1.0, max_new_tokens=30)))
+    assert output.version_spans == [VersionSpan(9, len(output.token_ids))]
+    assert worst_difference(module, prompt, output) < 1e-5
+
+
+def test_a_wrong_shape_or_an_unknown_name_never_reaches_sglang(colocated, lab, prompt, run):
+    good = dict(named_weights(lab.module))
+    name = next(iter(good))
+    for weights in ({**good, name: torch.zeros(3)}, {**good, "model.layers.99.weight": torch.zeros(3)}):
+        with pytest.raises(EngineError, match="weight update"):
+            run(colocated.apply(TensorBuckets(3, weights.items())))
+    output = run(colocated.generate(request(prompt, temperature=1.0, max_new_tokens=20)))
+    assert worst_difference(lab.module, prompt, output) < 1e-5
+    assert colocated.version == 0 and colocated.metrics() == {"engine/restarts": 0}
+
+
+def test_many_at_once(colocated, lab, run):
+    asks = [request(p.ids, f"s{i}", temperature=1.0, max_new_tokens=30) for i, p in enumerate(lab.prompts)]
+
+    async def go():
+        return await asyncio.gather(*[colocated.generate(ask) for ask in asks])
+
+    for ask, output in zip(asks, run(go()), strict=True):
+        assert worst_difference(lab.module, ask.input_ids, output) < 5e-5
+
+
+def test_on_a_cpu_no_memory_is_freed_and_the_engine_says_so(colocated, prompt, run):
+    assert not torch.cuda.is_available() or pytest.skip("a GPU frees memory")
+    assert not colocated.capabilities.frees_memory and not colocated.capabilities.deterministic
+    run(colocated.release_memory())
+    run(colocated.resume_memory())
+    assert run(colocated.generate(request(prompt))).token_ids

@@ -1,0 +1,104 @@
+"""A server that is not the one that the configuration describes is refused with one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from verl_mt.engines.sglang import server_check
+from verl_mt.engines.sglang.http_client import HttpClient
+from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.errors import ConfigError
+
+URL = "http://somewhere:30000"
+
+
+def folder(tmp_path, name, **changes):
+    path = tmp_path / name
+    path.mkdir()
+    config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 96, **changes}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200):
+    replies = {
+        "/model_info": model_info,
+        "/server_info": server_info or {"context_length": 4096},
+        "/openapi.json": {"paths": {path: {} for path in paths}},
+    }
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, json=replies[request.url.path])
+
+    async def go():
+        async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(handler)) as http:
+            return await server_check.check_server(http, URL, SGLangOptions(wanted, 384))
+
+    return asyncio.run(go())
+
+
+def test_the_same_model_is_taken_by_its_path_by_its_config_or_by_its_architecture(tmp_path):
+    wanted, copy = folder(tmp_path, "a"), folder(tmp_path, "b")
+    for info in (
+        {"model_path": wanted},
+        {"model_path": copy},
+        {"model_path": "/on/another/machine", "architectures": ["Qwen3ForCausalLM"]},
+    ):
+        assert ask(wanted, info) == info
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"hidden_size": 64}, "hidden_size 64 instead of 96"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"vocab_size": 99}, "vocab_size 99 instead of 512"),
+    ],
+)
+def test_a_server_that_was_started_with_another_model_is_refused(tmp_path, other, what):
+    wanted, served = folder(tmp_path, "a"), folder(tmp_path, "b", **other)
+    with pytest.raises(ConfigError, match=f"{URL} was started with another model: .*{what}"):
+        ask(wanted, {"model_path": served})
+
+
+def test_another_architecture_on_another_machine_is_refused_and_so_is_what_cannot_be_told(tmp_path):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        ask(folder(tmp_path, "a"), {"model_path": "/elsewhere", "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(ConfigError, match="cannot be told from here"):
+        ask("Qwen/some-model", {"model_path": "Qwen/another-model"})
+
+
+def test_a_server_that_lacks_a_call_or_room_or_a_tokenizer_is_refused(tmp_path):
+    wanted = folder(tmp_path, "a")
+    info = {"model_path": wanted}
+    old = [call for call in server_check._CALLS if call != "/begin_weight_update"]
+    with pytest.raises(ConfigError, match="lacks the calls /begin_weight_update"):
+        ask(wanted, info, paths=old)
+    with pytest.raises(ConfigError, match=r"at most 250 tokens of input, .* of 384 .*--context-length 390"):
+        ask(wanted, info, {"context_length": 4096, "max_req_input_len": 250})
+    with pytest.raises(ConfigError, match="skip-tokenizer-init"):
+        ask(wanted, info, {"context_length": 4096, "skip_tokenizer_init": True})
+
+
+def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):
+    wanted = folder(tmp_path, "a")
+    with pytest.raises(ConfigError, match="answers with status 404; is that an SGLang server"):
+        ask(wanted, {}, status=404)
+    with pytest.raises(ConfigError, match="SGLANG_API_KEY"):
+        ask(wanted, {}, status=401)
+
+
+def test_a_server_that_does_not_answer_is_named(run_async):
+    async def go():
+        client = HttpClient("http://127.0.0.1:9", SGLangOptions("verl_mt://tiny", 384))
+        try:
+            with pytest.raises(ConfigError, match=r"servers: http://127\.0\.0\.1:9 does not answer \(ConnectError"):
+                await client.start(5.0)
+        finally:
+            await client.stop()
+
+    run_async(go())

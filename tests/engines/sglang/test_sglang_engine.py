@@ -1,0 +1,345 @@
+"""The engine's logic over clients on paper: limits, pauses, deaths, updates."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from engine_models import request
+from fake_client import FakeClient, FakeEngine, answer
+
+from verl_mt.engines.base import Disk, InPlace, TensorBuckets
+from verl_mt.engines.sglang import engine as engine_module
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.modeling.weights import model_shape, named_weights
+from verl_mt.workers.weights import weight_update_for
+
+
+@pytest.fixture(autouse=True)
+def no_sglang_needed(monkeypatch):
+    monkeypatch.setattr(engine_module, "require_sglang", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_causal_lm("verl_mt://tiny")
+
+
+def stop_at_once(body):
+    return answer([3], "stop", matched=3)
+
+
+def never(body):
+    return None
+
+
+def test_one_request_one_answer(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        output = await engine.generate(request([5, 6]))
+        await engine.close()
+        assert (output.token_ids, output.finish_reason, output.log_probs) == ([3], "stop", [-0.25])
+        assert engine.names() == ["start", "generate"]
+
+    run_async(go())
+
+
+def test_abort_and_deadline_keep_what_was_sampled(run_async):
+    async def go():
+        engine = FakeEngine(never)
+        ask = request([5])
+        task = asyncio.ensure_future(engine.generate(ask))
+        await asyncio.sleep(0.05)
+        await engine.abort(ask.request_id)
+        await engine.abort("unknown")
+        outputs = [await task, await engine.generate(request([5], deadline_s=0.05))]
+        assert [(o.finish_reason, o.token_ids) for o in outputs] == [("abort", [7, 8])] * 2
+        await engine.close()
+
+    run_async(go())
+
+
+def test_in_a_pause_nothing_is_asked_a_deadline_still_ends_a_request_and_resume_lets_all_go(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.pause("in_place")
+        late = asyncio.ensure_future(engine.generate(request([5])))
+        short = await engine.generate(request([6], deadline_s=0.05))
+        assert (short.finish_reason, short.token_ids, short.version_spans) == ("abort", [], [])
+        assert "generate" not in engine.names() and not late.done()
+        await engine.resume()
+        assert (await late).finish_reason == "stop"
+        with pytest.raises(EngineError, match="unknown mode 'later'"):
+            await engine.pause("later")
+        await engine.close()
+
+    run_async(go())
+
+
+def test_pause_abort_ends_all_turns(run_async):
+    async def go():
+        engine = FakeEngine(never)
+        tasks = [asyncio.ensure_future(engine.generate(request([5 + i]))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        await engine.pause("abort")
+        assert [(await t).finish_reason for t in tasks] == ["abort"] * 3
+        await engine.close()
+
+    run_async(go())
+
+
+def test_a_cancelled_caller_ends_its_request(run_async):
+    async def go():
+        engine = FakeEngine(never)
+        task = asyncio.ensure_future(engine.generate(request([5])))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        assert engine.names()[-1] == "abort_request"
+        await engine.close()
+
+    run_async(go())
+
+
+def test_close_ends_waiting_requests_and_is_idempotent(run_async):
+    async def go():
+        engine = FakeEngine(never)
+        running = asyncio.ensure_future(engine.generate(request([5])))
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        held = asyncio.ensure_future(engine.generate(request([6])))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        await engine.close()
+        for task in (running, held):
+            with pytest.raises(EngineGoneError):
+                await task
+        with pytest.raises(EngineGoneError, match="closed"):
+            await engine.generate(request([7]))
+
+    run_async(go())
+
+
+def test_a_request_id_that_is_in_use_is_refused(run_async):
+    async def go():
+        engine = FakeEngine(never)
+        ask = request([5])
+        first = asyncio.ensure_future(engine.generate(ask))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="must be unique"):
+            await engine.generate(ask)
+        await engine.abort(ask.request_id)
+        assert (await first).finish_reason == "abort"
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_update_is_one_sequence_of_calls_and_every_weight_travels_once(run_async, tiny):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.apply(weight_update_for(engine.capabilities, tiny, 7))
+        assert engine.names() == [
+            "start",
+            "pause_generation",
+            "begin_weight_update",
+            "update_weights_from_tensor",
+            "end_weight_update",
+            "continue_generation",
+        ]
+        body = engine.calls[3][1]
+        assert (body["weight_version"], body["flush_cache"], body["load_format"]) == ("7", True, "flattened_bucket")
+        assert engine.version == 7
+        await engine.close()
+
+    run_async(go())
+
+
+def test_only_the_last_of_many_buckets_flushes_the_cache_and_names_the_version(run_async, tiny):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.apply(TensorBuckets(2, named_weights(tiny), bucket_bytes=1_000_000))
+        bodies = [body for name, body in engine.calls if name == "update_weights_from_tensor"]
+        assert len(bodies) > 2
+        assert [b["flush_cache"] for b in bodies] == [False] * (len(bodies) - 1) + [True]
+        assert ["weight_version" in b for b in bodies] == [False] * (len(bodies) - 1) + [True]
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_update_in_a_pause_stays_paused(run_async, tiny):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.pause("in_place")
+        await engine.apply(weight_update_for(engine.capabilities, tiny, 1))
+        assert "continue_generation" not in engine.names()
+        await engine.resume()
+        assert engine.names()[-1] == "continue_generation"
+        await engine.close()
+
+    run_async(go())
+
+
+def test_tied_embeddings_travel_once_and_the_expected_names_are_those_of_the_checkpoint(tiny):
+    names = [name for name, _ in named_weights(tiny)]
+    assert len(names) == len(set(names)) and "lm_head.weight" not in names
+    shape = model_shape("verl_mt://tiny")
+    assert set(names) == set(shape.weights) and shape.vocab_size == tiny.config.vocab_size
+
+
+def test_wrong_weights_are_refused_before_anything_is_called(run_async, tiny):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        good = dict(named_weights(tiny))
+        name = next(iter(good))
+        wrong = [
+            {**good, name: torch.zeros(3)},
+            {**good, "model.unknown": torch.zeros(3)},
+            {n: t for n, t in good.items() if n != name},
+        ]
+        for weights in wrong:
+            with pytest.raises(EngineError, match="weight update"):
+                await engine.apply(TensorBuckets(1, weights.items()))
+        with pytest.raises(EngineError, match="takes TensorBuckets and Disk updates, got InPlace"):
+            await engine.apply(InPlace(1))
+        assert (engine.version, engine.names()) == (0, ["start"])
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_engine_that_dies_comes_back_with_the_current_weights_and_its_requests_are_told(run_async, tiny):
+    async def go():
+        engine = FakeEngine(lambda body: None if body["input_ids"] == [5] else answer([3], "stop", matched=3))
+        await engine.apply(weight_update_for(engine.capabilities, tiny, 4))
+        await engine.generate(request([6]))
+        lost = asyncio.ensure_future(engine.generate(request([5])))
+        await asyncio.sleep(0.05)
+        del engine.calls[:]
+        engine.lives[0].give_up("killed by signal 9")
+        with pytest.raises(EngineGoneError, match="signal 9"):
+            await lost
+        assert (await engine.generate(request([6]))).token_ids == [3]
+        assert engine.names()[:2] == ["start", "pause_generation"] and engine.names()[-1] == "generate"
+        bodies = [body for name, body in engine.calls if name == "update_weights_from_tensor"]
+        assert [body["weight_version"] for body in bodies] == ["4"]
+        assert engine.metrics() == {"engine/restarts": 1} and len(engine.lives) == 2
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_engine_that_dies_in_the_middle_of_an_update_still_ends_up_with_it(run_async, tiny):
+    class DiesOnce(FakeClient):
+        async def call(self, name, body, timeout_s):
+            if name == "end_weight_update" and not any(n == "end_weight_update" for n, _ in self.calls):
+                self.calls.append((name, body))
+                self.give_up("killed")
+            await super().call(name, body, timeout_s)
+
+    async def go():
+        engine = FakeEngine(stop_at_once, make=DiesOnce)
+        await engine.apply(weight_update_for(engine.capabilities, tiny, 1))
+        assert engine.version == 1 and len(engine.lives) == 2
+        assert engine.names().count("end_weight_update") == 2
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_engine_that_never_serves_is_given_up_with_its_last_reason(run_async, monkeypatch):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.start()
+        for _ in range(3):
+            count = len(engine.lives)
+            engine.lives[-1].give_up("out of memory")
+            while len(engine.lives) == count and engine._replicas[0]._failure is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineGoneError, match=r"ended 3 times without finishing a request; last: out of memory"):
+            await engine.generate(request([5]))
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_engine_that_cannot_start_is_one_clear_error_and_is_cleaned_up(run_async):
+    async def go():
+        engine = FakeEngine(
+            stop_at_once, make=lambda s, log: FakeClient(s, log, start_error=ConfigError("no such model"))
+        )
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="no such model"):
+                await engine.start()
+        assert all(life.gone.is_set() for life in engine.lives)
+        await engine.close()
+
+    run_async(go())
+
+
+def test_a_session_stays_on_its_server_sessions_spread_and_move_when_their_server_is_away(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once, num_replicas=2, ours=False)
+        await engine.start()
+        for number in range(6):
+            engine.open_session(f"s{number}", number)
+        homes = [engine._sessions[f"s{n}"] for n in range(6)]
+        assert [homes.count(replica) for replica in engine._replicas] == [3, 3]
+        for _ in range(3):
+            await engine.generate(request([5], "s0"))
+        assert engine._sessions["s0"] is homes[0]
+        monitor = homes[0]
+        monitor._make = lambda: FakeClient(stop_at_once, engine.calls, start_error=ConfigError("does not answer"))
+        monitor._client.give_up("connection refused")
+        await asyncio.sleep(0.01)
+        assert (await engine.generate(request([5], "s0"))).finish_reason == "stop"
+        assert engine._sessions["s0"] is not homes[0]
+        engine.close_session("s0")
+        engine.close_session("never opened")
+        await engine.close()
+
+    run_async(go())
+
+
+def test_a_server_with_weights_of_somebody_elses_run_is_set_back_to_the_models_files(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once, make=lambda s, log: FakeClient(s, log, pristine=False), ours=False)
+        await engine.start()
+        body = dict(engine.calls)["update_weights_from_disk"]
+        assert body["weight_version"] == "0" and body["model_path"] == engine._options.model_path
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_engine_that_ignores_an_abort_is_taken_for_dead(run_async, monkeypatch):
+    monkeypatch.setattr(engine_module, "_ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(engine_module, "_NUM_ABORTS", 3)
+
+    class Deaf(FakeClient):
+        async def call(self, name, body, timeout_s):
+            if name != "abort_request":
+                await super().call(name, body, timeout_s)
+
+    async def go():
+        engine = FakeEngine(never, make=Deaf)
+        with pytest.raises(EngineGoneError, match="did not end within 0 s of its abort"):
+            await engine.generate(request([5], deadline_s=0.02))
+        await engine.close()
+
+    run_async(go())
+
+
+def test_files_are_an_update_too(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.apply(Disk(3, "some/folder"))
+        assert dict(engine.calls)["update_weights_from_disk"] == {"model_path": "some/folder", "weight_version": "3"}
+        await engine.close()
+
+    run_async(go())

@@ -1,0 +1,103 @@
+"""From the config to SGLang's arguments, and what is refused on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_mt.config.actor import ModelConfig
+from verl_mt.config.checks import check
+from verl_mt.config.compose import compose
+from verl_mt.config.rollout import RolloutConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.engines.sglang import cpu_platform
+from verl_mt.engines.sglang import options as options_module
+from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
+from verl_mt.errors import ConfigError
+
+
+def options_of(model=None, max_model_len=384, **rollout):
+    config = ActorRolloutRefConfig(model=model or ModelConfig(), rollout=RolloutConfig(name="sglang", **rollout))
+    return SGLangOptions.from_config(config, end_token_ids=[1, 2], max_model_len=max_model_len, seed=3)
+
+
+def test_on_a_cpu_attention_is_torchs_and_the_cache_holds_what_can_be_in_use_at_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = options_of(max_num_seqs=10).engine_arguments()
+    assert (arguments["device"], arguments["attention_backend"], arguments["dtype"]) == (
+        "cpu",
+        "torch_native",
+        "float32",
+    )
+    assert arguments["max_total_tokens"] == 10 * arguments["context_length"] > 10 * 384
+    assert arguments["max_running_requests"] == 10
+    assert "mem_fraction_static" not in arguments
+
+
+def test_on_a_gpu_the_memory_share_and_its_release_are_passed_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = ModelConfig(dtype="bfloat16", revision="v2", trust_remote_code=True)
+    options = options_of(model, gpu_memory_utilization=0.7, tensor_model_parallel_size=2)
+    arguments = options.engine_arguments()
+    expected = {"mem_fraction_static": 0.7, "enable_memory_saver": True, "tp_size": 2, "dtype": "bfloat16"}
+    assert expected.items() <= arguments.items()
+    assert {"revision": "v2", "trust_remote_code": True}.items() <= arguments.items()
+    assert "device" not in arguments and "max_total_tokens" not in arguments
+    assert options_of(free_cache_engine=False).engine_arguments()["enable_memory_saver"] is False
+
+
+def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
+    options = options_of(engine_kwargs={"max_total_tokens": 99, "schedule_policy": "lpm"})
+    assert {"max_total_tokens": 99, "schedule_policy": "lpm"}.items() <= options.engine_arguments().items()
+    with pytest.raises(ConfigError, match="engine_kwargs: dtype, model_path come from other keys"):
+        options_of(engine_kwargs={"model_path": "x", "dtype": "float16"})
+    with pytest.raises(ConfigError, match="max_model_len"):
+        options_of(max_model_len=None)
+
+
+def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = options_of(engine_kwargs={"chunked_prefill_size": 64}).command_line()
+    assert words[words.index("--chunked-prefill-size") + 1] == "64"
+    assert words[words.index("--device") + 1] == "cpu"
+    assert "--sleep-on-idle" in words and "--trust-remote-code" not in words and "--enable-metrics" not in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["servers=[host:1]"], "'host:1' is no URL"),
+        (["servers=[http://h:1]", "launch_servers=2"], "both given"),
+        (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "the servers run already"),
+        (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "the servers run already"),
+        (["weight_sync_dir=/shared"], "needs weight_transport=disk"),
+        (["name=local", "servers=[http://h:1]"], "only rollout.name=sglang understands"),
+        (["name=local", "weight_transport=disk"], "only rollout.name=sglang understands"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides, message):
+    words = [f"actor_rollout_ref.rollout.{word}" for word in ["name=sglang", *overrides]]
+    with pytest.raises(ConfigError, match=message):
+        check(compose(words))
+
+
+def test_without_sglang_or_its_cpu_platform_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(options_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"SGLang is not installed here.*install-sglang-cpu\.sh"):
+        require_sglang()
+    monkeypatch.setattr(options_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(options_module, "entry_points", lambda group: [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="the CPU platform that installing verl_mt registers"):
+        require_sglang()
+
+
+def test_the_cpu_platform_steps_aside_for_a_gpu_and_for_sglangs_own_cpu_kernels(monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cpu_platform.activate() == "verl_mt.engines.sglang.cpu_platform_class.TorchCpuPlatform"
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert cpu_platform.activate() is None
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cpu_platform.activate() is None
