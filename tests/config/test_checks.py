@@ -48,6 +48,7 @@ def test_the_schemas_defaults_pass():
         ([f"{ROLLOUT}.min_p=0.1"], ["min_p is 0.1"]),
         ([f"{ROLLOUT}.temperature=0"], ["temperature is 0"]),
         ([f"{ROLLOUT}.n=1"], ["n is 1", "GRPO"]),
+        ([f"{ROLLOUT}.stop=['x','']"], ["stop is ['x', '']", "empty string"]),
         (["data.train_batch_size=12", f"{ACTOR}.ppo_mini_batch_size=5"], ["(5)", "(12)", "1, 2, 3, 4, 6, 12"]),
         (["trainer.deterministic=True", f"{ROLLOUT}.name=sglang"], ["deterministic", "sglang"]),
         (["trainer.nnodes=2"], ["trainer.nnodes is 2", "placement=ray"]),

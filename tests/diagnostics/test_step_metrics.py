@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
-from verl_mt.diagnostics.step_metrics import pass_at_k, rollout_metrics, tool_metrics, validation_metrics
+from verl_mt.diagnostics.step_metrics import (
+    pass_at_k,
+    rollout_metrics,
+    tool_metrics,
+    total_failure,
+    validation_metrics,
+)
 
 
 def trajectory(reward: float | None, reason: StopReason = StopReason.FINISHED, **counters: float) -> Trajectory:
@@ -72,3 +78,13 @@ def test_validation_is_also_reported_by_data_source():
 )
 def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_a_batch_of_which_nothing_survives_is_told_with_its_first_error():
+    lost, gone = trajectory(None, StopReason.ERROR), trajectory(None, StopReason.ENGINE)
+    lost.error = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nKeyError: "x"\nand more\n'
+    assert total_failure([group(lost, gone), group(gone)]) == (
+        'not one of 3 trajectories survived (1 failed, 2 aborted); t: KeyError: "x"\nand more'
+    )
+    assert total_failure([group(lost, trajectory(0.0))]) is None
+    assert total_failure([]) is None

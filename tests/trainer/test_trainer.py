@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 
 import pytest
-from command_lab import NO_VALIDATION, fit, metrics_of, small_trainer
+import torch
+from command_lab import NO_VALIDATION, SMALL, fit, metrics_of, rows_of, small_trainer
 
+from verl_mt.chat.loading import load_chat, load_tokenizer
+from verl_mt.config.compose import compose
+from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.sampler import ShuffledSampler
-from verl_mt.errors import ConfigError, DataError
+from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError
 from verl_mt.tiny.problems import rows as make_rows
 from verl_mt.trainer import checkpoint, ppo_trainer
+from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.inference import Inference
 
 TINY_STEPS = (
     "data.train_batch_size=2",
@@ -25,6 +34,7 @@ TINY_STEPS = (
 """Steps that cost next to nothing: what they sample does not matter."""
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_one_that_was_validated(tmp_path, monkeypatch):
     accuracies = iter([0.1, 0.9, 0.5])  # before training, after steps 3 and 5
     monkeypatch.setattr(ppo_trainer, "validation_metrics", lambda groups, suffix: {"val/accuracy": next(accuracies)})
@@ -43,6 +53,7 @@ def test_the_best_checkpoint_is_one_that_was_validated(tmp_path, monkeypatch):
     assert trainer.checkpoints.best().name == "step_000003"
 
 
+@pytest.mark.slow
 def test_val_only_validates_the_checkpoint_it_is_given(tmp_path):
     fit(tmp_path / "run", *TINY_STEPS, "trainer.total_training_steps=2", "data.val_files=null")
     saved = tmp_path / "run" / "checkpoints" / "step_000002"
@@ -98,6 +109,7 @@ def jsonl(path, rows):
     return path
 
 
+@pytest.mark.slow
 def test_prompts_left_out_or_cut_are_metrics_of_their_own_split(tmp_path):
     train, val = (make_rows(num_rows=6, seed=0, split=split) for split in ("train", "val"))
     train[1]["prompt"][-1]["content"] *= 100
@@ -119,6 +131,7 @@ def test_prompts_left_out_or_cut_are_metrics_of_their_own_split(tmp_path):
     assert (after["val/filtered_prompts"], after["val/truncated_prompts"]) == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_row_that_a_sampler_made_too_long_is_counted_and_another_drawn(tmp_path):
     overrides = (*TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1")
     with pytest.raises(DataError, match=r"data\.sampler gave \d+ rows, of which only 1"):
@@ -151,3 +164,169 @@ def test_a_person_is_told_what_the_rows_carry_in_vain(tmp_path, capsys):
     small_trainer(tmp_path / "other", *overrides, "actor_rollout_ref.rollout.multi_turn.enable=True").close()
     said = " ".join(capsys.readouterr().out.split())
     assert "neither tools nor an interaction are configured: every trajectory is one assistant turn" in said
+
+
+# A run from a script
+
+
+def says_yes(data_source, solution_str, ground_truth, extra_info):
+    return float("yes" in solution_str)
+
+
+def scripted(tokenizer, **keys) -> ScriptedEngine:
+    """The first sample of every group says yes, the others say no."""
+
+    def turn(request) -> ScriptedTurn:
+        text = "yes" if request.session_id.endswith(".00") else "no"
+        ids = [*tokenizer.encode(text), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        return ScriptedTurn(ids, text, log_probs=[-1.0] * len(ids))
+
+    return ScriptedEngine(turn, **keys)
+
+
+SCRIPTED = (
+    *SMALL,
+    *TINY_STEPS,
+    "trainer.logger=[]",
+    "actor_rollout_ref.rollout.name=scripted",
+    f"reward.path={__name__}:says_yes",
+)
+
+
+@pytest.mark.parametrize("gives_ids", [True, False])
+def test_a_script_trains_the_policy_with_ids_or_with_text_alone(tmp_path, gives_ids):
+    run = tmp_path / "run"
+    engine = scripted(load_tokenizer("verl_mt://tiny"), returns_token_ids=gives_ids)
+    steps = ("trainer.total_training_steps=2", "data.val_files=null", f"trainer.default_local_dir={run}")
+    trainer = build_trainer(compose([*SCRIPTED, *steps]), engine=engine)
+    before = [p.detach().clone() for p in trainer.workers.policy_module.parameters()]
+    trainer.fit()
+    assert not all(map(torch.equal, before, trainer.workers.policy_module.parameters()))
+    assert len(engine.requests) == 8
+    with pytest.raises(Exception, match="closed"):
+        engine._check_open()
+    for step, line in enumerate(metrics_of(run), start=1):
+        assert line["reward/mean"] == 0.5
+        assert math.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0
+        # Sampler and trainer are compared where the sampler said something.
+        assert ("rollout/logprob_diff_max" in line) is gives_ids
+        for row in rows_of(run, step):
+            (record,) = row["records"]
+            assert record["has_log_probs"] is gives_ids
+            assert record["loss_mask"] == record["sampled"]
+            trained = [p for p, m in zip(record["old_log_probs"], record["loss_mask"], strict=True) if m]
+            assert trained and all(p < 0 and p != -1.0 for p in trained), "the trainer's own"
+
+
+def test_a_script_is_evaluated_without_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_mt.trainer.inference.load_causal_lm", None)
+    with Inference(compose([*SCRIPTED]), engine=scripted(load_tokenizer("verl_mt://tiny"))) as policy:
+        groups = policy.roll_out(policy.prompts(), n=2)
+    assert [[t.reward for t in g.trajectories] for g in groups] == [[1.0, 0.0]] * 2
+
+
+def test_a_scripted_engine_must_be_given():
+    with pytest.raises(ConfigError, match=r"engine=ScriptedEngine\(turns\).*build_trainer"):
+        build_trainer(compose([*SCRIPTED]))
+
+
+def test_both_passes_of_a_validation_are_written(tmp_path):
+    run = tmp_path / "run"
+    overrides = ("trainer.total_training_steps=0", "actor_rollout_ref.rollout.val_kwargs.greedy_too=True")
+    lines = fit(run, *TINY_STEPS, *overrides)
+    assert "val/accuracy_greedy" in lines[0]
+    for name in ("val", "val_greedy"):
+        rows = [json.loads(line) for line in (run / "rollouts" / f"{name}_000000.jsonl").read_text().splitlines()]
+        assert [row["trajectory_id"].split(".")[0] for row in rows] == [name] * 2
+
+
+def test_a_record_that_was_not_trained_has_null_instead_of_numbers(tmp_path):
+    # Nobody earns anything: no row moves the policy, none goes through the model.
+    run = tmp_path / "run"
+    fit(run, *TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1", "actor_rollout_ref.actor.ppo_epochs=2")
+    untouched = [r for row in rows_of(run, 1) for r in row["records"] if not any(r["advantages"])]
+    assert all(isinstance(r["old_log_probs"], list | None) and r["old_log_probs"] != [] for r in untouched)
+    assert not any(r["old_log_probs"] and None in r["old_log_probs"] for r in untouched)
+
+
+# Ends of a run
+
+
+def raises(data_source, solution_str, ground_truth, extra_info):
+    raise KeyError("no such answer")
+
+
+def raises_later(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["trajectory_id"] >= "s000003":
+        raise KeyError("no such answer")
+    return 0.0
+
+
+def test_a_step_in_which_nothing_survives_ends_the_run_with_one_error(tmp_path):
+    run = tmp_path / "run"
+    overrides = (*TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=5", "trainer.save_freq=100")
+    trainer = small_trainer(run, *overrides, f"reward.path={__name__}:raises_later", "trainer.export_at_end=True")
+    with pytest.raises(UserCodeError) as caught:
+        trainer.fit()
+    said = str(caught.value)
+    for part in ("step 3: not one of 4 trajectories survived (4 failed)", "KeyError: 'no such answer'", "after step 2"):
+        assert part in said, said
+    assert "Traceback" not in said
+    assert [path.name for path in trainer.checkpoints.all()] == ["step_000002"]
+    assert not (run / "FINISHED").exists() and not (run / "hf").exists()
+    assert len(rows_of(run, 3)) == 4
+    again = small_trainer(run, *overrides, f"reward.path={__name__}:raises_later", "trainer.export_at_end=True")
+    assert again.step_number == 2
+    again.close()
+
+
+def test_a_validation_in_which_nothing_survives_is_no_accuracy_of_zero(tmp_path):
+    with pytest.raises(UserCodeError, match=r"validation: not one of 2 .*KeyError"):
+        fit(tmp_path / "run", *TINY_STEPS, "trainer.val_only=True", f"reward.path={__name__}:raises")
+    assert not (tmp_path / "run" / "FINISHED").exists()
+
+
+def test_the_export_keeps_the_template_that_was_trained_with(tmp_path):
+    template = load_tokenizer("verl_mt://tiny").chat_template
+    custom = tmp_path / "custom.jinja"
+    custom.write_text("{#- mine -#}" + template)
+    run = tmp_path / "run"
+    overrides = ("trainer.total_training_steps=0", "trainer.export_at_end=True", "data.val_files=null")
+    trainer = small_trainer(run, *TINY_STEPS, *overrides, f"actor_rollout_ref.model.custom_chat_template={custom}")
+    custom.write_text("changed while the run was going on {{ messages }}")
+    trainer.fit()
+    assert load_tokenizer(str(run / "hf")).chat_template == "{#- mine -#}" + template
+    messages = [{"role": "user", "content": "What is 3+4?"}]
+    assert load_chat(str(run / "hf")).prompt_ids(messages, None) == load_chat("verl_mt://tiny").prompt_ids(
+        messages, None
+    )
+
+
+def test_a_checkpoint_of_another_architecture_names_both(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fit(tmp_path / "run", *TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1")
+    folder = shutil.copytree(resolve_model_path("verl_mt://tiny"), tmp_path / "other")
+    config = AutoConfig.from_pretrained(folder)
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    config.layer_types = config.layer_types[:1]
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(CheckpointError) as caught:
+        small_trainer(
+            tmp_path / "next",
+            *TINY_STEPS,
+            *NO_VALIDATION,
+            f"actor_rollout_ref.model.path={folder}",
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={tmp_path}/run/checkpoints/step_000001",
+        )
+    said = str(caught.value)
+    for part in (
+        "run/checkpoints/step_000001",
+        "tiny",
+        f"num_hidden_layers {layers}",
+        str(folder),
+        "num_hidden_layers 1",
+    ):
+        assert part in said, said
+    assert not (tmp_path / "next").exists()

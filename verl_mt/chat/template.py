@@ -89,6 +89,11 @@ class ChatTemplate:
     # ---- what the template is
 
     @property
+    def custom_template(self) -> str | None:
+        """The Jinja text that was given instead of the tokenizer's own; None = the tokenizer's own."""
+        return self._chat_template
+
+    @property
     def generation_prompt_text(self) -> str:
         """What the template adds before a turn is sampled, prefilled reasoning included."""
         return self._generation_prompt[0]

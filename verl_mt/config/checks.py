@@ -59,6 +59,8 @@ def _sampling(config: Config) -> Iterator[str]:
     for name, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k == 0 or top_k < -1:
             yield f"{_ROLLOUT}.{name} is {top_k}, must be -1 (off) or at least 1"
+    if "" in rollout.stop:
+        yield f"{_ROLLOUT}.stop is {rollout.stop}: an empty string would end every turn at once; leave it out"
     if config.trainer.val_only:
         return
     filters = {"top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, -1), "min_p": (rollout.min_p, 0.0)}

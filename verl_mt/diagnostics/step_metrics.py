@@ -62,6 +62,17 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
     return metrics
 
 
+def total_failure(groups: Sequence[TrajectoryGroup]) -> str | None:
+    """Where every trajectory failed or was aborted: how many, and what the first one died of. Else None."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    lost = Counter(t.status for t in trajectories if t.status in (Status.FAILED, Status.ABORTED))
+    if not trajectories or lost.total() < len(trajectories):
+        return None
+    kinds = ", ".join(f"{count} {status}" for status, count in lost.items())
+    first = trajectories[0]
+    return f"not one of {len(trajectories)} trajectories survived ({kinds}); {first.trajectory_id}: {_reason(first)}"
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate that one of k samples is right, from c right ones of n (Chen et al. 2021, eq. 1)."""
     if n - c < k:
@@ -145,6 +156,13 @@ def num_right(group: TrajectoryGroup) -> int:
 def _score(trajectory: Trajectory) -> float:
     parts = trajectory.reward_parts
     return parts.get("first_answer", parts.get("score", 0.0))
+
+
+def _reason(trajectory: Trajectory) -> str:
+    """The exception of a stored traceback: the lines below its last frame."""
+    lines = (trajectory.error or "no error was recorded").strip().splitlines()
+    last_frame = max((k for k, line in enumerate(lines) if line.startswith("  ")), default=-1)
+    return "\n".join(lines[last_frame + 1 :] or lines[-1:])
 
 
 def _is_call_count(name: str) -> bool:

@@ -58,7 +58,7 @@ def build(
     if rollout.name != "local":
         raise ConfigError(
             f"{_KEY}.name: a {rollout.name!r} engine cannot be made from a config, it needs its turns: pass "
-            "verl_mt.engines.scripted.ScriptedEngine(turns) from Python, or use local"
+            "engine=ScriptedEngine(turns) (verl_mt.engines.scripted) to build_trainer from Python, or use local"
         )
     _check_local(rollout, policy_module)
     from verl_mt.engines.local import LocalEngine, LocalOptions

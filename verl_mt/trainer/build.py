@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import yaml
 from tensordict import TensorDict
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
@@ -27,10 +29,12 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import AlgorithmConfig, Config
+from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler
-from verl_mt.errors import ConfigError
+from verl_mt.engines.base import InferenceEngine
+from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins
@@ -53,8 +57,12 @@ from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 
-def build_trainer(config: Config) -> PPOTrainer:
+def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> PPOTrainer:
     """Put a trainer together. Everything that can be wrong with the input is found here, before any training step.
+
+    Args:
+        config: the whole configuration.
+        engine: samples instead of the one that `rollout.name` asks for; closed with the trainer.
 
     Raises:
         VerlMTError: one of its subclasses; the text names the key, file or row.
@@ -68,7 +76,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     data = load_data(config, chat, tools)
     plan = _build_plan(config, data.sampler)
     workers = build_workers(config, total_steps=plan.total_steps)
-    runner = build_runner(config, chat, tools, workers.policy_module)
+    runner = build_runner(config, chat, tools, workers.policy_module, engine)
     with ExitStack() as undo:
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
@@ -76,10 +84,10 @@ def build_trainer(config: Config) -> PPOTrainer:
             runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
         stream.call(runner.context.engine.start())
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
-        snapshot = yaml.safe_load(config_to_yaml(config))
-        run = RunDirectory.open(config.trainer, snapshot)
+        run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
         undo.callback(run.abandon)
-        state = None if run.resume_from is None else checkpoint.load(run.resume_from)
+        model = _describe_model(config)
+        state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
         resume_step = None if state is None else state["step"]
         log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step)
         trainer = PPOTrainer(
@@ -98,9 +106,10 @@ def build_trainer(config: Config) -> PPOTrainer:
             sanity=runner.context.sanity,
             log=log,
             pad_token_id=_pad_token_id(chat),
+            model=model,
         )
         if config.trainer.export_at_end:
-            trainer.export = partial(export_hf, workers.policy_module, chat.tokenizer, run.path / "hf")
+            trainer.export = partial(export_hf, workers.policy_module, _tokenizer_as_trained(chat), run.path / "hf")
         if state is not None:
             trainer.load_state_dict(state)
             log.display.resume_at(trainer.step_number)
@@ -160,12 +169,18 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     )
 
 
-def build_runner(config: Config, chat: ChatTemplate, tools: ToolSet | None, policy_module: Any) -> RolloutRunner:
+def build_runner(
+    config: Config,
+    chat: ChatTemplate,
+    tools: ToolSet | None,
+    policy_module: Any,
+    engine: InferenceEngine | None = None,
+) -> RolloutRunner:
     """Engine, parser, tool executor, interactions and reward around one session context."""
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(config)
-    engine = engines.build(
+    engine = engine or engines.build(
         config.actor_rollout_ref,
         policy_module,
         end_token_ids=chat.stop_token_ids,
@@ -310,6 +325,38 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
     )
     for text in notes(config, trainer.prompts):
         note(f"[yellow]{text}[/]")
+
+
+def _describe_model(config: Config) -> dict[str, str]:
+    """What a checkpoint says about its model: where it came from, and what must be the same to go on."""
+    model = config.actor_rollout_ref.model
+    found = AutoConfig.from_pretrained(
+        resolve_model_path(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    text = found.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    name = (found.architectures or [type(found).__name__])[0]
+    return {"path": model.path, "architecture": f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}"}
+
+
+def _load_checkpoint(folder: Path, model: dict[str, str]) -> dict[str, Any]:
+    state = checkpoint.load(folder)
+    saved = state.get("model", model)
+    if saved["architecture"] != model["architecture"]:
+        raise CheckpointError(
+            f"{folder} was written by {saved['path']} ({saved['architecture']}), but actor_rollout_ref.model.path is "
+            f"{model['path']} ({model['architecture']}): resume with the model that the run was started with"
+        )
+    return state
+
+
+def _tokenizer_as_trained(chat: ChatTemplate) -> Any:
+    """With the template that was trained with: whoever serves the export must render the same."""
+    if chat.custom_template is None:
+        return chat.tokenizer
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.chat_template = chat.custom_template
+    return tokenizer
 
 
 def _pad_token_id(chat: ChatTemplate) -> int:

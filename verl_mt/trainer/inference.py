@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from verl_mt.config.checks import check
 from verl_mt.config.schema import Config
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.engines.base import InferenceEngine
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
@@ -25,12 +27,13 @@ class Inference(AbstractContextManager["Inference"]):
     Args:
         config: the same config that a trainer gets.
         tools: instead of those that the config's YAML declares.
+        engine: samples instead of the one that `rollout.name` asks for; no model is loaded then.
 
     Raises:
         VerlMTError: what `build_trainer` would refuse.
     """
 
-    def __init__(self, config: Config, *, tools: ToolSet | None = None):
+    def __init__(self, config: Config, *, tools: ToolSet | None = None, engine: InferenceEngine | None = None):
         check(config)
         import_plugins(config.external_plugins)
         build.prepare_process(config)
@@ -38,16 +41,8 @@ class Inference(AbstractContextManager["Inference"]):
         self.num_filtered = 0
         self.chat = build.build_chat(config)
         self.tools = tools if tools is not None else build.build_tools(config)
-        model = config.actor_rollout_ref.model
-        module = load_causal_lm(
-            model.path,
-            revision=model.revision,
-            dtype=model.dtype,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-            device=build.device_of(config.trainer.device),
-        )
-        self.runner = build.build_runner(config, self.chat, self.tools, module)
+        module = _load(config) if engine is None else None
+        self.runner = build.build_runner(config, self.chat, self.tools, module, engine)
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())
@@ -85,3 +80,15 @@ class Inference(AbstractContextManager["Inference"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stream.close(self.runner.context.engine.close)
+
+
+def _load(config: Config) -> Any:
+    model = config.actor_rollout_ref.model
+    return load_causal_lm(
+        model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        device=build.device_of(config.trainer.device),
+    )

@@ -16,9 +16,9 @@ from verl_mt.data.batch import build_batch
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import rollout_metrics, validation_metrics
+from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import DataError
+from verl_mt.errors import DataError, UserCodeError
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -71,6 +71,8 @@ class PPOTrainer:
     sanity: SanityMonitor
     log: RunLog
     pad_token_id: int
+    model: dict[str, str] = field(default_factory=dict)
+    """`path` and `architecture`, for checkpoints: one of another model is refused."""
     step_number: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
     export: Callable[[], object] = lambda: None
@@ -99,9 +101,11 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
         timing: dict[str, float] = {}
+        self._remember_boundary()
         with _timed(timing, "step"):
             with _timed(timing, "rollout"):
                 groups = self._rollout()
+                self._refuse_total_failure(groups)
                 self.weights.release()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
             metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
@@ -127,16 +131,19 @@ class PPOTrainer:
             return {}
         timing: dict[str, float] = {}
         with _timed(timing, "validate"):
-            groups = self._validate_once("val", self.plan.val_sampling, self.plan.val_n)
-            metrics = validation_metrics(groups, "") | _under("val/", self.prompt_counts)
+            passes = {"val": self._validate_once("val", self.plan.val_sampling, self.plan.val_n)}
+            metrics = validation_metrics(passes["val"], "") | _under("val/", self.prompt_counts)
             if self.plan.val_greedy_too:
                 greedy = replace(self.plan.val_sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-                metrics |= validation_metrics(self._validate_once("val_greedy", greedy, 1), "_greedy")
+                passes["val_greedy"] = self._validate_once("val_greedy", greedy, 1)
+                metrics |= validation_metrics(passes["val_greedy"], "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
             metrics["val/mismatch_rate"] = checked["sanity/mismatch_rate"]
         self._score = metrics["val/accuracy"]
-        self.log.validation(self.step_number, metrics, groups)
+        self.log.validation(self.step_number, metrics, passes)
+        if self.config.val_only and (failure := total_failure(passes["val"])):
+            raise UserCodeError(f"validation: {failure}")
         return metrics | timing
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,6 +152,7 @@ class PPOTrainer:
             "step": self.step_number,
             "score": self._score,
             "unlogged": self._unlogged,
+            "model": self.model,
             "workers": self.workers.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": checkpoint.random_state(),
@@ -174,7 +182,6 @@ class PPOTrainer:
             if self.step_number >= self.plan.total_steps:
                 return
             self.interrupts.check()
-            self._remember_boundary()
             self._unlogged = self.step()
             self._at_boundary = {}
             self.step_number += 1
@@ -197,6 +204,20 @@ class PPOTrainer:
             if not self.stream.started(name):
                 self.stream.start(RolloutPlan(self._draw(), self.plan.n, name, self.plan.sampling))
         return self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+
+    def _refuse_total_failure(self, groups: list[TrajectoryGroup]) -> None:
+        """A run in which nothing survives a step would go on to its end and have trained on nothing."""
+        failure = total_failure(groups)
+        if failure is None:
+            return
+        step = self.step_number + 1
+        self.log.rollouts(step, groups, None)
+        self._save_boundary()
+        where = f" (all of them: rollouts/step_{step:06d}.jsonl)" if self.config.rollout_rows else ""
+        raise UserCodeError(
+            f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
+            f"{self.step_number}, from the checkpoint in {self.log.run.path}"
+        )
 
     def _draw(self) -> list[Prompt]:
         """A step's prompts. Rows that a sampler of one's own makes are checked as those of the files were at start;

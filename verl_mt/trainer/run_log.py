@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from statistics import fmean
 from types import TracebackType
 
 from tensordict import TensorDict
 
-from verl_mt.data.batch import ADVANTAGES, ATTENTION_MASK, OLD_LOG_PROBS, RECORD_INDEX, TRAJECTORY_ID
+from verl_mt.data.batch import ADVANTAGES, OLD_LOG_PROBS, per_record
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.trainer.display import Display
@@ -71,21 +71,23 @@ class RunLog(AbstractContextManager["RunLog"]):
         """A checkpoint was written after the step's line: its time goes into the next one."""
         self._carried["time/checkpoint_s"] = seconds
 
-    def validation(self, step: int, metrics: dict[str, float], groups: Sequence[TrajectoryGroup]) -> None:
-        """Show a validation pass and write its rollouts."""
+    def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
+        """Show a validation and write the rollouts of its passes, a file `<name>_<step>.jsonl` each."""
         self.display.validation(step, metrics)
-        if self._write_rollouts:
+        if not self._write_rollouts:
+            return
+        for name, groups in passes.items():
             rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
-            write_rows(self.run.path / "rollouts" / f"val_{step:06d}.jsonl", rows)
+            write_rows(self.run.path / "rollouts" / f"{name}_{step:06d}.jsonl", rows)
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
         if not self._write_rollouts:
             return
         rows = []
-        per_record = _per_record(batch) if batch is not None else {}
+        columns = per_record(batch) if batch is not None else {}
         for trajectory in (t for g in groups for t in g.trajectories):
-            extras = [per_record.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
+            extras = [columns.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
             rows.append(
                 trajectory_to_row(
                     trajectory,
@@ -143,15 +145,6 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     means = [fmean(values[k : k + size]) for k in range(0, len(values), size)]
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (m - low) / (high - low)) if high > low else 0] for m in means)
-
-
-def _per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """(trajectory id, record) -> what the update computed for each of its tokens."""
-    lengths = batch[ATTENTION_MASK].sum(1).tolist()
-    keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist(), strict=True)
-    present = [name for name in (ADVANTAGES, OLD_LOG_PROBS) if name in set(batch.keys())]
-    values = {name: batch[name].tolist() for name in present}
-    return {key: {name: values[name][row][: lengths[row]] for name in present} for row, key in enumerate(keys)}
 
 
 def _cpu_s() -> float:
