@@ -9,7 +9,7 @@ import pytest
 from chat_toys import CHATML, byte_tokenizer, user
 from tokenizers import pre_tokenizers
 
-from verl_mt.chat import load_chat
+from verl_mt.chat import load_chat, loading
 from verl_mt.chat.loading import contradictions, load_tokenizer, read_template
 from verl_mt.errors import TemplateError
 
@@ -55,6 +55,20 @@ def test_the_tokenizer_may_be_elsewhere(folder, tmp_path_factory):
     weights = tmp_path_factory.mktemp("weights")
     (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
     assert 7 in load_chat(str(weights), tokenizer_path=str(folder)).end_token_ids
+
+
+@pytest.mark.parametrize(("elsewhere", "revision"), [(None, "v1"), ("org/model", "v1"), ("org/tokenizer", None)])
+def test_a_revision_belongs_to_the_model_s_own_repository(monkeypatch, elsewhere, revision):
+    asked = []
+
+    def load(path, **kwargs):
+        asked.append((path, kwargs["revision"]))
+        return byte_tokenizer(CHATML)
+
+    monkeypatch.setattr(loading, "load_tokenizer", load)
+    monkeypatch.setattr(loading, "_generation_eos", lambda where, revision: asked.append((where, revision)) or [])
+    load_chat("org/model", revision="v1", tokenizer_path=elsewhere)
+    assert asked == [(elsewhere or "org/model", revision), ("org/model", "v1")]
 
 
 def test_a_missing_folder_is_named(tmp_path):

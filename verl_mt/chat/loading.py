@@ -98,7 +98,7 @@ def load_chat(
 
     Args:
         path: the model's folder or hub name.
-        revision: of the hub repository.
+        revision: of the hub repository `path`; the tokenizer of another repository comes in its newest version.
         tokenizer_path: where the tokenizer is, if not beside the model.
         custom_chat_template: a Jinja text, or the path of a file with one.
         template_kwargs: variables of the template.
@@ -108,7 +108,8 @@ def load_chat(
     Raises:
         TemplateError: folder, tokenizer or template missing or unusable.
     """
-    tokenizer = load_tokenizer(tokenizer_path or path, revision=revision, trust_remote_code=trust_remote_code)
+    where = tokenizer_path or path
+    tokenizer = load_tokenizer(where, revision=revision if where == path else None, trust_remote_code=trust_remote_code)
     return ChatTemplate(
         tokenizer,
         chat_template=read_template(custom_chat_template) if custom_chat_template else None,
