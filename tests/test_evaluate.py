@@ -134,6 +134,13 @@ def test_a_run_without_an_export_is_refused_by_name(tmp_path, capsys):
     assert "no hf/ export" in capsys.readouterr().err
 
 
+def test_a_runs_redacted_secrets_have_to_be_given_again(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("reward: {kwargs: {api_key: '***'}}\n")
+    assert evaluate.main(["--run", str(tmp_path), "--model", "verl_mt://tiny"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: reward.kwargs.api_key: ***") and "again" in err
+
+
 def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     made = [json.loads(line) for line in data.read_text().splitlines()]

@@ -177,6 +177,18 @@ def test_secrets_are_not_printed():
     assert "abc" not in config_to_yaml(config)
 
 
+def test_a_redacted_value_is_not_read_back_as_a_real_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "from-env")
+    given = ["reward.kwargs={api_key: abc, url: 'http://u:pw@h/', keys: [{token: t}]}"]
+    file = write(tmp_path, "config", config_to_yaml(compose(given)))
+    with pytest.raises(ConfigError) as caught:
+        compose(config_name=str(file))
+    assert "reward.kwargs.api_key, reward.kwargs.url, reward.kwargs.keys[0].token: ***" in str(caught.value)
+    again = ["reward.kwargs.api_key=${oc.env:MY_KEY}", "reward.kwargs.url='http://u:p2@h/'", "reward.kwargs.keys=[]"]
+    kwargs = compose(again, str(file)).reward.kwargs
+    assert kwargs == {"api_key": "from-env", "url": "http://u:p2@h/", "keys": []}
+
+
 def launch_commands() -> list[list[str]]:
     page = (REPO / "docs" / "migrating_from_verl.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)

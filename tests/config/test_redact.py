@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mt.config.redact import REDACTED, is_secret_name, redact
+from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_keys
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,9 @@ def test_redaction_goes_to_any_depth_and_leaves_everything_else():
 )
 def test_the_password_of_a_url_is_hidden_in_any_value(text, shown):
     assert redact({"url": [text]}) == {"url": [shown]}
+
+
+def test_what_was_redacted_is_found_again_and_nothing_else():
+    given = {"a": [{"api_key": ["k", "l"]}], "stop": ["***"], "url": "http://u:p@h", "token": {"name": "***"}}
+    assert redacted_keys(given) == []
+    assert redacted_keys(redact(given)) == ["a[0].api_key[0]", "a[0].api_key[1]", "url"]

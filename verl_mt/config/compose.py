@@ -24,7 +24,7 @@ from verl_mt.config.checks import check
 from verl_mt.config.hydra_source import Composition, composing, register
 from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import Problem, normalise_overrides, normalise_tree, raise_problems, split_argv
-from verl_mt.config.redact import redact
+from verl_mt.config.redact import REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves, sections
 from verl_mt.config_paths import config_dir as shipped_config_dir
@@ -72,6 +72,12 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).partition("\n")[0]) from None
     assert isinstance(config, Config)
+    lost = redacted_keys(dataclasses.asdict(config))
+    if lost:
+        raise ConfigError(
+            f"{', '.join(lost)}: {REDACTED} stands for a secret that is not written to a run's config.yaml; give "
+            f"{'it' if len(lost) == 1 else 'each'} again, as key=value or from the environment: ${{oc.env:NAME}}"
+        )
     check(config)
     return config
 

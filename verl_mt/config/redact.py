@@ -44,6 +44,23 @@ def redact(value: Any) -> Any:
     return _URL_PASSWORD.sub(_hide_password, value) if isinstance(value, str) else value
 
 
+def redacted_keys(value: Any, key: str = "", *, secret: bool = False) -> list[str]:
+    """Dotted keys of the values in which `redact` replaced something.
+
+    Args:
+        key: where `value` is.
+        secret: it is under a secret's name.
+    """
+    if isinstance(value, dict):
+        below = [(f"{key}.{k}" if key else str(k), v, is_secret_name(str(k))) for k, v in value.items()]
+    elif isinstance(value, list | tuple):
+        below = [(f"{key}[{k}]", v, secret) for k, v in enumerate(value)]
+    else:
+        lost = isinstance(value, str) and (value == REDACTED if secret else f":{REDACTED}@" in value)
+        return [key] if lost else []
+    return [found for name, v, hidden in below for found in redacted_keys(v, name, secret=hidden)]
+
+
 def _hide_password(found: re.Match[str]) -> str:
     user, password = found.groups()
     return found.group() if _ENVIRONMENT.fullmatch(password) else f"{user}:{REDACTED}@"
