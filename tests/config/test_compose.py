@@ -177,6 +177,17 @@ def test_secrets_are_not_printed():
     assert "abc" not in config_to_yaml(config)
 
 
+@pytest.mark.parametrize("text", ["{{ a }}${x}", "{{ a }}${x:1}", "{{ a }}${ {{ x }} }"])
+def test_a_chat_template_with_a_dollar_says_to_use_a_file(tmp_path, text):
+    key = "actor_rollout_ref.model.custom_chat_template"
+    write(tmp_path, "mine", f"defaults: [tiny, _self_]\n{key}: '{text}'\n")
+    tree = {"actor_rollout_ref": {"model": {"custom_chat_template": text}}}
+    ways = (lambda: compose([f"{key}='{text}'"]), lambda: compose([], "mine", tmp_path), lambda: to_config(tree))
+    for way in ways:
+        with pytest.raises(ConfigError, match=r"custom_chat_template.*save the text as a file"):
+            way()
+
+
 def test_a_redacted_value_is_not_read_back_as_a_real_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "from-env")
     given = ["reward.kwargs={api_key: abc, url: 'http://u:pw@h/', keys: [{token: t}]}"]

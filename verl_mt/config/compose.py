@@ -65,12 +65,12 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     content.pop("hydra", None)
     nested, outcome = normalise_tree({str(k): v for k, v in content.items()}, "configuration")
     raise_problems(outcome.problems)
-    merged = OmegaConf.merge(OmegaConf.structured(Config), nested)
-    raise_problems(_value_problems(merged))
     try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), nested)
+        raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).partition("\n")[0]) from None
+        raise ConfigError(_with_hint(" ".join(str(error).split()))) from None
     assert isinstance(config, Config)
     lost = redacted_keys(dataclasses.asdict(config))
     if lost:
@@ -199,7 +199,7 @@ def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig,
     except (HydraException, OmegaConfBaseException) as error:
         cause = f": {error.__cause__}" if error.__cause__ else ""
         text = " ".join(f"{error}{cause}".split())
-        return OmegaConf.create(), f"{text} (config {name!r} of {base})"
+        return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")
 
 
 def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]) -> tuple[Path, str]:
@@ -239,8 +239,15 @@ def _value_problems(merged: Any) -> list[Problem]:
         except ConfigError as error:
             problems.append(Problem(str(error)))
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{key}: {str(error).partition(chr(10))[0]}"))
+            problems.append(Problem(_with_hint(f"{key}: {str(error).partition(chr(10))[0]}")))
     return problems
+
+
+def _with_hint(text: str) -> str:
+    """A Jinja text may hold `${...}`, which OmegaConf takes for its own."""
+    if ".custom_chat_template" not in text:
+        return text
+    return f"{text}; if ${{...}} belongs to the Jinja text: save the text as a file and give the file's path"
 
 
 _SAID: set[str] = set()
