@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -48,6 +50,38 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     store.save(1, {"x": 1}, score=None)
     store.save(1, {"x": 2}, score=None)
     assert checkpoint.load(store.latest()) == {"x": 2}
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_process_killed_while_a_step_is_saved_again_leaves_a_checkpoint(tmp_path, monkeypatch, renames):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": 1}, score=None)
+    original, done = Path.rename, []
+
+    def rename(self, target):
+        if len(done) == renames:
+            raise KeyboardInterrupt  # No handler of `save` runs, as if it had been killed.
+        done.append(self)
+        return original(self, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", rename)
+        store.save(1, {"x": 2}, score=None)
+    left = CheckpointStore(tmp_path, keep=1)
+    assert checkpoint.load(left.latest()) == {"x": 1}
+    left.save(1, {"x": 3}, score=None)
+    assert checkpoint.load(left.latest()) == {"x": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_checkpoint_that_was_moved_aside_is_an_older_one_like_any_other(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": 1}, score=0.9).rename(tmp_path / ".old-step_000001")
+    assert store.best() == store.latest() == tmp_path / ".old-step_000001"
+    store.save(2, {"x": 2}, score=0.1)
+    assert names(store) == [".old-step_000001", "step_000002"], "the best stays"
+    store.save(3, {"x": 3}, score=1.0)
+    assert names(store) == ["step_000003"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):

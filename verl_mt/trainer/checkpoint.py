@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step_000012` with `state.pt` (actor, optimizer, schedule, generators, data-loader position)
 and `meta.json`. It is written under another name, flushed to disk and renamed, so that a process killed at any moment
-leaves either the old set of checkpoints or the new one.
+leaves either the old set of checkpoints or the new one. A step that is saved again first moves its older checkpoint
+aside (`.old-step_000012`), which counts as long as nothing has its place.
 
 The best one is the best of those that were validated: only a step at which both `trainer.test_freq` and
 `trainer.save_freq` are due can be it.
@@ -24,6 +25,7 @@ import torch
 from verl_mt.errors import CheckpointError
 
 SCHEMA_VERSION = 1
+_OLD = ".old-"
 
 
 @dataclass
@@ -52,7 +54,9 @@ class CheckpointStore:
             with (partial / "meta.json").open("w") as file:
                 json.dump({"schema_version": SCHEMA_VERSION, "step": step, "score": score}, file)
                 _sync(file)
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():
+                shutil.rmtree(_aside(final), ignore_errors=True)
+                final.rename(_aside(final))
             partial.rename(final)
             _sync_folder(self.folder)
         except OSError as error:
@@ -65,7 +69,10 @@ class CheckpointStore:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if (p / "meta.json").is_file())
+        found = {p.name: p for p in self.folder.glob("step_*")}
+        for aside in self.folder.glob(f"{_OLD}step_*"):
+            found.setdefault(aside.name.removeprefix(_OLD), aside)
+        return [found[name] for name in sorted(found) if (found[name] / "meta.json").is_file()]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -77,7 +84,8 @@ class CheckpointStore:
         return max(scored)[2] if scored else None
 
     def _prune(self) -> None:
-        for leftover in self.folder.glob(".partial-*"):
+        replaced = (p for p in self.folder.glob(f"{_OLD}step_*") if p.with_name(p.name.removeprefix(_OLD)).exists())
+        for leftover in (*self.folder.glob(".partial-*"), *replaced):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.keep is None:
             return
@@ -85,6 +93,10 @@ class CheckpointStore:
         for old in self.all()[: -self.keep]:
             if old != best:
                 shutil.rmtree(old)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(_OLD + path.name)
 
 
 def read_meta(path: Path) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class RunDirectory:
         """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
         if self._created:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-            for name in ("config.yaml", ".wandb_id", ".lock"):
+            for name in ("config.yaml", ".wandb_id", ".mlflow_id", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # Something else is in it: not ours to remove.
                 self.path.rmdir()

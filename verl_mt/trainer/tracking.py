@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,20 +88,34 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow; `MLFLOW_TRACKING_URI` says where."""
+    """MLflow; `MLFLOW_TRACKING_URI` says where. A resumed run goes on in the same MLflow run."""
 
-    def __init__(self, *, project: str, name: str, config: dict[str, Any]):
+    def __init__(self, folder: Path, *, project: str, name: str, config: dict[str, Any]):
         self._mlflow = _import("mlflow")
         self._mlflow.set_experiment(project)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_dict(config, "config.yaml")
+        # The server gives the id, so that it is kept from the first start on.
+        file = folder / ".mlflow_id"
+        known = file.read_text() if file.exists() else None
+        run = self._mlflow.start_run(run_id=known, run_name=name)
+        if known is None:
+            file.write_text(run.info.run_id)
+            self._mlflow.log_dict(config, "config.yaml")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # MLflow's names allow letters, digits and _-./ only.
-        self._mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in metrics.items()}, step=step)
+        self._mlflow.log_metrics({mlflow_name(k): v for k, v in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it: letters, digits, `_-. :/`, no empty and no dotted part of a path.
+
+    Example: `val//data/gsm8k.jsonl/pass@8` (a data source that is a path) -> `val/data/gsm8k.jsonl/pass_at_8`.
+    """
+    allowed = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    parts = (part.replace(".", "_") if part in (".", "..") else part for part in allowed.split("/"))
+    return "/".join(part for part in parts if part) or "_"
 
 
 def require_trackers(names: list[str]) -> None:
@@ -135,7 +150,7 @@ def build_trackers(
         elif wanted == "wandb":
             trackers.append(Wandb(folder, project=project, name=name, config=config, resume_step=resume_step))
         elif wanted == "mlflow":
-            trackers.append(MLflow(project=project, name=name, config=config))
+            trackers.append(MLflow(folder, project=project, name=name, config=config))
         elif wanted != "console":
             raise ConfigError(f"trainer.logger: got {wanted!r}, expected console, tensorboard, wandb or mlflow")
     return trackers
