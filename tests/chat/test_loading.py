@@ -46,6 +46,22 @@ def test_a_template_may_be_given_as_text_or_file(folder, tmp_path):
         read_template("no_such_file.jinja")
 
 
+def test_an_error_names_the_template_it_is_in(folder):
+    broken = CHATML + "\n{% if tools %}never closed"
+    file = folder / "broken.jinja"
+    file.write_text(broken)
+    for given, name in ((str(file), rf"custom_chat_template '{file}'"), (broken, "custom_chat_template")):
+        with pytest.raises(TemplateError, match=rf"^{name}, line 5: this is not valid Jinja: ") as caught:
+            load_chat(str(folder), custom_chat_template=given).require(tools=False, interaction=False)
+        assert "does not allow" not in str(caught.value)
+    refusing = "{{ raise_exception('never') }}"
+    with pytest.raises(TemplateError, match=r"^custom_chat_template cannot render the roles \[user\].*never"):
+        load_chat(str(folder), custom_chat_template=refusing).with_kwargs({"a": 1}).prompt_ids([user("q")])
+    (folder / "chat_template.jinja").write_text(broken)
+    with pytest.raises(TemplateError, match=rf"^the chat template of '{folder}', line 5"):
+        load_chat(str(folder)).prompt_ids([user("q")])
+
+
 def test_template_kwargs_and_trust_reach_the_template(folder):
     chat = load_chat(str(folder), template_kwargs={"a": 1}, trust_prompts=False)
     assert (chat.template_kwargs, chat.trust_prompts) == ({"a": 1}, False)

@@ -113,10 +113,22 @@ def load_chat(
     return ChatTemplate(
         tokenizer,
         chat_template=read_template(custom_chat_template) if custom_chat_template else None,
+        source=_source(where, custom_chat_template),
         template_kwargs=template_kwargs,
         trust_prompts=trust_prompts,
         extra_end_ids=_generation_eos(resolve_model_path(str(path)), revision),
     )
+
+
+def _source(where: str, custom: str | None) -> str:
+    """How errors call the template."""
+    if not custom:
+        return f"the chat template of {where!r}"
+    return "custom_chat_template" if _is_jinja(custom) else f"custom_chat_template {custom!r}"
+
+
+def _is_jinja(text_or_file: str) -> bool:
+    return "{{" in text_or_file or "{%" in text_or_file
 
 
 def read_template(text_or_file: str) -> str:
@@ -125,7 +137,7 @@ def read_template(text_or_file: str) -> str:
     Raises:
         TemplateError: it looks like a file name but there is no such file.
     """
-    if "{{" in text_or_file or "{%" in text_or_file:
+    if _is_jinja(text_or_file):
         return text_or_file
     file = Path(text_or_file).expanduser()
     if not file.is_file():

@@ -35,8 +35,13 @@ class CallShape:
 class Renderer:
     """One template with its variables; `text` is the only place that calls into Jinja."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, template_kwargs: Mapping[str, Any]):
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, template_kwargs: Mapping[str, Any], source: str | None = None
+    ):
+        """`source`: where the template is from, for errors; None = the tokenizer's name."""
         self._tokenizer = tokenizer
+        name = getattr(tokenizer, "name_or_path", "")
+        self._named = source or (f"the chat template of {name!r}" if name else "the chat template")
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
         self.source(None)
@@ -72,7 +77,7 @@ class Renderer:
             template: the Jinja text to use; default: the one for `tools`.
 
         Raises:
-            TemplateError: the template refused; `cause` is the known pitfall.
+            TemplateError: the template is broken or refused; `cause` is the known pitfall.
         """
         try:
             return self._tokenizer.apply_chat_template(
@@ -83,11 +88,18 @@ class Renderer:
                 tokenize=False,
                 **self.template_kwargs,
             )
+        except jinja2.TemplateSyntaxError as error:
+            problem = str(error.message).rstrip(".")
+            raise TemplateError(
+                f"{self._named}, line {error.lineno}: this is not valid Jinja: {problem}. Correct the template, or give "
+                "actor_rollout_ref.model.custom_chat_template",
+                cause="P24",
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             cause, advice = classify(error, messages, tools)
             roles = " ".join(str(m.get("role")) for m in messages)
             raise TemplateError(
-                f"the chat template cannot render the roles [{roles}]"
+                f"{self._named} cannot render the roles [{roles}]"
                 f"{'' if tools is None else f' with {len(tools)} tools'}: {type(error).__name__}: {error}. {advice}",
                 cause=cause,
             ) from error

@@ -53,6 +53,7 @@ class ChatTemplate:
         trust_prompts: control-token text in the data set's prompts keeps its control ids; False makes it plain text.
             Text that arrives later never becomes a control token.
         extra_end_ids: further ids that end an assistant turn (the generation config's eos list).
+        source: where the template is from, for errors.
 
     Raises:
         TemplateError: no chat template, or it cannot render a single user message.
@@ -66,13 +67,15 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         trust_prompts: bool = True,
         extra_end_ids: Iterable[int] = (),
+        source: str | None = None,
     ):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.trust_prompts = trust_prompts
         self._extra_end_ids = frozenset(extra_end_ids)
         self._chat_template = chat_template
-        self._renderer = Renderer(tokenizer, chat_template, self.template_kwargs)
+        self._source = source
+        self._renderer = Renderer(tokenizer, chat_template, self.template_kwargs, source)
         self._encoder = Encoder(tokenizer)
         self._anchor_lengths: dict[str, int] = {}
 
@@ -84,6 +87,7 @@ class ChatTemplate:
             template_kwargs=template_kwargs,
             trust_prompts=self.trust_prompts,
             extra_end_ids=self._extra_end_ids,
+            source=self._source,
         )
 
     # ---- what the template is
