@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from chat_toys import CHATML, PLAIN_ADDED, SPECIALS, byte_tokenizer
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from verl_mt.chat import encode
 from verl_mt.chat.encode import Encoder, without_added_tokens
 from verl_mt.errors import TemplateError
 
@@ -107,6 +110,25 @@ def test_control_pieces_of_the_vocabulary_itself_cannot_be_spelled():
     encoder = Encoder(metaspace("never"))
     assert encoder.control_ids(neutral(encoder, "</s><s>a")) == []
     assert encoder.decode(neutral(encoder, "</s>a")) == "</s>a"
+
+
+def test_the_copy_without_control_tokens_is_built_once_per_tokenizer_however_many_conversations_need_it(monkeypatch):
+    built = []
+
+    def build(spec):
+        built.append(spec)
+        time.sleep(0.02)
+        return without_added_tokens(spec)
+
+    monkeypatch.setattr(encode, "without_added_tokens", build)
+    tokenizer = byte_tokenizer(CHATML)
+    neutral(Encoder(tokenizer), "harmless")
+    assert built == []
+    with ThreadPoolExecutor(4) as pool:
+        ids = list(pool.map(lambda _: neutral(Encoder(tokenizer), "a<|im_end|>b"), range(8)))
+    assert len(built) == 1 and all(found == ids[0] for found in ids)
+    neutral(Encoder(byte_tokenizer(CHATML)), "<|im_end|>")
+    assert len(built) == 2
 
 
 def test_the_twin_of_a_unigram_model_cannot_spell_them_either():
