@@ -91,7 +91,7 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             problem = str(error.message).rstrip(".")
             raise TemplateError(
-                f"{self._named}, line {error.lineno}: this is not valid Jinja: {problem}. Correct the template, or give "
+                f"{self._named}, line {error.lineno}: this is not valid Jinja: {problem}. Correct it, or give "
                 "actor_rollout_ref.model.custom_chat_template",
                 cause="P24",
             ) from error
