@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl_mt.algorithms.aggregate import MODES
+from verl_mt.config.actor import RefConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.ref import RefWorker
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +177,35 @@ def test_agreement_with_the_sampler_is_measured_and_moves_when_one_weight_does(p
 def test_agreement_is_absent_where_it_cannot_be_measured(policy):
     text_only = make_batch(REWARDS)
     text_only[col.HAS_LOG_PROBS] = torch.zeros_like(text_only[col.HAS_LOG_PROBS])
-    for batch in (text_only, make_batch([[1.0, 1.0]])):
-        metrics = worker(policy).update(batch)
-        assert not any(name.startswith("rollout/") for name in metrics)
-        assert all(math.isfinite(value) for value in metrics.values())
+    metrics = worker(policy).update(text_only)
+    assert not any(name.startswith("rollout/") for name in metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ppo_mini_batch_size": 1, "ppo_epochs": 2}, {"ppo_micro_batch_size": 2}])
+def test_a_batch_that_teaches_nothing_has_the_numbers_of_every_step(policy, kwargs):
+    flat = [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    batch, actor = make_batch(flat), worker(policy, **kwargs)
+    before = weights(actor)
+    metrics = actor.update(batch)
+    assert torch.equal(weights(actor), before)
+    assert not torch.isnan(batch[col.OLD_LOG_PROBS]).any()
+    passed = worker(policy, skip_zero_advantage=False, optim={"weight_decay": 0.0}).update(make_batch(flat))
+    for name in ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "actor/entropy"):
+        assert metrics[name] == pytest.approx(passed[name], rel=1e-5)
+    assert all(metrics[f"actor/{name}"] == 0 for name in ("loss", "clipfrac", "grad_norm", "num_updates"))
+
+
+@pytest.mark.parametrize("split", [{}, {"ppo_max_token_len": 40}, {"ppo_micro_batch_size": 2}])
+def test_the_kl_term_of_a_policy_that_is_its_reference_is_exactly_zero(policy, split):
+    batch = make_batch([[1.0] * 4, [0.0] * 3, [1.0] * 2, [0.5] * 5])
+    actor = worker(policy, use_kl_loss=True, optim={"weight_decay": 0.0}, **split)
+    ref = RefWorker(copy.deepcopy(policy), RefConfig(), actor=actor.config, temperature=1.0)
+    batch[col.REF_LOG_PROBS] = ref.compute_log_probs(batch)
+    before = weights(actor)
+    metrics = actor.update(batch)
+    assert metrics["actor/kl_loss"] == metrics["actor/grad_norm"] == 0
+    assert torch.equal(weights(actor), before), "rounding, made a step by Adam"
 
 
 def test_groups_without_variance_are_skipped_and_still_counted_in_the_denominators(policy):

@@ -91,7 +91,12 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy; loaded only if a KL term needs it."""
 
-    log_prob_max_token_len: int = knob(32768, "Tokens (padding included) per forward pass.", min=1)
+    log_prob_max_token_len: int | None = knob(
+        None,
+        "Tokens (padding included) per forward pass; null = passes just like the actor's, so that the KL term of an "
+        "unchanged policy is exactly 0, not rounding.",
+        min=1,
+    )
     offload: bool = knob(
         False, "Keep its weights in CPU memory between its passes; saves device memory (nothing to save on the CPU)."
     )

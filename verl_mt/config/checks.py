@@ -114,8 +114,9 @@ def _lengths(config: Config) -> Iterator[str]:
         return
     longest = min(prompt + rollout.response_length, rollout.max_model_len or prompt + rollout.response_length)
     passes = {f"{_ACTOR}.ppo_max_token_len": actor.ppo_max_token_len if actor.ppo_micro_batch_size is None else longest}
-    if actor.use_kl_loss:
-        passes["actor_rollout_ref.ref.log_prob_max_token_len"] = config.actor_rollout_ref.ref.log_prob_max_token_len
+    of_ref = config.actor_rollout_ref.ref.log_prob_max_token_len
+    if actor.use_kl_loss and of_ref is not None:
+        passes["actor_rollout_ref.ref.log_prob_max_token_len"] = of_ref
     for key, limit in passes.items():
         if limit < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"

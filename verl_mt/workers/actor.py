@@ -95,7 +95,8 @@ class ActorWorker:
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. With
         `skip_zero_advantage` and neither KL nor entropy term, rows whose advantages are all 0 add exactly nothing to
         the gradient and skip the forward pass; the denominators still count them. If a mini-batch has nothing else,
-        the optimizer does not step, while the schedule advances.
+        the optimizer does not step, while the schedule advances. If the whole batch has nothing else, one pass without
+        gradient measures what a step reports.
 
         Args:
             batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
@@ -117,6 +118,8 @@ class ActorWorker:
         for mini, rows in enumerate(self._mini_batches(here)):
             metrics.lr = self._set_lr(mini)
             self._update_once(here, rows, rows[active_B[rows]], first_old, before if mini == 0 else None, metrics)
+        if not active_B.any():
+            self._measure(here, first_old, metrics)
         self._num_batches += 1
         metrics.log_prob_difference(here)
         batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
@@ -231,6 +234,29 @@ class ActorWorker:
         """One mini-batch, one optimizer step. `before_BT` takes the log-probs of weights that have not changed yet."""
         if len(active) == 0:
             return
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, seen_BT = self._passes(here, rows, active, old_BT, metrics)
+        if before_BT is not None:
+            seen_BT = self.ranks.merge(seen_BT)
+            before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
+        self._step(self.ranks.sum(loss), metrics)
+
+    @torch.no_grad()
+    def _measure(self, here: TensorDict, old_BT: Tensor, metrics: UpdateMetrics) -> None:
+        """No row moves the policy: the step's numbers all the same, agreement with the sampler among them."""
+        rows = here[columns.LOSS_MASK].any(1).nonzero().squeeze(1)
+        _, seen_BT = self._passes(here, rows, rows, old_BT, metrics)
+        here[columns.OLD_LOG_PROBS].copy_(self.ranks.merge(seen_BT))
+        metrics.grad_norms.append(torch.zeros((), device=self.device))
+
+    def _passes(
+        self, here: TensorDict, rows: Tensor, active: Tensor, old_BT: Tensor, metrics: UpdateMetrics
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and (where gradients are on) backward over the active ones of a mini-batch's rows.
+
+        Returns:
+            This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
+        """
         weights_BT = torch.zeros_like(here[columns.ADVANTAGES])
         weights_BT[rows] = token_weights(
             here[columns.LOSS_MASK][rows],
@@ -238,7 +264,6 @@ class ActorWorker:
             mode=self.config.loss_agg_mode,
             norm_constant=self._norm_constant,
         )
-        self.optimizer.zero_grad(set_to_none=True)
         max_tokens, max_rows = self.config.ppo_max_token_len, self.config.ppo_micro_batch_size
         loss = torch.zeros((), device=self.device)
         seen_BT = torch.full_like(old_BT, math.nan)
@@ -258,13 +283,11 @@ class ActorWorker:
                     entropy_grad=self.config.entropy_coeff != 0,
                 )
                 micro_loss = self._loss(output, micro, weights_BT[part], old_BT[part], metrics)
-                micro_loss.backward()
+                if torch.is_grad_enabled():
+                    micro_loss.backward()
                 loss += micro_loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
-        if before_BT is not None:
-            seen_BT = self.ranks.merge(seen_BT)
-            before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
-        self._step(self.ranks.sum(loss), metrics)
+        return loss, seen_BT
 
     def _loss(
         self, output: LogProbs, micro: TensorDict, weights_BT: Tensor, old_BT: Tensor, metrics: UpdateMetrics

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_mt.config.actor import RefConfig
+from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.workers.micro_batch import compute_log_probs
 from verl_mt.workers.ranks import ALONE
 from verl_mt.workers.sharding import ranks_of
@@ -19,6 +19,9 @@ class RefWorker:
         module: a Hugging Face causal language model of its own (not the actor's), or a `ShardedPolicy`.
         config: its part of the configuration. With `offload` its weights wait in CPU memory; a whole module is moved
             to the device for each batch, a sharded one (made with `offload`) layer by layer.
+        actor: the actor's part of the configuration. Its passes are split in the same way (unless `config` says
+            otherwise): two passes of one policy agree to the bit only where their shapes do, and Adam makes a full
+            step even of a gradient that is nothing but rounding.
         temperature: that of sampling; log-probs are of logits / temperature.
         device: where passes run; None = where the module is.
     """
@@ -28,11 +31,13 @@ class RefWorker:
         module: nn.Module,
         config: RefConfig,
         *,
+        actor: ActorConfig,
         temperature: float,
         device: str | torch.device | None = None,
     ):
         self.module = module.eval().requires_grad_(False)
-        self._config = config
+        self._max_tokens = config.log_prob_max_token_len or actor.ppo_max_token_len
+        self._max_rows = None if config.log_prob_max_token_len else actor.ppo_micro_batch_size
         self._temperature = temperature
         self.device = torch.device(device or next(module.parameters()).device)
         self._moves = config.offload and self.device.type != "cpu" and ranks_of(module) is ALONE
@@ -43,11 +48,17 @@ class RefWorker:
         """[B, T] where the loss mask is set, 0 elsewhere, on the batch's device."""
         here = batch.to(self.device)
         rows = torch.arange(len(here), device=here.device)
-        max_tokens = self._config.log_prob_max_token_len
         if self._moves:
             self.module.to(self.device)
         try:
-            log_probs = compute_log_probs(self.module, here, rows, temperature=self._temperature, max_tokens=max_tokens)
+            log_probs = compute_log_probs(
+                self.module,
+                here,
+                rows,
+                temperature=self._temperature,
+                max_tokens=self._max_tokens,
+                max_rows=self._max_rows,
+            )
         finally:
             if self._moves:
                 self.module.to("cpu")

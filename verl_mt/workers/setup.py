@@ -74,7 +74,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     if ref is None:
         return actor, None
     ref = _spread(ref.requires_grad_(False), setup, ranks, offload=config.ref.offload)
-    return actor, RefWorker(ref, config.ref, temperature=temperature, device=setup.device)
+    return actor, RefWorker(ref, config.ref, actor=config.actor, temperature=temperature, device=setup.device)
 
 
 def load_policy(setup: WorkerSetup, *, device: str) -> Any:
