@@ -31,12 +31,8 @@ PYTHON_FILES = sorted(
     file for room in ("verl_mt", "recipes", "examples", "benchmarks", "tests") for file in (REPO / room).rglob("*.py")
 )
 
-NOT_READ_YET: set[str] = {
-    "trainer.n_workers_per_node",
-    "trainer.nnodes",
-}
-"""Keys that nothing reads yet. They belong to SGLang and Ray workers, and are
-refused without them; the list may only shrink."""
+NOT_READ_YET: set[str] = set()
+"""Keys that nothing reads yet; the list may only shrink."""
 
 
 def test_rooms_import_only_from_lower_floors():

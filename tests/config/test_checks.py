@@ -53,10 +53,10 @@ def test_the_schemas_defaults_pass():
         (["trainer.deterministic=True", f"{ROLLOUT}.name=sglang"], ["deterministic", "sglang"]),
         (["trainer.nnodes=2"], ["trainer.nnodes is 2", "placement=ray"]),
         (["trainer.n_workers_per_node=2"], ["n_workers_per_node is 2", "placement=ray"]),
-        (["trainer.placement=ray"], ["name=local", "sglang"]),
+        (["trainer.placement=ray", "trainer.device=cuda"], ["name=local", "sglang"]),
         (
-            ["trainer.n_gpus_per_node=3", f"{ROLLOUT}.name=sglang", "data.train_batch_size=16"],
-            ["128 sequences", "3 ranks"],
+            ["trainer.n_gpus_per_node=129", f"{ROLLOUT}.name=sglang", "data.train_batch_size=16"],
+            ["128 sequences", "129 ranks"],
         ),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size is 2", "sglang"]),
         ([f"{ROLLOUT}.engine_kwargs.a=1"], ["engine_kwargs", "sglang"]),

@@ -345,7 +345,7 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
         ("actor_rollout_ref.rollout.name=sglang", ("rollout.name", "SGLang", "local")),
         ("actor_rollout_ref.rollout.name=vllm", ("vllm", "local")),
         ("actor_rollout_ref.rollout.name=scripted", ("scripted", "Python")),
-        ("trainer.placement=ray", ("placement", "ray")),
+        ("trainer.n_workers_per_node=2", ("trainer.n_workers_per_node", "placement=ray")),
         ("data.sampler=my.Sampler", ("data.sampler", "my")),
         ("data.sampler_kwargs={key:x}", ("data.sampler_kwargs", "data.sampler")),
         ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator", "gae", "grpo")),
@@ -387,7 +387,7 @@ def test_a_checkpoint_that_cannot_be_resumed_leaves_no_new_run(refusal, tmp_path
     says(text, "resume_from_path", f"{tmp_path}/none")
     damaged = tmp_path / "step_000001"
     damaged.mkdir()
-    (damaged / "meta.json").write_text('{"schema_version": 1, "step": 1, "score": null}')
+    (damaged / "meta.json").write_text('{"schema_version": 2, "step": 1, "score": null}')
     (damaged / "state.pt").write_bytes(b"torn")
     text = refusal("trainer.resume_mode=resume_path", f"trainer.resume_from_path={damaged}")
     says(text, f"{damaged}/state.pt cannot be read")

@@ -86,10 +86,10 @@ def _batches(config: Config) -> Iterator[str]:
         return
     ranks = config.trainer.nnodes * config.trainer.n_workers_per_node
     sequences = (mini or batch) * config.actor_rollout_ref.rollout.n
-    if sequences % ranks:
+    if sequences < ranks:
         yield (
-            f"{sequences} sequences per optimizer step ({mini or batch} prompts x {_ROLLOUT}.n) are not divisible by "
-            f"{ranks} ranks (trainer.nnodes x trainer.n_workers_per_node)"
+            f"{sequences} sequences per optimizer step ({mini or batch} prompts x {_ROLLOUT}.n) are fewer than "
+            f"{ranks} ranks (trainer.nnodes x trainer.n_workers_per_node): some would never train"
         )
 
 
@@ -174,8 +174,11 @@ def _placement(config: Config) -> Iterator[str]:
     for key, number in ranks.items():
         if number > 1 and trainer.placement != "ray":
             yield f"{key} is {number}, which needs trainer.placement=ray (it is {trainer.placement})"
-    if trainer.placement == "ray" and config.actor_rollout_ref.rollout.name == "local":
-        yield f"{_ROLLOUT}.name=local lives in the trainer's process; with trainer.placement=ray use sglang"
+    if trainer.placement == "ray" and trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "local":
+        yield (
+            f"{_ROLLOUT}.name=local with trainer.placement=ray samples on the CPU, from a copy of the policy in the "
+            "trainer's process: use sglang, or trainer.device=cpu"
+        )
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import JsonLines, build_trackers, require_trackers
+from verl_mt.workers.setup import Placement
 from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
@@ -75,9 +76,9 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     tools = build_tools(config)
     data = load_data(config, chat, tools)
     plan = _build_plan(config, data.sampler)
-    workers = build_workers(config, total_steps=plan.total_steps)
-    runner = build_runner(config, chat, tools, workers.policy_module, engine)
     with ExitStack() as undo:
+        workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
+        runner = build_runner(config, chat, tools, _shared_policy(config, workers), engine)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         for row in data.prompts.rows():
@@ -109,9 +110,9 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             model=model,
         )
         if config.trainer.export_at_end:
-            trainer.export = partial(export_hf, workers.policy_module, _tokenizer_as_trained(chat), run.path / "hf")
+            trainer.export = lambda: export_hf(workers.policy_module, _tokenizer_as_trained(chat), run.path / "hf")
         if state is not None:
-            trainer.load_state_dict(state)
+            trainer.load_state_dict(state, run.resume_from)
             log.display.resume_at(trainer.step_number)
             log.display.note(f"resuming {run.path} after step {trainer.step_number}")
         undo.pop_all()
@@ -163,9 +164,15 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,
         total_steps=total_steps,
-        device=device_of(trainer.device),
+        device=device_of(trainer.device) if trainer.placement == "inline" else trainer.device,
         seed=trainer.seed,
-        placement=trainer.placement,
+        placement=Placement(
+            kind=trainer.placement,
+            nnodes=trainer.nnodes,
+            n_workers_per_node=trainer.n_workers_per_node,
+            num_threads=trainer.num_threads,
+            deterministic=trainer.deterministic,
+        ),
     )
 
 
@@ -311,16 +318,20 @@ def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, ru
     rollout = config.actor_rollout_ref.rollout
     folder = Path(rollout.weight_sync_dir) if rollout.weight_sync_dir is not None else run.path / "weights"
     transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
-    return WeightSync(stream.runner.context.engine, workers.policy_module, stream.call, transport)
+    return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
+
+
+def _shared_policy(config: Config, workers: WorkerGroup) -> Any:
+    """What the local engine samples from; other engines have weights of their own."""
+    return workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
 
 
 def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:
     note, run = trainer.log.display.note, trainer.log.run
-    num_parameters = sum(p.numel() for p in workers.policy_module.parameters())
     note(
         f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
         f"{trainer.plan.total_steps} steps, "
-        f"{num_parameters / 1e6:.2f}M parameters on {next(workers.policy_module.parameters()).device}, "
+        f"{workers.num_parameters / 1e6:.2f}M parameters on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
     for text in notes(config, trainer.prompts):

@@ -1,7 +1,8 @@
 """Checkpoints: written whole or not at all, the newest few and the best kept.
 
 A checkpoint is a folder `step_000012` with `state.pt` (actor, optimizer, schedule, generators, data-loader position)
-and `meta.json`. It is written under another name, flushed to disk and renamed, so that a process killed at any moment
+and `meta.json`; where the policy is spread over ranks, weights and optimizer state are beside them in `actor/`, a part
+by each rank. It is written under another name, flushed to disk and renamed, so that a process killed at any moment
 leaves either the old set of checkpoints or the new one. A step that is saved again first moves its older checkpoint
 aside (`.old-step_000012`), which counts as long as nothing has its place.
 
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_mt.errors import CheckpointError
+from verl_mt.errors import CheckpointError, VerlMTError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _OLD = ".old-"
 
 
@@ -36,8 +38,16 @@ class CheckpointStore:
     keep: int | None = None
     """Newest ones kept besides the best; None = all."""
 
-    def save(self, step: int, state: dict[str, Any], *, score: float | None) -> Path:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        score: float | None,
+        write_more: Callable[[Path], None] = lambda folder: None,
+    ) -> Path:
         """Write the checkpoint of `step`. `score` (higher is better; None = not validated) decides which is the best.
+        `write_more` adds files to the folder, flushed to disk, while it still has its other name.
 
         Raises:
             CheckpointError: the disk refused; nothing is left behind but the older checkpoints.
@@ -48,6 +58,7 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
+            write_more(partial)
             with (partial / "state.pt").open("wb") as file:
                 torch.save(state, file)
                 _sync(file)
@@ -59,6 +70,9 @@ class CheckpointStore:
                 final.rename(_aside(final))
             partial.rename(final)
             _sync_folder(self.folder)
+        except VerlMTError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(

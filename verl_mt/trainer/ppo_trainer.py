@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
@@ -158,17 +159,20 @@ class PPOTrainer:
             "random": checkpoint.random_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
-        self.workers.load_state_dict(state["workers"])
+        self.workers.load_state_dict(state["workers"], folder)
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
 
     def close(self) -> None:
-        """End the rollout thread and the engine. Idempotent."""
-        self.stream.close(self.engine.close)
+        """End the rollout thread, the engine and the workers. Idempotent."""
+        try:
+            self.stream.close(self.engine.close)
+        finally:
+            self.workers.close()
 
     def _validates_first(self) -> bool:
         # A run that goes on from a checkpoint was validated by its own schedule.
@@ -272,7 +276,8 @@ class PPOTrainer:
 
     def _save(self, overrides: dict[str, Any] | None = None) -> None:
         begun = time.monotonic()
-        self.checkpoints.save(self.step_number, self.state_dict() | (overrides or {}), score=self._score)
+        state = self.state_dict() | (overrides or {})
+        self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
 
 

@@ -21,6 +21,8 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
 
+_PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
+"""Change rounding only: a run goes on with more ranks, or fewer. In a deterministic run they may not change."""
 # Keys that change what a person sees or how often, never what is computed.
 _HARMLESS = {
     "trainer": {
@@ -178,6 +180,9 @@ def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that may change on resume."""
+    trainer = config.get("trainer", {})
+    if not trainer.get("deterministic"):
+        config = config | {"trainer": {k: v for k, v in trainer.items() if k not in _PLACEMENT}}
     return {
         section: {k: v for k, v in value.items() if k not in _HARMLESS.get(section, ())}
         if isinstance(value, dict)

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
-from verl_mt.errors import CheckpointError, VerlMTError, WorkerError
+from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
 from verl_mt.workers.rank import RankWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ray_cluster import bundle, connect, forwarded_environment, require_room, resolve_device
@@ -59,6 +59,11 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
+            if self._setup.device == "cuda" and setup.config.rollout.name == "local":
+                raise ConfigError(
+                    "trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name=local with "
+                    "trainer.placement=ray samples on the CPU: use sglang, or set trainer.device=cpu"
+                )
             self._place()
             self.num_parameters = self._start()
         except BaseException:

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from verl_mt.engines.base import Capabilities, Disk, InferenceEngine, InPlace, TensorBuckets, WeightUpdate
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.weights import named_weights
+from verl_mt.workers.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
-class ModuleWeights:
-    """The live weights of a module; every iteration reads them anew, without a copy."""
+class LiveWeights:
+    """The weights of a module or of a worker group; every iteration reads them anew."""
 
-    module: nn.Module
+    policy: nn.Module | WorkerGroup
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.module)
+        return self.policy.full_state() if isinstance(self.policy, WorkerGroup) else named_weights(self.policy)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Transport:
 
 
 def weight_update_for(
-    capabilities: Capabilities, module: nn.Module, version: int, transport: Transport | None = None
+    capabilities: Capabilities, policy: nn.Module | WorkerGroup, version: int, transport: Transport | None = None
 ) -> WeightUpdate:
     """The lightest update that an engine takes: nothing moves, else memory, else files.
 
@@ -44,12 +45,15 @@ def weight_update_for(
     """
     transport = transport or Transport()
     if "in_place" in capabilities.transports:
+        if isinstance(policy, WorkerGroup):
+            policy.refresh_policy_module()
         return InPlace(version)
     if "tensor_buckets" in capabilities.transports:
-        return TensorBuckets(version, ModuleWeights(module), transport.bucket_bytes)
+        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes)
     if "disk" in capabilities.transports and transport.folder is not None:
         path = transport.folder / f"version_{version:06d}"
-        module.save_pretrained(path)  # type: ignore[operator]
+        module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
+        module.save_pretrained(path)
         return Disk(version, str(path.resolve()))
     raise ConfigError(
         f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"
@@ -61,7 +65,7 @@ class WeightSync:
     """Gives the engine the policy's weights after every update, and the device's memory to training during it."""
 
     engine: InferenceEngine
-    module: nn.Module
+    workers: WorkerGroup
     call: Callable[[Coroutine[Any, Any, None]], None]
     """Runs a coroutine on the rollout's event loop and waits for it."""
     transport: Transport = Transport()
@@ -76,7 +80,7 @@ class WeightSync:
         """The weights changed: from here on the engine samples with them."""
         if self.engine.capabilities.frees_memory:
             self.call(self.engine.resume_memory())
-        update = weight_update_for(self.engine.capabilities, self.module, version, self.transport)
+        update = weight_update_for(self.engine.capabilities, self.workers, version, self.transport)
         self.call(self.engine.apply(update))
         if isinstance(update, Disk):
             # The last folder stays: an engine that has to be started anew reads it again.
