@@ -349,3 +349,13 @@ def test_a_stop_string_of_a_text_engine_gets_no_end_of_turn():
     (group,) = roll_out(runner, prompts_of(["q"]))
     record = group.trajectories[0].records[0]
     assert CHAT.decode(record.token_ids).endswith("assistant\nso</x>")
+
+
+def test_a_cut_prompt_is_a_truncation_and_not_the_templates_fault():
+    builder = PromptBuilder(CHAT, None, 20, False, "left")
+    row = DataRow(prompt=[{"role": "user", "content": "a long question " * 3}], data_source="toy", ground_truth="yes")
+    engine = ScriptedEngine(lambda request: _next(iter(["yes"])))
+    (group,) = roll_out(make_runner(engine), [builder.build(row)])
+    (trajectory,) = group.trajectories
+    assert len(engine.requests[0].input_ids) == 20
+    assert (trajectory.sanity["cause"], trajectory.sanity["in_budget"]) == ("truncation", False)

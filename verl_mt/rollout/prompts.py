@@ -26,6 +26,8 @@ class Prompt:
     """The tools that this row may call."""
     problem: str | None = None
     """What is wrong with the row's own arguments; its trajectories fail with this text, the others go on."""
+    truncated: bool = False
+    """`data.truncation` cut it to `data.max_prompt_length`."""
 
 
 @dataclass
@@ -57,11 +59,12 @@ class PromptBuilder:
         toolset, problem = self._tools_of(row)
         tools = toolset.schemas() if toolset is not None else []
         ids = self.chat.prompt_ids(row.prompt, tools or None)
-        if len(ids) > self.max_prompt_length:
+        too_long = len(ids) > self.max_prompt_length
+        if too_long:
             if self.filter_overlong:
                 return None
             ids = self._truncate(row, ids)
-        return Prompt(row, row.prompt, tools, ids, toolset, problem)
+        return Prompt(row, row.prompt, tools, ids, toolset, problem, truncated=too_long)
 
     def keep(self, rows: Sequence[DataRow]) -> list[DataRow]:
         """The rows whose prompt fits; the others are counted in `num_filtered`.

@@ -132,7 +132,7 @@ class RolloutRunner:
                     time_spans=[],
                     info={},
                 )
-                session = RolloutSession(context, trajectory, order=order, attempt=attempt)
+                session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
                 error = await self._attempt(session, prompt)
                 if attempt:
                     trajectory.counters["retries"] = attempt

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
-from verl_mt.chat.sanity import SanityMonitor, check
+from verl_mt.chat.sanity import SanityMonitor, check, combine
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
@@ -67,6 +67,8 @@ class RolloutSession:
     trajectory: Trajectory
     order: int = 0
     attempt: int = 0
+    prompt_truncated: bool = False
+    """The first prompt was cut to fit; the sanity check does not blame the template for it."""
     _pending: list[Message] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
     _num_given: int = 0
@@ -158,8 +160,9 @@ class RolloutSession:
         if self._pending:
             trajectory.counters["unread_messages"] = len(self._pending)
         ends = [*self._message_ends, len(trajectory.messages) - len(self._pending)]
+        cut = trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated"
         findings = []
-        for record, end in zip(trajectory.records, ends, strict=True):
+        for k, (record, end) in enumerate(zip(trajectory.records, ends, strict=True)):
             record.check()
             finding = check(
                 self.context.chat,
@@ -168,10 +171,11 @@ class RolloutSession:
                 token_ids=record.token_ids,
                 sampled=record.sampled,
                 mode=self.context.sanity.mode,
-                stop_length=trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated",
+                stop_length=cut and record is self.record,
+                prompt_truncated=self.prompt_truncated and k == 0,
             )
             findings.append(finding)
-        found = next((f for f in findings if f is not None), None)
+        found = combine(findings)
         self.context.sanity.observe(found)
         trajectory.sanity = found.to_row() if found is not None else None
 
