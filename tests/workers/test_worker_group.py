@@ -90,10 +90,12 @@ def test_a_device_that_cannot_be_had_is_refused(model_folder):
             build_worker_group(config, total_steps=1, device="cuda")
 
 
-def test_workers_in_this_process_load_no_ray(model_folder):
+@pytest.mark.slow
+def test_workers_in_this_process_load_neither_ray_nor_what_only_ranks_need(model_folder):
     code = (
         "import sys; from test_worker_group import build\n"
-        f"build({str(model_folder)!r}); assert 'ray' not in sys.modules"
+        f"build({str(model_folder)!r}); assert 'ray' not in sys.modules\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 

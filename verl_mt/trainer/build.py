@@ -110,7 +110,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             model=model,
         )
         if config.trainer.export_at_end:
-            trainer.export = lambda: export_hf(workers.policy_module, _tokenizer_as_trained(chat), run.path / "hf")
+            trainer.export = lambda: export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf")
         if state is not None:
             trainer.load_state_dict(state, run.resume_from)
             log.display.resume_at(trainer.step_number)
@@ -361,7 +361,7 @@ def _load_checkpoint(folder: Path, model: dict[str, str]) -> dict[str, Any]:
     return state
 
 
-def _tokenizer_as_trained(chat: ChatTemplate) -> Any:
+def tokenizer_as_trained(chat: ChatTemplate) -> Any:
     """With the template that was trained with: whoever serves the export must render the same."""
     if chat.custom_template is None:
         return chat.tokenizer

@@ -142,7 +142,7 @@ class ActorWorker:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and, once the optimizer has stepped, its state: the live tensors by name, shards where sharded."""
-        return live_tensors(self.module, self.optimizer, with_optimizer=self.num_updates > 0)
+        return live_tensors(self.module, self.optimizer if self.num_updates else None)
 
     def progress(self) -> dict[str, Any]:
         """The small rest of the state, the same on every rank."""

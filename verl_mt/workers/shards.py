@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from verl_mt.errors import CheckpointError
+from verl_mt.workers.state import WEIGHTS
 
 SHARDS = "actor"
 """Where in a checkpoint's folder the shards are."""
@@ -42,12 +43,15 @@ def has_shards(folder: Path) -> bool:
 
 
 def load_shards(tensors: Mapping[str, Tensor], folder: Path | None) -> None:
-    """Read into the given tensors, in place; collective. Any number of ranks may have written them.
+    """Read into the given tensors, in place; collective. Any number of ranks may have written them. Weights may be
+    read without the optimizer's state.
 
     Raises:
         CheckpointError: no shards there, a part is missing, or they are of another model.
     """
     shapes = stored_shapes(folder)
+    if all(name.startswith(WEIGHTS) for name in tensors):
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(WEIGHTS)}
     differing = sorted(tensors.keys() ^ shapes.keys()) or [n for n in tensors if tensors[n].shape != shapes[n]]
     if differing:
         raise CheckpointError(

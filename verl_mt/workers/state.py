@@ -15,24 +15,25 @@ from torch import Tensor, nn
 from verl_mt.errors import CheckpointError
 from verl_mt.workers.sharding import model_of
 
+WEIGHTS = "module."
+"""What the names of weights begin with."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of one parameter; `step` is a number."""
 
 
-def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_optimizer: bool) -> dict[str, Tensor]:
+def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors themselves, not copies: writing into them changes policy and optimizer.
 
     Args:
         module: the policy, sharded or not.
-        optimizer: its AdamW.
-        with_optimizer: also its state, which is made (all zero) where a parameter has none yet.
+        optimizer: its AdamW, whose state is made (all zero) where a parameter has none yet; None = weights only.
     """
     model = model_of(module)
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
     buffers = {name: value for name, value in model.state_dict().items() if name not in parameters.keys() | tied}
-    live = {f"module.{name}": value.detach() for name, value in {**parameters, **buffers}.items()}
-    if with_optimizer:
+    live = {f"{WEIGHTS}{name}": value.detach() for name, value in {**parameters, **buffers}.items()}
+    if optimizer is not None:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 moments = _moments(optimizer, parameter)

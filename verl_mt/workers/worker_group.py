@@ -21,6 +21,7 @@ from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import Placement, WorkerSetup, load_workers
+from verl_mt.workers.state import WEIGHTS, copy_into, live_tensors
 
 _INLINE = Placement()
 
@@ -131,10 +132,30 @@ def load_actor(actor: ActorWorker, state: dict[str, Any], folder: Path | None) -
     if "tensors" in state:
         actor.load_state_dict(state)
         return
-    from verl_mt.workers.shards import load_shards
+    from verl_mt.workers.shards import load_shards  # half a second that a run in one process does not need
 
     actor.load_progress(state)
     load_shards(actor.tensors(), folder)
+
+
+def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it.
+
+    Args:
+        module: a Hugging Face model of the checkpoint's architecture.
+        state: the `state_dict` of the worker group that wrote it.
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: of another model, or incomplete.
+    """
+    live, saved = live_tensors(module), state["actor"].get("tensors")
+    if saved is None:
+        from verl_mt.workers.shards import load_shards
+
+        load_shards(live, folder)
+    else:
+        copy_into(live, {name: tensor for name, tensor in saved.items() if name.startswith(WEIGHTS)})
 
 
 def build_worker_group(

@@ -1,0 +1,69 @@
+"""A checkpoint of any placement becomes a folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_mt import export
+from verl_mt.config.compose import compose
+from verl_mt.trainer import checkpoint
+from verl_mt.trainer.build import build_trainer
+from verl_mt.workers.shards import save_shards
+
+SMALL = [
+    "data.train_batch_size=2", "data.train_max_samples=8", "data.val_files=null", "actor_rollout_ref.rollout.n=4",
+    "trainer.total_training_steps=1", "trainer.logger=[]", "trainer.num_threads=1", "trainer.resume_mode=disable",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "run"
+    trainer = build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder}"]))
+    trainer.fit()
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_is_exported_as_the_run_itself_would(run, tmp_path, capsys):
+    assert export.main(["--checkpoint", str(run), "--out", str(tmp_path / "model")]) == 0
+    assert "written to" in capsys.readouterr().out
+    assert same(weights(tmp_path / "model"), weights(run / "hf"))
+    names = {p.name for p in (tmp_path / "model").iterdir()}
+    assert names == {p.name for p in (run / "hf").iterdir()}
+
+
+def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
+    """As Ray workers leave it: the small part in state.pt, all tensors in actor/."""
+    folder = tmp_path / "run" / "checkpoints" / "step_000001"
+    shutil.copytree(run / "checkpoints" / "step_000001", folder)
+    shutil.copy(run / "config.yaml", tmp_path / "run")
+    state = checkpoint.load(folder)
+    save_shards(state["workers"]["actor"].pop("tensors"), folder)
+    torch.save(state, folder / "state.pt")
+    assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "model")]) == 0
+    assert same(weights(tmp_path / "model"), weights(run / "hf"))
+
+
+def test_what_is_no_checkpoint_or_has_no_config_is_refused(run, tmp_path, capsys):
+    assert export.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "model")]) == 2
+    assert "neither a checkpoint (no meta.json) nor a run directory" in capsys.readouterr().err
+    moved = tmp_path / "a" / "b" / "step_000001"
+    shutil.copytree(run / "checkpoints" / "step_000001", moved)
+    assert export.main(["--checkpoint", str(moved), "--out", str(tmp_path / "model")]) == 2
+    assert "--config" in capsys.readouterr().err
+    words = ["--checkpoint", str(moved), "--out", str(tmp_path / "model"), "--config", str(run / "config.yaml")]
+    assert export.main(words) == 0

@@ -1,0 +1,89 @@
+"""`python -m verl_mt.export`: a checkpoint, sharded or not, as a plain Hugging Face folder.
+
+    python -m verl_mt.export --checkpoint runs/tiny/checkpoints/step_000040 --out model/
+    python -m verl_mt.export --checkpoint runs/tiny --out model/          # its newest checkpoint
+
+Runs on one machine without Ray; the whole model must fit into its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from verl_mt.config.compose import compose
+from verl_mt.config.schema import Config
+from verl_mt.errors import CheckpointError, VerlMTError
+from verl_mt.modeling.load import export_hf, load_causal_lm
+from verl_mt.trainer import build, checkpoint
+from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.workers.worker_group import load_weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for bad input (one line on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m verl_mt.export", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--checkpoint", required=True, help="checkpoint folder (.../checkpoints/step_000040) or run directory"
+    )
+    parser.add_argument("--out", required=True, help="folder of the exported model; an older export there is replaced")
+    parser.add_argument("--config", help="config.yaml of the run; default: the run directory's, two folders up")
+    args = parser.parse_args(argv)
+    try:
+        folder = export(Path(args.checkpoint), Path(args.out), None if args.config is None else Path(args.config))
+    except VerlMTError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"written to {folder}")
+    return 0
+
+
+def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
+    """Write the policy of a checkpoint, with its tokenizer and the chat template it was trained with.
+
+    Args:
+        source: a checkpoint or a run directory.
+        out: the folder to write.
+        config_file: the run's `config.yaml`, where it is not in its run directory.
+
+    Raises:
+        CheckpointError: no checkpoint there, no config, a damaged one, or one of another model.
+    """
+    folder = _checkpoint(source)
+    config = _config(folder, config_file)
+    state = checkpoint.load(folder)
+    model = config.actor_rollout_ref.model
+    module = load_causal_lm(
+        model.path,
+        revision=model.revision,
+        dtype=model.dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=model.trust_remote_code,
+    )
+    load_weights(module, state["workers"], folder)
+    return export_hf(module, build.tokenizer_as_trained(build.build_chat(config)), out)
+
+
+def _checkpoint(source: Path) -> Path:
+    if (source / "checkpoints").is_dir():
+        newest = CheckpointStore(source / "checkpoints").latest()
+        if newest is None:
+            raise CheckpointError(f"--checkpoint: {source} is a run directory without a checkpoint")
+        return newest
+    if not (source / "meta.json").is_file():
+        raise CheckpointError(
+            f"--checkpoint: {source} is neither a checkpoint (no meta.json) nor a run directory (no checkpoints/)"
+        )
+    return source
+
+
+def _config(folder: Path, given: Path | None) -> Config:
+    file = given or folder.resolve().parent.parent / "config.yaml"
+    if not file.is_file():
+        raise CheckpointError(f"no {file}: name the run's config.yaml with --config")
+    return compose(config_name=str(file.resolve()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
