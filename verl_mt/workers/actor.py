@@ -19,6 +19,7 @@ from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling.log_probs import LogProbs
+from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
@@ -76,7 +77,7 @@ class ActorWorker:
             _disable_dropout(module)
         betas = (config.optim.betas[0], config.optim.betas[1])
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = build_adamw(
             self._parameters, lr=config.optim.lr, betas=betas, weight_decay=config.optim.weight_decay
         )
 

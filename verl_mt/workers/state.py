@@ -1,4 +1,4 @@
-"""What training changes, as named tensors: `module.<parameter>` and `optimizer.<parameter>.<moment>`.
+"""What training changes, as named tensors: `module.<parameter>` and `optimizer.<parameter>.<moment or master>`.
 
 The same names in every placement, so that a checkpoint written by any number of ranks loads on any other. Where a
 policy is sharded the tensors are shards (DTensor); torch.distributed.checkpoint writes and reads them in parallel.
@@ -7,18 +7,16 @@ policy is sharded the tensors are shards (DTensor); torch.distributed.checkpoint
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl_mt.errors import CheckpointError
+from verl_mt.workers.adamw import names_of_state, state_of
 from verl_mt.workers.sharding import model_of
 
 WEIGHTS = "module."
 """What the names of weights begin with."""
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's state of one parameter; `step` is a number."""
 
 
 def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -36,8 +34,8 @@ def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     if optimizer is not None:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
-                moments = _moments(optimizer, parameter)
-                live |= {f"optimizer.{name}.{moment}": moments[moment] for moment in _MOMENTS}
+                kept = state_of(optimizer, parameter)
+                live |= {f"optimizer.{name}.{part}": kept[part] for part in names_of_state(parameter)}
     return live
 
 
@@ -66,12 +64,3 @@ def _like(source: Tensor, target: Tensor) -> Tensor:
 
     # Every rank has the whole tensor: nothing needs to be sent.
     return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]
-
-
-def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    state = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
-    return state

@@ -1,0 +1,46 @@
+"""bfloat16 policies train: small updates are not rounded away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_mt.workers.adamw import MASTER, build_adamw, state_of
+
+
+def train(dtype, optimizer_class, steps=50, lr=1e-5):
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(64, generator=generator).to(torch.bfloat16).to(dtype))
+    optimizer = optimizer_class([parameter], lr=lr, weight_decay=0.01)
+    for _ in range(steps):
+        parameter.grad = torch.randn(64, generator=generator).abs().to(torch.bfloat16).to(dtype)
+        optimizer.step()
+    return parameter, optimizer
+
+
+def test_master_weights_of_a_bfloat16_policy_follow_float32_training():
+    exact, _ = train(torch.float32, torch.optim.AdamW)
+    low, optimizer = train(torch.bfloat16, build_adamw)
+    master = state_of(optimizer, low)[MASTER]
+    assert torch.allclose(master, exact.detach(), atol=1e-7)
+    assert torch.equal(low.detach(), master.to(torch.bfloat16))
+
+
+def test_without_master_weights_most_of_it_would_be_lost():
+    start, _ = train(torch.float32, build_adamw, steps=0)
+    exact, _ = train(torch.float32, build_adamw)
+    naive, _ = train(torch.bfloat16, torch.optim.AdamW)
+    moved = (exact - start).abs().mean()
+    assert (naive.detach().float() - exact).abs().mean() > 0.5 * moved
+
+
+def test_float32_parameters_step_exactly_as_torchs():
+    ours, _ = train(torch.float32, build_adamw)
+    theirs, _ = train(torch.float32, torch.optim.AdamW)
+    assert torch.equal(ours, theirs)
+
+
+def test_mixed_precisions_are_refused():
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.bfloat16)]
+    with pytest.raises(ValueError, match="1 of 2 parameters are not float32"):
+        build_adamw(parameters, lr=1e-3)

@@ -1,0 +1,84 @@
+"""AdamW with float32 master weights where the policy's own are in a lower precision.
+
+A bfloat16 number has 8 bits of mantissa: at the learning rates of RL nearly every update of it would be rounded away.
+So the optimizer keeps the exact weights, steps those, and rounds them into the policy (mixed precision training,
+Micikevicius et al. 2018, section 3.1). Float32 parameters are left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""AdamW's state of one parameter; `step` is a number."""
+MASTER = "master"
+"""The exact weights, float32, of a parameter in a lower precision."""
+
+
+def build_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.AdamW:
+    """AdamW for the parameters of one policy; with master weights where they are in a lower precision.
+
+    Args:
+        parameters: all float32, or all in a lower precision.
+        options: of `torch.optim.AdamW`.
+
+    Raises:
+        ValueError: some are float32 and some are not.
+    """
+    low = sum(p.dtype != torch.float32 for p in parameters)
+    if low not in (0, len(parameters)):
+        raise ValueError(f"{low} of {len(parameters)} parameters are not float32; all or none must be")
+    return (MasterAdamW if low else torch.optim.AdamW)(parameters, **options)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with moments and weights in float32, for parameters in a lower precision."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update; rounds the exact weights into the parameters."""
+        for group in self.param_groups:
+            self._step_low(group)
+
+    def _step_low(self, group: dict[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        states = [state_of(self, p) for p in parameters]
+        adamw(
+            [s[MASTER] for s in states],
+            [p.grad.float() for p in parameters],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, state in zip(parameters, states, strict=True):
+            parameter.copy_(state[MASTER])
+
+
+def names_of_state(parameter: Tensor) -> tuple[str, ...]:
+    """What the optimizer keeps of a parameter."""
+    return MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, MASTER)
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The state of one parameter, made (moments 0, master = the weights as they are) where there is none yet."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        if parameter.dtype != torch.float32:
+            state[MASTER] = parameter.detach().to(torch.float32, copy=True)
+    return state
