@@ -1,0 +1,155 @@
+"""The same workers in processes of their own: same numbers, and one clear error when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from actor_toys import REWARDS, make_batch, tiny_policy
+
+from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.data import batch as col
+from verl_mt.errors import ConfigError, DataError, WorkerError
+from verl_mt.workers.setup import Placement
+from verl_mt.workers.worker_group import build_worker_group
+
+pytestmark = pytest.mark.ray
+TWO = Placement("ray", n_workers_per_node=2, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ActorRolloutRefConfig:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_policy().save_pretrained(folder)
+    actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, ppo_max_token_len=64, optim=OptimConfig(lr=1e-2))
+    return ActorRolloutRefConfig(model=ModelConfig(path=str(folder)), actor=actor)
+
+
+def build(config, placement="inline"):
+    return build_worker_group(config, total_steps=10, train_batch_size=3, placement=placement)
+
+
+@pytest.fixture(scope="module")
+def groups(cluster, config):
+    """(in this process, on two ranks)."""
+    os.environ["VERL_MT_FORWARDED"], os.environ["PRIVATE_KEY"] = "yes", "no"
+    try:
+        on_ray = build(config, TWO)
+    finally:
+        del os.environ["VERL_MT_FORWARDED"], os.environ["PRIVATE_KEY"]
+    yield build(config), on_ray
+    on_ray.close()
+
+
+def step(group, seed=0):
+    batch = make_batch(REWARDS, seed=seed)
+    group.add_ref_log_probs(batch)
+    return batch, group.update(batch)
+
+
+def assert_same_weights(inline, on_ray):
+    weights = dict(inline.full_state())
+    sent = dict(on_ray.full_state())
+    assert list(sent) == list(weights)
+    for name, tensor in weights.items():
+        assert sent[name].dtype == tensor.dtype
+        torch.testing.assert_close(sent[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_an_update_is_the_one_of_a_single_process(groups):
+    inline, on_ray = groups
+    assert on_ray.num_parameters == inline.num_parameters
+    copy = on_ray.policy_module
+    batch, expected = step(inline)
+    got_batch, got = step(on_ray)
+    assert got == pytest.approx(expected, abs=1e-5, rel=1e-4)
+    for name in (col.REF_LOG_PROBS, col.OLD_LOG_PROBS):
+        torch.testing.assert_close(got_batch[name], batch[name], atol=1e-5, rtol=1e-5, equal_nan=True)
+    assert_same_weights(inline, on_ray)
+    on_ray.refresh_policy_module()
+    assert on_ray.policy_module is copy
+    for name, parameter in inline.policy_module.named_parameters():
+        torch.testing.assert_close(dict(copy.named_parameters())[name], parameter, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(on_ray.compute_log_probs(batch), inline.compute_log_probs(batch), atol=1e-3, rtol=1e-3)
+
+
+def test_weights_go_round_in_buckets_of_whole_layers(groups):
+    on_ray = groups[1]
+    import ray
+
+    def with_small_buckets(worker):
+        import verl_mt.workers.rank as rank
+
+        rank._BUCKET_BYTES = 1
+        return len(worker._buckets())
+
+    counts = ray.get([w.__ray_call__.remote(with_small_buckets) for w in on_ray._workers])
+    assert counts == [4, 4]  # embeddings, two layers, the last norm
+    assert_same_weights(groups[0], on_ray)
+
+
+def test_workers_get_what_their_libraries_read_from_the_environment_and_no_secrets(groups):
+    import ray
+
+    def read(worker):
+        return os.environ.get("VERL_MT_FORWARDED"), os.environ.get("HF_HUB_OFFLINE"), os.environ.get("PRIVATE_KEY")
+
+    seen = ray.get([w.__ray_call__.remote(read) for w in groups[1]._workers])
+    assert seen == [("yes", os.environ.get("HF_HUB_OFFLINE"), None)] * 2
+
+
+def test_checkpoints_go_to_and_fro_between_placements(groups, config, tmp_path):
+    inline, on_ray = groups
+    on_ray.load_state_dict(inline.state_dict())
+    assert all(torch.equal(tensor, dict(inline.full_state())[name]) for name, tensor in on_ray.full_state())
+    step(on_ray, seed=1)
+    on_ray.save_shards(tmp_path)
+    state = on_ray.state_dict()
+    assert "tensors" not in state["actor"]
+    back = build(config)
+    back.load_state_dict(state, tmp_path)
+    assert all(torch.equal(tensor, dict(back.full_state())[name]) for name, tensor in on_ray.full_state())
+    assert back.actor.num_updates == state["actor"]["num_updates"] == inline.actor.num_updates + 1
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(cluster, config):
+    for placement, wanted in (
+        (
+            Placement("ray", nnodes=2),
+            r"trainer\.nnodes=2 .* 2 machine\(s\) with 1 CPUs each; the Ray cluster has: 4 CPUs",
+        ),
+        (Placement("ray", n_workers_per_node=9), r"1 machine\(s\) with 9 CPUs each"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            build(config, placement)
+
+
+def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(groups):
+    """Last: it ends the group that the tests above share."""
+    on_ray = groups[1]
+    pids = on_ray.worker_pids
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=rf"rank 1 \(process {pids[1]} on .*\) of 2 died while updating the policy"
+    ) as one:
+        step_without_ref(on_ray)
+    assert "The same command goes on from the run's last checkpoint" in str(one.value)
+    with pytest.raises(WorkerError, match="rank 1"):
+        on_ray.state_dict()
+    on_ray.close()
+
+
+def step_without_ref(group):
+    batch = make_batch(REWARDS)
+    batch[col.REF_LOG_PROBS] = batch[col.ROLLOUT_LOG_PROBS]
+    return group.update(batch)
+
+
+def test_an_error_of_a_rank_arrives_as_what_it_is(cluster, config):
+    group = build(config, Placement("ray", num_threads=1))
+    batch = make_batch(REWARDS)
+    with pytest.raises(DataError, match="the batch has no column ref_log_probs"):
+        group.update(batch)
