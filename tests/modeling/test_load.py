@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_mt.errors import CheckpointError, ConfigError
-from verl_mt.modeling.load import export_hf, load_causal_lm
+from verl_mt.modeling.load import empty_causal_lm, export_hf, load_causal_lm
 
 
 def tiny(seed=0, **changes):
@@ -27,6 +27,19 @@ def test_an_export_loads_back_with_the_same_weights(tmp_path, tied):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values()))
     assert load_causal_lm(str(folder), dtype="bfloat16").dtype == torch.bfloat16
     assert load_causal_lm(str(folder), attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_empty_model_is_the_loaded_one_without_its_numbers(tmp_path, tied):
+    folder = export_hf(tiny(tie_word_embeddings=tied), None, tmp_path / "export")
+    loaded, empty = load_causal_lm(str(folder)), empty_causal_lm(str(folder))
+    assert not empty.training and empty.config._attn_implementation == "sdpa"
+    for kind in ("named_parameters", "named_buffers"):
+        one, other = dict(getattr(loaded, kind)()), dict(getattr(empty, kind)())
+        assert {n: (t.shape, t.dtype) for n, t in one.items()} == {n: (t.shape, t.dtype) for n, t in other.items()}
+        assert all(tensor.device.type == "cpu" for tensor in other.values())
+    assert (empty.lm_head.weight is empty.get_input_embeddings().weight) == tied
+    assert empty_causal_lm(str(folder), dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_an_export_replaces_an_older_one_and_leaves_nothing_else_behind(tmp_path):

@@ -18,11 +18,17 @@ from verl_mt.workers.shards import save_shards
 from verl_mt.workers.worker_group import load_actor
 
 
-def sharded_worker(ranks: Ranks, **kwargs: Any) -> ActorWorker:
+def sharded_worker(ranks: Ranks, *, checkpointing: bool = False, **kwargs: Any) -> ActorWorker:
     """The same worker as `actor_toys.worker`, over the ranks."""
     module = copy.deepcopy(tiny_policy())
+    if checkpointing:
+        module.gradient_checkpointing_enable()
     if ranks.size == 1:
         return worker(module, **kwargs)
+    if ranks.rank:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.zero_()  # only what rank 0 has counts
     return worker(ShardedPolicy(module, ranks, device_type="cpu"), **kwargs)
 
 

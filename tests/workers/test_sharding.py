@@ -62,6 +62,13 @@ def test_several_mini_batches_and_epochs_end_in_the_same_weights(ranks, size):
         assert got["metrics"]["actor/ppo_kl"] == pytest.approx(expected["metrics"]["actor/ppo_kl"], abs=1e-4)
 
 
+def test_activations_may_be_recomputed_on_ranks_too(ranks):
+    batch = a_batch(0, masked=False, few=False)
+    expected = one_update(ALONE, batch.clone())
+    for got in ranks(2)(one_update, batch, checkpointing=True, ppo_micro_batch_size=3):
+        torch.testing.assert_close(got["gradients"], expected["gradients"], atol=1e-5, rtol=1e-5)
+
+
 def test_log_probs_come_back_whole_whoever_computed_them(ranks):
     batch = a_batch(1, masked=True, few=False)
     expected = worker(tiny_policy()).compute_log_probs(batch)

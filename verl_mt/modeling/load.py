@@ -74,6 +74,32 @@ def load_causal_lm(
     return model.to(device)
 
 
+def empty_causal_lm(
+    path: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The model that `load_causal_lm` would load, on the CPU, with memory for its weights and nothing in it.
+
+    Memory that nobody writes costs nothing: a rank whose shards come from another one needs no more than its shards.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(
+        resolve_model_path(path), revision=revision, trust_remote_code=trust_remote_code
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model.eval()
+
+
 def export_hf(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     """Write model and tokenizer as a Hugging Face folder: whole or not at all, and checked by loading it.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
-from verl_mt.modeling.load import load_causal_lm
+from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
@@ -56,9 +56,9 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
-    module = load_policy(setup, device=setup.device if ranks.size == 1 else "cpu")
-    # Copied before any checkpoint is loaded into the actor: the reference stays what the run started from.
-    ref = copy.deepcopy(module) if config.actor.use_kl_loss else None
+    module = _first_policy(setup, ranks)
+    # Made before any checkpoint is loaded into the actor: the reference stays what the run started from.
+    ref = copy.deepcopy(module) if config.actor.use_kl_loss and ranks.size == 1 else None
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     temperature = config.rollout.temperature
@@ -71,23 +71,35 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         norm_constant=config.rollout.response_length,
         seed=setup.seed,
     )
-    if ref is None:
+    if not config.actor.use_kl_loss:
         return actor, None
+    # Over ranks it is loaded once more: the actor's whole copy is gone, and two would not have to fit.
+    ref = _first_policy(setup, ranks) if ref is None else ref
     ref = _spread(ref.requires_grad_(False), setup, ranks, offload=config.ref.offload)
     return actor, RefWorker(ref, config.ref, actor=config.actor, temperature=temperature, device=setup.device)
 
 
+def _first_policy(setup: WorkerSetup, ranks: Ranks) -> Any:
+    """Whole, or where it is going to be spread: whole on rank 0, which deals it out, without content on the others."""
+    if ranks.size == 1:
+        return load_policy(setup, device=setup.device)
+    return load_policy(setup, device="cpu") if ranks.rank == 0 else empty_causal_lm(**_source(setup))
+
+
 def load_policy(setup: WorkerSetup, *, device: str) -> Any:
     """The model that the config names, whole."""
+    return load_causal_lm(**_source(setup), device=device)
+
+
+def _source(setup: WorkerSetup) -> dict[str, Any]:
     model = setup.config.model
-    return load_causal_lm(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-        device=device,
-    )
+    return {
+        "path": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def cores_per_worker(placement: Placement) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
@@ -23,7 +24,8 @@ class ShardedPolicy(nn.Module):
     """A causal language model over several ranks. `forward` is `forward_log_probs` of this rank's rows.
 
     Args:
-        model: a whole Hugging Face causal language model, the same on every rank; its parameters become shards.
+        model: a Hugging Face causal language model on the CPU; its parameters become shards. The weights are rank 0's;
+            on other ranks they may be empty memory.
         ranks: the group, with torch.distributed initialised.
         device_type: where shards and passes live, `cpu` or `cuda` (this process's current device).
         offload: keep the shards in CPU memory and copy them to the device layer by layer (cuda only).
@@ -38,6 +40,7 @@ class ShardedPolicy(nn.Module):
         self.ranks = ranks
         forbid_sharing(model)
         mesh = init_device_mesh(device_type, (ranks.size,))
+        weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
         layer_names = set(getattr(model, "_no_split_modules", None) or ())
         parts = [m for m in model.modules() if type(m).__name__ in layer_names]
@@ -46,10 +49,25 @@ class ShardedPolicy(nn.Module):
             # Denominators of the loss are global already: gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        _deal_out(model, weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output = forward_log_probs(self.model, *args, **kwargs)
         return output.log_probs_BT, output.entropy_BT  # FSDP finds tensors in tuples, not in a dataclass
+
+
+@torch.no_grad()
+def _deal_out(model: Any, weights: list[Tensor]) -> None:
+    """Give every rank its shards of rank 0's weights, one parameter at a time, and rank 0's buffers."""
+    from torch.distributed.tensor import distribute_tensor
+
+    for number, parameter in enumerate(model.parameters()):
+        dealt = distribute_tensor(weights[number], parameter.device_mesh, parameter.placements)
+        parameter.to_local().copy_(dealt.to_local())
+        del dealt
+        weights[number] = torch.empty(0)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
 
 
 def ranks_of(module: nn.Module) -> Ranks:
