@@ -49,6 +49,8 @@ class TensorBuckets:
     version: int
     tensors: Iterable[tuple[str, torch.Tensor]]
     bucket_bytes: int = 512 * 1024 * 1024
+    streamed: bool = False
+    """Every pass over `tensors` gathers them from other processes: they are looked at once, on their way."""
 
 
 @dataclass(frozen=True)

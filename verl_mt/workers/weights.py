@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from verl_mt.engines.base import Capabilities, Disk, InferenceEngine, InPlace, TensorBuckets, WeightUpdate
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.weights import named_weights
-from verl_mt.workers.worker_group import WorkerGroup
+from verl_mt.workers.worker_group import InlineWorkerGroup, WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def weight_update_for(
             policy.refresh_policy_module()
         return InPlace(version)
     if "tensor_buckets" in capabilities.transports:
-        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes)
+        streamed = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
+        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed)
     if "disk" in capabilities.transports and transport.folder is not None:
         path = transport.folder / f"version_{version:06d}"
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy

@@ -26,7 +26,7 @@ def lab() -> Lab:
         ROLLOUT + "n=4",
         ROLLOUT + "interaction_config_file=interaction_configs/checker.yaml",
         ROLLOUT + "multi_turn.max_user_turns=1",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=2e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     )
 

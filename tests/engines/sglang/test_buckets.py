@@ -50,21 +50,25 @@ def test_what_would_kill_sglang_or_be_ignored_by_it_is_refused(given, message):
 def test_what_is_packed_comes_out_again_whatever_the_bucket_size(shapes, limit, dtype):
     weights = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     weights["steps"] = torch.arange(7)
-    found = {}
-    buckets = Buckets(dtype)
-    for buffer, entries in buckets.pack(weights.items(), limit):
+    found, last = {}, []
+    buckets = Buckets({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
+    # Like a gather over processes: a tensor is gone when the next one is asked for.
+    stream = ((name, tensor.clone()) for name, tensor in weights.items())
+    for buffer, entries, is_last in buckets.pack(stream, limit):
         assert buffer.is_shared()
+        last.append(is_last)
         for e in entries:
             found[e.name] = buffer[e.start : e.start + e.num_bytes].view(e.dtype).view(e.shape).clone()
+    assert last == [False] * (len(last) - 1) + [True]
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor if name == "steps" else tensor.to(dtype), rtol=0, atol=0)
-    assert buckets.num_bytes >= sum(t.numel() * t.element_size() for t in found.values())
 
 
 def test_a_payload_holds_a_handle_and_no_class_of_sglang_and_leaves_the_sharing_strategy_alone():
     before = mp.get_sharing_strategy()
-    buffer, entries = next(Buckets(torch.float32).pack([("w", torch.arange(6.0).view(2, 3))], 1000))
+    buckets = Buckets({"w": (2, 3)}, torch.float32)
+    buffer, entries, _ = next(buckets.pack([("w", torch.arange(6.0).view(2, 3))], 1000))
     data = payload(buffer, entries)
     assert mp.get_sharing_strategy() == before
     assert len(data) < 1000

@@ -212,6 +212,38 @@ def test_wrong_weights_are_refused_before_anything_is_called(run_async, tiny):
     run_async(go())
 
 
+def test_a_streamed_update_is_looked_at_once_and_one_that_breaks_off_leaves_no_engine_with_half_of_it(run_async, tiny):
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        good = dict(named_weights(tiny))
+        await engine.apply(TensorBuckets(1, good.items()))
+        passes = []
+
+        class Stream:
+            def __init__(self, weights):
+                self.weights = weights
+
+            def __iter__(self):
+                passes.append(1)
+                return iter(self.weights.items())
+
+        await engine.apply(TensorBuckets(2, Stream(good), streamed=True))
+        assert len(passes) == 1 and engine.version == 2
+        del engine.calls[:]
+        last = list(good)[-1]
+        with pytest.raises(EngineError, match="has shape"):
+            await engine.apply(TensorBuckets(3, Stream({**good, last: torch.zeros(3)}), streamed=True))
+        assert engine.names() == [] and len(engine.lives) == 1  # all in one bucket, which never left
+        with pytest.raises(EngineError, match="has shape"):
+            await engine.apply(TensorBuckets(3, Stream({**good, last: torch.zeros(3)}), 1_000_000, streamed=True))
+        await engine.generate(request([5]))
+        sent = [body["weight_version"] for name, body in engine.calls if "weight_version" in body]
+        assert len(engine.lives) == 2 and sent == ["2"] and engine.version == 2
+        await engine.close()
+
+    run_async(go())
+
+
 def test_an_engine_that_dies_comes_back_with_the_current_weights_and_its_requests_are_told(run_async, tiny):
     async def go():
         engine = FakeEngine(lambda body: None if body["input_ids"] == [5] else answer([3], "stop", matched=3))

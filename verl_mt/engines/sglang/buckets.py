@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -30,78 +32,115 @@ class Entry:
     num_bytes: int
 
 
-def verify(tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names and shapes with the model's own, before the first bucket leaves.
+class Check:
+    """Compares what comes with the model's own names and shapes.
 
     SGLang is not asked about this: a wrong shape kills it, and an unknown name is ignored without a word.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]]):
+        self._expected = expected
+        self._missing = dict(expected)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Raises:
+        EngineError: an unknown name, a name that comes twice, a wrong shape.
+        """
+        if name not in self._expected:
+            raise EngineError(f"weight update: the model has no weight {name!r}; it has {_some(self._expected)}")
+        if name not in self._missing:
+            raise EngineError(f"weight update: {name!r} comes twice")
+        if tuple(tensor.shape) != self._missing.pop(name):
+            raise EngineError(
+                f"weight update: {name!r} has shape {tuple(tensor.shape)}, the model's has {self._expected[name]}"
+            )
+
+    def finish(self) -> None:
+        """Raises:
+        EngineError: weights are missing.
+        """
+        if self._missing:
+            raise EngineError(
+                f"weight update: {len(self._missing)} of {len(self._expected)} weights are missing: "
+                f"{_some(self._missing)}"
+            )
+
+
+def verify(tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check a whole update before any of it leaves.
 
     Raises:
-        EngineError: an unknown name, a name that comes twice, a wrong shape, weights that are missing.
+        EngineError: see `Check`.
     """
-    missing = dict(expected)
+    check = Check(expected)
     for name, tensor in tensors:
-        if name not in expected:
-            raise EngineError(f"weight update: the model has no weight {name!r}; it has {_some(expected)}")
-        if name not in missing:
-            raise EngineError(f"weight update: {name!r} comes twice")
-        if tuple(tensor.shape) != missing.pop(name):
-            raise EngineError(
-                f"weight update: {name!r} has shape {tuple(tensor.shape)}, the model's has {expected[name]}"
-            )
-    if missing:
-        raise EngineError(f"weight update: {len(missing)} of {len(expected)} weights are missing: {_some(missing)}")
+        check.take(name, tensor)
+    check.finish()
+
+
+class Bucket(NamedTuple):
+    """A full buffer."""
+
+    buffer: Tensor
+    entries: list[Entry]
+    is_last: bool
 
 
 class Buckets:
-    """Packs tensors into one buffer, again and again.
+    """Packs updates into one buffer, again and again, and checks them on the way.
 
     The buffer is allocated once, in shared memory where it is on the CPU: the engine opens it by its handle and copies
-    out of it. It holds its bytes until the next bucket is packed.
+    out of it.
 
     Args:
+        expected: name -> shape of all weights.
         dtype: floating-point tensors are converted to it on the way, so that no byte is sent in vain.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype):
+        self._expected = expected
         self._dtype = dtype
+        self._total = sum(_aligned(math.prod(shape) * dtype.itemsize) for shape in expected.values())
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.num_bytes = 0
-        """Sent in the current update."""
 
-    def pack(self, tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[Tensor, list[Entry]]]:
-        """The filled part of the buffer, and what lies where. A bucket is overwritten when the next one is asked for.
+    def pack(self, tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+        """Buckets, each of which holds until the next one is asked for.
 
         Args:
-            tensors: any number; each stays as it is until its bucket was yielded.
+            tensors: each is copied before the next one is asked for.
             limit: bytes of a bucket; a tensor that is larger gets a bucket of its own.
+
+        Raises:
+            EngineError: see `Check`; what was yielded before may have been sent.
         """
-        self.num_bytes = 0
-        group: list[tuple[Entry, Tensor]] = []
+        check = Check(self._expected)
+        entries: list[Entry] = []
         size = 0
+        capacity = max(_ALIGNMENT, min(limit, self._total))
         for name, tensor in tensors:
+            check.take(name, tensor)
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             num_bytes = tensor.numel() * dtype.itemsize
-            if group and size + num_bytes > limit:
-                yield self._fill(group, size)
-                group, size = [], 0
-            group.append((Entry(name, tensor.shape, dtype, size, num_bytes), tensor))
-            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if group:
-            yield self._fill(group, size)
+            if entries and size + num_bytes > capacity:
+                yield self._full(entries, size, is_last=False)
+                entries, size = [], 0
+            self._reserve(max(capacity, size + num_bytes), tensor.device)
+            with torch.no_grad():
+                self._buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
+            entries.append(Entry(name, tensor.shape, dtype, size, num_bytes))
+            size += _aligned(num_bytes)
+        check.finish()
+        if entries:
+            yield self._full(entries, size, is_last=True)
 
-    def _fill(self, group: list[tuple[Entry, Tensor]], size: int) -> tuple[Tensor, list[Entry]]:
-        device = group[0][1].device
-        if self._buffer.numel() < max(size, _ALIGNMENT) or self._buffer.device != device:
-            self._buffer = _allocate(max(size, _ALIGNMENT), device)
-        buffer = self._buffer[:size]
-        with torch.no_grad():
-            for entry, tensor in group:
-                part = buffer[entry.start : entry.start + entry.num_bytes]
-                part.view(entry.dtype).view(entry.shape).copy_(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.num_bytes += size
-        return buffer, [entry for entry, _ in group]
+    def _reserve(self, size: int, device: torch.device) -> None:
+        if self._buffer.numel() < size or self._buffer.device != device:
+            self._buffer = _allocate(size, device)
+
+    def _full(self, entries: list[Entry], size: int, *, is_last: bool) -> Bucket:
+        if self._buffer.device.type == "cuda":
+            torch.cuda.synchronize(self._buffer.device)
+        return Bucket(self._buffer[:size], entries, is_last)
 
 
 def payload(buffer: Tensor, entries: list[Entry]) -> bytes:
@@ -124,11 +163,15 @@ def payload(buffer: Tensor, entries: list[Entry]) -> bytes:
 
 
 def _allocate(size: int, device: torch.device) -> Tensor:
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        with _file_system_sharing():
-            buffer.share_memory_()
-    return buffer
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with _file_system_sharing():
+        # Not share_memory_(), which would copy, and so touch, every page of it.
+        return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import contextlib
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -158,14 +158,17 @@ class SGLangEngine(InferenceEngine):
         async with self._update_lock:
             assert self._shape is not None
             if isinstance(update, TensorBuckets):
-                if iter(update.tensors) is update.tensors:
-                    update = TensorBuckets(update.version, list(update.tensors), update.bucket_bytes)
-                verify(update.tensors, self._shape.weights)
-            for replica in self._replicas:
-                replica.sender.current = update
+                if isinstance(update.tensors, Iterator):
+                    update = replace(update, tensors=list(update.tensors))
+                if not update.streamed:
+                    verify(update.tensors, self._shape.weights)
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
             await asyncio.gather(*(self._bring_up_to_date(r, update) for r in present or self._replicas))
+            for replica in self._replicas:
+                replica.sender.current = update
+            late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
+            await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in late))
             self._version = update.version
 
     async def release_memory(self) -> None:
@@ -208,7 +211,7 @@ class SGLangEngine(InferenceEngine):
             model_shape, options.model_path, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
         for replica in self._replicas:
-            replica.sender.num_weights = len(self._shape.weights)
+            replica.sender.shape = self._shape
         results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -233,9 +236,9 @@ class SGLangEngine(InferenceEngine):
             async with replica.lock:
                 if replica.holds is update:
                     return
-                with contextlib.suppress(EngineGoneError):  # its next life begins with these weights
+                with contextlib.suppress(EngineGoneError):  # to be sent again to its next life
                     await replica.sender.send(client, update)
-                    replica.holds = update
+                    replica.sender.current = replica.holds = update
                     return
 
     # Requests

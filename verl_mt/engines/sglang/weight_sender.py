@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +11,8 @@ from verl_mt.engines.base import Disk, TensorBuckets, WeightUpdate
 from verl_mt.engines.sglang.buckets import Buckets, payload
 from verl_mt.engines.sglang.client import Client
 from verl_mt.engines.sglang.options import SGLangOptions
-from verl_mt.errors import ConfigError, EngineError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.modeling.weights import ModelShape
 
 
 class WeightSender:
@@ -25,11 +26,12 @@ class WeightSender:
     def __init__(self, options: SGLangOptions, is_paused: Callable[[], bool]):
         self.current: WeightUpdate | None = None
         """What a new life gets; None = the model's files."""
-        self.num_weights = 0
-        """How many tensors an update has."""
+        self.shape: ModelShape | None = None
+        """What an update is compared with; known when the engine starts."""
         self._options = options
         self._is_paused = is_paused
-        self._buckets = Buckets(getattr(torch, options.dtype))
+        self._buckets: Buckets | None = None
+        self._begun = False
 
     async def refresh(self, client: Client) -> WeightUpdate | None:
         """The current weights, for an engine that has just been started.
@@ -54,33 +56,49 @@ class WeightSender:
         """Turns that are being sampled are set back to where they have no cache, and go on with the new weights.
 
         Raises:
-            EngineError: SGLang refused; what weights it has now is not known.
-            EngineGoneError: it went away.
+            EngineError: the update does not fit the model, or SGLang refused it. If a part of it has arrived by then,
+                the engine is given up, so that it is started anew with weights that are known.
+            EngineGoneError: the engine went away.
         """
-        call = partial(client.call, timeout_s=self._options.timeout_s)
-        await call("pause_generation", {"mode": "retract"})
-        if isinstance(update, Disk):
-            body = {"model_path": update.path, "weight_version": str(update.version)}
-            await call("update_weights_from_disk", body)
-        elif isinstance(update, TensorBuckets):
-            await self._send_tensors(client, update)
-        else:
-            raise EngineError(f"an SGLang engine takes TensorBuckets and Disk updates, got {type(update).__name__}")
+        self._begun = False
+        try:
+            if isinstance(update, Disk):
+                body = {"model_path": update.path, "weight_version": str(update.version)}
+                await self._pause(client)
+                await self._call(client, "update_weights_from_disk", body)
+            elif isinstance(update, TensorBuckets):
+                await self._send_tensors(client, update)
+            else:
+                raise EngineError(f"an SGLang engine takes TensorBuckets and Disk, got {type(update).__name__}")
+        except EngineError as error:
+            if self._begun and not isinstance(error, EngineGoneError):
+                client.give_up(f"a weight update broke off: {error}")
+            raise
         if not self._is_paused():
-            await call("continue_generation", {})
+            await self._call(client, "continue_generation", {})
 
     async def _send_tensors(self, client: Client, update: TensorBuckets) -> None:
-        call = partial(client.call, timeout_s=self._options.timeout_s)
-        num_left = self.num_weights
-        await call("begin_weight_update", {})
-        for buffer, entries in self._buckets.pack(update.tensors, update.bucket_bytes):
-            num_left -= len(entries)
+        assert self.shape is not None
+        if self._buckets is None:
+            self._buckets = Buckets(self.shape.weights, getattr(torch, self._options.dtype))
+        for bucket in self._buckets.pack(update.tensors, update.bucket_bytes):
+            if not self._begun:
+                await self._pause(client)
+                await self._call(client, "begin_weight_update", {})
             body = {
-                "serialized_named_tensors": [payload(buffer, entries)] * self._options.tensor_parallel_size,
+                "serialized_named_tensors": [payload(bucket.buffer, bucket.entries)]
+                * self._options.tensor_parallel_size,
                 "load_format": "flattened_bucket",
-                "flush_cache": num_left == 0,
+                "flush_cache": bucket.is_last,
             }
-            if num_left == 0:
+            if bucket.is_last:
                 body["weight_version"] = str(update.version)
-            await call("update_weights_from_tensor", body)
-        await call("end_weight_update", {})
+            await self._call(client, "update_weights_from_tensor", body)
+        await self._call(client, "end_weight_update", {})
+
+    async def _pause(self, client: Client) -> None:
+        self._begun = True
+        await self._call(client, "pause_generation", {"mode": "retract"})
+
+    async def _call(self, client: Client, name: str, body: dict[str, Any]) -> None:
+        await client.call(name, body, self._options.timeout_s)

@@ -1,0 +1,64 @@
+"""Killing SGLang in the middle of a rollout ends neither the run nor anything in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from live import ROLLOUT, START_S, processes_of_group
+
+from verl_mt.config.compose import compose
+from verl_mt.trainer.build import build_trainer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+@pytest.mark.cap("V1")
+def test_a_kill_in_the_middle_of_a_rollout_does_not_end_the_run_and_no_sample_is_lost_or_doubled(tmp_path):
+    config = compose(
+        [
+            ROLLOUT + "name=sglang",
+            ROLLOUT + f"engine_timeout_s={START_S}",
+            # Few at a time, so that the rollout lasts long enough to be hit.
+            ROLLOUT + "max_concurrent=8",
+            "data.train_batch_size=8",
+            "data.val_files=null",
+            "trainer.total_training_steps=3",
+            "trainer.save_freq=-1",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trainer.logger=[console]",
+        ]
+    )
+    trainer = build_trainer(config)
+    (pid,) = trainer.engine.pids
+    progress = trainer.stream.runner.progress
+
+    def kill_in_step_two():
+        while trainer.step_number < 1 or not 8 <= progress.num_finished < progress.num_trajectories - 8:
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_in_step_two, daemon=True)
+    killer.start()
+    trainer.fit()
+    killer.join(1.0)
+    assert not killer.is_alive() and pid not in trainer.engine.pids
+    assert not any(processes_of_group(group) for group in (pid, *trainer.engine.pids))
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines}
+    assert [by_step[step]["engine/restarts"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert by_step[2]["rollout/retries"] >= 1 and by_step[2]["rollout/aborted"] == 0
+    assert max(by_step[step]["rollout/logprob_diff_max"] for step in (1, 2, 3)) <= 1e-4
+    files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
+    assert len(files) == 3
+    for step, file in enumerate(files, start=1):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        ids = [(row["prompt_id"], row["trajectory_id"]) for row in rows]
+        assert len(ids) == len(set(ids)) == 8 * 8
+        assert sorted(i for _, i in ids) == sorted(f"{p}.{n:02d}" for p in {p for p, _ in ids} for n in range(8))
+        assert all(row["step"] == step for row in rows)

@@ -1,0 +1,143 @@
+"""SGLang HTTP servers: one that is launched here, and the same one as somebody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import request
+from live import Lab, processes_of_group, worst_difference
+from parity import compare
+from test_live_contract import changed
+
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.requests import VersionSpan
+from verl_mt.engines.base import TensorBuckets
+from verl_mt.engines.sglang.engine import SGLangEngine
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.workers.weights import LiveWeights, weight_update_for
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def launched(lab: Lab, run):
+    engine = lab.engine("launch_servers=1")
+    try:
+        run(engine.start())
+        yield engine
+    finally:
+        groups = engine.pids
+        run(engine.close())
+        assert not any(processes_of_group(group) for group in groups)
+
+
+@pytest.fixture(scope="module")
+def url(launched) -> str:
+    return launched._replicas[0]._client.url
+
+
+@pytest.fixture
+def attached(lab: Lab, run, url):
+    engine = lab.engine(f"servers=[{url}]")
+    yield engine
+    run(engine.close())
+
+
+@pytest.mark.cap("C15")
+def test_greedy_records_are_those_of_the_local_engine(launched, lab: Lab, run):
+    run(launched.apply(weight_update_for(launched.capabilities, lab.module, 1)))
+    expected = run(lab.roll_out(lab.local.context.engine, lab.prompts[:70], "local", temperature=0.0))
+    found = run(lab.roll_out(launched, lab.prompts[:70], "local", temperature=0.0))
+    result = compare(lab.module, expected, found)
+    assert result.num_tool_rows >= 50 and result.num_sampled >= 2000, result
+    assert not result.differences and len(result.ties) <= 2, result
+
+
+def test_weights_reach_a_server_through_shared_memory(launched, lab: Lab, run):
+    prompt, before = lab.prompts[0].ids, lab.module
+    for version in (2, 3):
+        module = changed(lab.module, 0.1, seed=version)
+        run(launched.apply(TensorBuckets(version, LiveWeights(module), bucket_bytes=1 << 20)))
+        output = run(launched.generate(request(prompt, temperature=1.0, max_new_tokens=30)))
+        assert output.version_spans == [VersionSpan(version, len(output.token_ids))] and output.cached_tokens == 0
+        assert worst_difference(module, prompt, output) < 1e-4
+        assert worst_difference(before, prompt, output) > 1e-2
+        before = module
+
+
+def test_a_server_with_other_weights_is_set_back_and_a_second_turn_meets_its_prefix_cache(attached, lab, run):
+    run(attached.start())
+    stream, cached = list(lab.prompts[3].ids), []
+    attached.open_session("s", 0)
+    for _ in range(2):
+        output = run(attached.generate(request(stream, "s", temperature=1.0, max_new_tokens=10)))
+        assert worst_difference(lab.module, stream, output) < 1e-4
+        assert output.version_spans == [VersionSpan(0, len(output.token_ids))]
+        cached.append(output.cached_tokens)
+        known = len(stream) + len(output.token_ids)
+        stream = [*stream, *output.token_ids, 5, 6, 7]
+    attached.close_session("s")
+    assert cached[1] >= known - len(output.token_ids) - 4
+
+
+def test_a_server_does_abort_pause_and_refuse_like_the_colocated_engine(attached, lab, run):
+    import asyncio
+
+    prompt = lab.prompts[0].ids
+
+    async def go():
+        cut = await attached.generate(request(prompt, max_new_tokens=250, temperature=4.0, deadline_s=0.3))
+        await attached.pause("retract")
+        held = asyncio.ensure_future(attached.generate(request(prompt)))
+        await asyncio.sleep(0.1)
+        assert not held.done()
+        await attached.resume()
+        return cut, await held
+
+    cut, held = run(go())
+    assert cut.finish_reason == "abort" and worst_difference(lab.module, prompt, cut, 4.0) < 1e-4
+    assert held.token_ids
+    wrong = dict(LiveWeights(lab.module))
+    wrong[next(iter(wrong))] = torch.zeros(3)
+    with pytest.raises(EngineError, match="weight update"):
+        run(attached.apply(TensorBuckets(1, wrong.items())))
+    assert run(attached.generate(request(prompt))).token_ids == held.token_ids
+
+
+def test_another_model_or_too_short_a_context_is_refused_before_any_request(attached, lab, run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(resolve_model_path("verl_mt://tiny"), other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    for changes, message in (
+        ({"model_path": str(other)}, "was started with another model: .*hidden_size"),
+        ({"max_model_len": 4000}, "too few for sequences of 4000"),
+    ):
+        engine = SGLangEngine(replace(attached._options, **changes))
+        with pytest.raises(ConfigError, match=message):
+            run(engine.start())
+        run(engine.close())
+
+
+def test_a_killed_server_comes_back_with_the_current_weights_and_one_of_somebody_else_is_waited_for(
+    launched, attached, lab, run
+):
+    prompt, module = lab.prompts[0].ids, changed(lab.module, 0.1, seed=7)
+    run(attached.start())
+    run(launched.apply(weight_update_for(launched.capabilities, module, 7)))
+    (pid,) = launched.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineGoneError):
+        run(attached.generate(request(prompt)))
+    with pytest.raises(EngineGoneError, match="not ready within"):
+        run(attached.generate(request(prompt, deadline_s=2.0)))
+    output = run(launched.generate(request(prompt, temperature=1.0)))
+    assert output.version_spans == [VersionSpan(7, len(output.token_ids))]
+    assert worst_difference(module, prompt, output) < 1e-4
+    assert launched.metrics() == {"engine/restarts": 1} and not processes_of_group(pid)
