@@ -18,9 +18,11 @@ from verl_mt.workers.shards import save_shards
 from verl_mt.workers.worker_group import load_actor
 
 
-def sharded_worker(ranks: Ranks, *, checkpointing: bool = False, **kwargs: Any) -> ActorWorker:
+def sharded_worker(
+    ranks: Ranks, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> ActorWorker:
     """The same worker as `actor_toys.worker`, over the ranks."""
-    module = copy.deepcopy(tiny_policy())
+    module = copy.deepcopy(tiny_policy()).to(dtype)
     if checkpointing:
         module.gradient_checkpointing_enable()
     if ranks.size == 1:

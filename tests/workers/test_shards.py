@@ -36,6 +36,20 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_and_training_goes_on(rank
 
 
 @pytest.mark.slow
+def test_float32_masters_of_a_bfloat16_policy_are_sharded_and_kept(ranks, tmp_path):
+    options = {**OPTIONS, "dtype": torch.bfloat16}
+    saved = ranks(2)(train_and_save, batches(0), tmp_path, **options)[0]
+    whole_state = saved.pop("tensors")
+    masters = {name: t for name, t in whole_state.items() if name.endswith(".master")}
+    assert masters and all(t.dtype == torch.float32 for t in masters.values())
+    loaded, _ = ranks(3)(load_and_train, saved, tmp_path, batches(2), **options)[0]
+    assert loaded.keys() == whole_state.keys()
+    assert all(torch.equal(loaded[name], whole_state[name]) for name in loaded)
+    alone = train_and_save(ALONE, batches(0), tmp_path / "alone", **options)["tensors"]
+    assert {n: (t.dtype, t.shape) for n, t in alone.items()} == {n: (t.dtype, t.shape) for n, t in loaded.items()}
+
+
+@pytest.mark.slow
 def test_a_whole_checkpoint_of_one_process_loads_on_ranks(ranks, tmp_path):
     saved = train_and_save(ALONE, batches(0), tmp_path, **OPTIONS)
     loaded, _ = ranks(3)(load_and_train, saved, None, [], **OPTIONS)[2]

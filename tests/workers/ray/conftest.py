@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,17 +11,19 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SimpleNamespace]:
-    """`address` for drivers, `dashboard` for jobs."""
+    """`address` for drivers, `dashboard` for jobs (None without `ray[default]`)."""
     import ray
 
+    with_dashboard = importlib.util.find_spec("aiohttp_cors") is not None  # ray[default] brings it
     context = ray.init(
         address="local",
         num_cpus=4,
-        include_dashboard=True,
+        include_dashboard=with_dashboard,
         dashboard_host="127.0.0.1",
         object_store_memory=200 * 1024 * 1024,
         log_to_driver=False,
         logging_level="ERROR",
     )
-    yield SimpleNamespace(address=context.address_info["address"], dashboard=f"http://{context.dashboard_url}")
+    dashboard = f"http://{context.dashboard_url}" if with_dashboard else None
+    yield SimpleNamespace(address=context.address_info["address"], dashboard=dashboard)
     ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import signal
 import pytest
 
 from verl_mt.config.compose import compose
-from verl_mt.errors import WorkerError
+from verl_mt.errors import CheckpointError, WorkerError
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = pytest.mark.ray
@@ -25,16 +26,16 @@ def trainer_for(folder, *overrides):
     return build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder}", *overrides]))
 
 
-def ray_trainer(folder, ranks):
-    return trainer_for(folder, "trainer.placement=ray", f"trainer.n_workers_per_node={ranks}", "trainer.device=cpu")
+def ray_trainer(folder, ranks, *overrides):
+    placement = ["trainer.placement=ray", f"trainer.n_workers_per_node={ranks}", "trainer.device=cpu"]
+    return trainer_for(folder, *placement, *overrides)
 
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_loses_a_worker_stops_and_goes_on_with_fewer(cluster, tmp_path):
-    trainer = ray_trainer(tmp_path / "run", 2)
+def lose_rank_0_in_the_second_step(trainer):
     original, pids = trainer.workers.update, trainer.workers.worker_pids
 
     def update(batch):
@@ -45,6 +46,10 @@ def test_a_run_that_loses_a_worker_stops_and_goes_on_with_fewer(cluster, tmp_pat
     trainer.workers.update = update
     with pytest.raises(WorkerError, match=r"rank 0 \(process \d+ on .*\) of 2 died while updating the policy"):
         trainer.fit()
+
+
+def test_a_run_that_loses_a_worker_stops_and_goes_on_with_fewer(cluster, tmp_path):
+    lose_rank_0_in_the_second_step(ray_trainer(tmp_path / "run", 2))
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
     resumed = ray_trainer(tmp_path / "run", 1)
     assert resumed.step_number == 1
@@ -61,3 +66,23 @@ def test_a_run_that_loses_a_worker_stops_and_goes_on_with_fewer(cluster, tmp_pat
     for name in ("actor/grad_norm", "actor/entropy"):
         assert on_ray[0][name] == pytest.approx(inline[0][name], rel=1e-3)
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_a_deterministic_run_has_the_same_bits_when_a_worker_was_lost_on_the_way(cluster, tmp_path):
+    ray_trainer(tmp_path / "straight", 2, "trainer.deterministic=True").fit()
+    lose_rank_0_in_the_second_step(ray_trainer(tmp_path / "lost", 2, "trainer.deterministic=True"))
+    with pytest.raises(CheckpointError, match="n_workers_per_node"):
+        ray_trainer(tmp_path / "lost", 1, "trainer.deterministic=True")
+    ray_trainer(tmp_path / "lost", 2, "trainer.deterministic=True").fit()
+    for name in ("metrics.jsonl", "hf/model.safetensors"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path):
+    trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang")
+    trainer.fit()
+    for line in metrics(tmp_path / "run"):
+        assert line["rollout/logprob_diff_max"] < 1e-4
+    assert trainer.step_number == STEPS
