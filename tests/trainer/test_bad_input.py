@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -342,7 +343,6 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
         ("data.train_bach_size=8", ("data.train_bach_size", "did you mean", "data.train_batch_size")),
         ("trainer.training_steps=8", ("trainer.training_steps", "trainer.total_training_steps")),
         ("trainer.logger=[consol]", ("trainer.logger", "'consol'", "tensorboard")),
-        ("actor_rollout_ref.rollout.name=sglang", ("rollout.name", "SGLang", "local")),
         ("actor_rollout_ref.rollout.name=vllm", ("vllm", "local")),
         ("actor_rollout_ref.rollout.name=scripted", ("scripted", "Python")),
         ("trainer.n_workers_per_node=2", ("trainer.n_workers_per_node", "placement=ray")),
@@ -353,6 +353,11 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
 )
 def test_a_key_or_value_that_cannot_be(refusal, override, parts):
     says(refusal(override), *parts)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
+def test_sglang_where_it_is_not_installed(refusal):
+    says(refusal(f"{ROLLOUT}.name=sglang"), "rollout.name", "SGLang is not installed", "local")
 
 
 def test_determinism_is_refused_where_it_cannot_be_had(refusal):

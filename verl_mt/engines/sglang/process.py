@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import torch
 _ROOT = str(Path(__file__).resolve().parents[3])
 """Where `import verl_mt` finds the package, whatever directory the process starts in."""
 _TAIL_LINES = 15
+_DYING_S = 5.0
+"""How long killed processes may take to disappear. Where nothing reaps orphans they never do."""
 
 
 class OwnProcess:
@@ -24,6 +28,8 @@ class OwnProcess:
     """
 
     def __init__(self, module: str, descriptor: int, words: list[str]):
+        self._ending = threading.Lock()
+        self._is_over = False
         with tempfile.NamedTemporaryFile(prefix="verl_mt-sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             self._popen = subprocess.Popen(
@@ -57,17 +63,28 @@ class OwnProcess:
 
     def end(self, wait_s: float, *, keep_log: bool = False) -> None:
         """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent."""
-        deadline = time.monotonic() + wait_s
-        while not self.ended and time.monotonic() < deadline:
-            time.sleep(0.02)
-        try:
-            # Its group outlives it as long as a child does, so the id cannot have been given to anyone else.
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            keep_log = keep_log or self._popen.poll() not in (0, None)
-        self._popen.wait()
-        if not keep_log:
-            self.log.unlink(missing_ok=True)
+        with self._ending:
+            if self._is_over:
+                return
+            self._is_over = True
+            deadline = time.monotonic() + wait_s
+            while not self.ended and time.monotonic() < deadline:
+                time.sleep(0.02)
+            with contextlib.suppress(ProcessLookupError):
+                # The group exists as long as it has a member, so its id cannot have been given to anyone else.
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+            self._wait_for_group()
+            if not keep_log:
+                self.log.unlink(missing_ok=True)
+
+    def _wait_for_group(self) -> None:
+        """Until what was killed is gone, and has given its memory back."""
+        deadline = time.monotonic() + _DYING_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
 
 
 def _environment() -> dict[str, str]:
