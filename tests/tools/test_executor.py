@@ -331,7 +331,8 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     seen.clear()
     started = time.monotonic()
     results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=0.5), calls({"kind": "down"}))
-    assert time.monotonic() - started < 1.5 and results[0].failure == "tool"
+    # A thousand retries would take minutes; a busy machine may make half a second a few.
+    assert time.monotonic() - started < 20 and results[0].failure == "tool"
     assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] == len(seen) - 1
 
 
