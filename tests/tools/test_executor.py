@@ -333,7 +333,8 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=0.5), calls({"kind": "down"}))
     # A thousand retries would take minutes; a busy machine may make half a second a few.
     assert time.monotonic() - started < 20 and results[0].failure == "tool"
-    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] == len(seen) - 1
+    # The deadline may come between the beginning of the last retry and the tool's own code.
+    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] in (len(seen) - 1, len(seen))
 
 
 def test_a_slow_attempt_leaves_time_for_its_retry():
