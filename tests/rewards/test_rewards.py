@@ -105,17 +105,17 @@ def test_a_reward_that_raises_fails_its_item_only_and_keeps_the_traceback():
 
 def test_a_reward_that_hangs_fails_its_item_only_and_in_time():
     def compute_score(solution_str, extra_info):
-        time.sleep(3 if extra_info["index"] == 1 else 0)
+        time.sleep(30 if extra_info["index"] == 1 else 0)
         return 1.0
 
     async def later(solution_str, extra_info):
-        await asyncio.sleep(3 if extra_info["index"] == 1 else 0)
+        await asyncio.sleep(30 if extra_info["index"] == 1 else 0)
         return 1.0
 
     for function in (compute_score, later):
         begun = time.monotonic()
         good, late, other = score(of(function, timeout_s=0.2), item(0), item(1), item(2))
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 20
         assert good == other == {"score": 1.0}
         assert late.kind == "timeout" and "no result within 0.2 s (reward.timeout_s)" in late.error
 

@@ -301,7 +301,7 @@ def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
         results, _, counters, session = play(executor(tool, timeout_s=0.1), calls({"hang": 1}), calls({}))
     finally:
         forever.set()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
     assert [r.failure for r in results] == ["tool", None]
     assert results[0].text == "<error>Tool failed: timed out after 0.1 s</error>"
     assert counters == {"tools/tool/calls": 2, "tools/tool/errors": 1, "tools/tool/timeouts": 1}
@@ -333,8 +333,8 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=0.5), calls({"kind": "down"}))
     # A thousand retries would take minutes; a busy machine may make half a second a few.
     assert time.monotonic() - started < 20 and results[0].failure == "tool"
-    # The deadline may come between the beginning of the last retry and the tool's own code.
-    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] in (len(seen) - 1, len(seen))
+    # A thousandth of the deadline is each attempt's share: on a busy machine it may be over before the tool's own code.
+    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] >= max(1, len(seen) - 1)
 
 
 def test_a_slow_attempt_leaves_time_for_its_retry():
