@@ -164,6 +164,8 @@ def _sglang(config: Config) -> Iterator[str]:
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
+    if rollout.weight_transport == "broadcast" and not rollout.servers and not rollout.launch_servers:
+        yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
     if rollout.weight_sync_dir is not None and rollout.weight_transport != "disk":
         yield f"{_ROLLOUT}.weight_sync_dir needs weight_transport=disk (it is {rollout.weight_transport})"
 

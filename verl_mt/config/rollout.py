@@ -118,9 +118,10 @@ class RolloutConfig(Section):
     )
     weight_transport: str = knob(
         "auto",
-        "SGLang: how new weights travel: tensors = memory shared on one machine; disk = files in `weight_sync_dir`; "
-        "auto = tensors.",
-        choices=("auto", "tensors", "disk"),
+        "SGLang: how new weights travel: tensors = memory shared on one machine; broadcast = over the network to "
+        "servers (gloo, or NCCL between GPUs); disk = files in `weight_sync_dir`; auto = tensors to engines of this "
+        "machine, broadcast to others.",
+        choices=("auto", "tensors", "broadcast", "disk"),
     )
     weight_sync_dir: str | None = knob(
         None, "Folder of weight_transport=disk, which the servers read; null = in the run directory."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +82,17 @@ class Lab:
         runner = replace(self.local, context=replace(self.local.context, engine=engine))
         groups = [group async for group in runner.run(RolloutPlan(prompts, n, name, sampling))]
         return sorted(groups, key=lambda group: group.prompt_id)
+
+
+@contextmanager
+def without_end(engine: Any) -> Iterator[None]:
+    """No id ends a turn: one that is to be cut off does not happen to end before."""
+    options = engine._options
+    engine._options = replace(options, end_token_ids=frozenset())
+    try:
+        yield
+    finally:
+        engine._options = options
 
 
 def log_probs(module: Any, prompt: list[int], turn: list[int], temperature: float = 1.0) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_models import request
-from live import Lab, processes_of_group, worst_difference
+from live import Lab, processes_of_group, without_end, worst_difference
 from parity import compare
 from test_live_contract import changed
 
@@ -20,7 +20,7 @@ from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
-from verl_mt.workers.weights import LiveWeights, weight_update_for
+from verl_mt.workers.weights import LiveWeights, Transport, weight_update_for
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -43,10 +43,22 @@ def url(launched) -> str:
 
 
 @pytest.fixture
-def attached(lab: Lab, run, url):
-    engine = lab.engine(f"servers=[{url}]")
-    yield engine
-    run(engine.close())
+def attached_by(lab: Lab, run, url):
+    """An engine over the running server, with more overrides."""
+    made = []
+
+    def make(*overrides):
+        made.append(lab.engine(f"servers=[{url}]", *overrides))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        run(engine.close())
+
+
+@pytest.fixture
+def attached(attached_by):
+    return attached_by()
 
 
 @pytest.mark.cap("C15")
@@ -62,9 +74,9 @@ def test_greedy_records_are_those_of_the_local_engine(launched, lab: Lab, run):
 def test_weights_reach_a_server_through_shared_memory(launched, lab: Lab, run):
     prompt, before = lab.prompts[0].ids, lab.module
     for version in (2, 3):
-        module = changed(lab.module, 0.1, seed=version)
+        module = changed(lab.module, 0.2, seed=version)
         run(launched.apply(TensorBuckets(version, LiveWeights(module), bucket_bytes=1 << 20)))
-        output = run(launched.generate(request(prompt, temperature=1.0, max_new_tokens=30)))
+        output = run(launched.generate(request(prompt, temperature=1.0, max_new_tokens=60)))
         assert output.version_spans == [VersionSpan(version, len(output.token_ids))] and output.cached_tokens == 0
         assert worst_difference(module, prompt, output) < 1e-4
         assert worst_difference(before, prompt, output) > 1e-2
@@ -92,7 +104,8 @@ def test_a_server_does_abort_pause_and_refuse_like_the_colocated_engine(attached
     prompt = lab.prompts[0].ids
 
     async def go():
-        cut = await attached.generate(request(prompt, max_new_tokens=250, temperature=4.0, deadline_s=0.3))
+        with without_end(attached):
+            cut = await attached.generate(request(prompt, max_new_tokens=250, temperature=4.0, deadline_s=0.2))
         await attached.pause("retract")
         held = asyncio.ensure_future(attached.generate(request(prompt)))
         await asyncio.sleep(0.1)
@@ -108,6 +121,19 @@ def test_a_server_does_abort_pause_and_refuse_like_the_colocated_engine(attached
     with pytest.raises(EngineError, match="weight update"):
         run(attached.apply(TensorBuckets(1, wrong.items())))
     assert run(attached.generate(request(prompt))).token_ids == held.token_ids
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_weights_reach_a_server_over_the_network_and_by_files(attached_by, lab: Lab, run, transport, tmp_path):
+    engine = attached_by(f"weight_transport={transport}")
+    prompt = lab.prompts[0].ids
+    for version in (4, 5):
+        module = changed(lab.module, 0.2, seed=version)
+        to = Transport(bucket_bytes=1 << 20, folder=tmp_path)
+        run(engine.apply(weight_update_for(engine.capabilities, module, version, to)))
+        output = run(engine.generate(request(prompt, temperature=1.0, max_new_tokens=60)))
+        assert output.version_spans == [VersionSpan(version, len(output.token_ids))] and output.cached_tokens == 0
+        assert worst_difference(module, prompt, output) < 1e-4
 
 
 def test_another_model_or_too_short_a_context_is_refused_before_any_request(attached, lab, run, tmp_path):
@@ -128,7 +154,7 @@ def test_another_model_or_too_short_a_context_is_refused_before_any_request(atta
 def test_a_killed_server_comes_back_with_the_current_weights_and_one_of_somebody_else_is_waited_for(
     launched, attached, lab, run
 ):
-    prompt, module = lab.prompts[0].ids, changed(lab.module, 0.1, seed=7)
+    prompt, module = lab.prompts[0].ids, changed(lab.module, 0.2, seed=7)
     run(attached.start())
     run(launched.apply(weight_update_for(launched.capabilities, module, 7)))
     (pid,) = launched.pids

@@ -53,6 +53,8 @@ def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
         options_of(engine_kwargs={"model_path": "x", "dtype": "float16"})
     with pytest.raises(ConfigError, match="max_model_len"):
         options_of(max_model_len=None)
+    with pytest.raises(ConfigError, match=r"http://10\.0\.0\.7:30000 cannot open this machine's memory"):
+        options_of(servers=["http://localhost:1", "http://10.0.0.7:30000"], weight_transport="tensors")
 
 
 def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):
@@ -70,6 +72,7 @@ def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):
         (["servers=[http://h:1]", "launch_servers=2"], "both given"),
         (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "the servers run already"),
         (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "the servers run already"),
+        (["weight_transport=broadcast"], "needs servers"),
         (["weight_sync_dir=/shared"], "needs weight_transport=disk"),
         (["name=local", "servers=[http://h:1]"], "only rollout.name=sglang understands"),
         (["name=local", "weight_transport=disk"], "only rollout.name=sglang understands"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -95,11 +95,23 @@ class Buckets:
     Args:
         expected: name -> shape of all weights.
         dtype: floating-point tensors are converted to it on the way, so that no byte is sent in vain.
+        dense: tensors lie without gaps, and a bucket has one dtype; for a broadcast, whose other side knows only names,
+            shapes and dtypes.
+        device: of the buffer; None = that of the tensors.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype):
+    def __init__(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        *,
+        dense: bool = False,
+        device: torch.device | None = None,
+    ):
         self._expected = expected
         self._dtype = dtype
+        self._alignment = 1 if dense else _ALIGNMENT
+        self._device = device
         self._total = sum(_aligned(math.prod(shape) * dtype.itemsize) for shape in expected.values())
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -121,14 +133,15 @@ class Buckets:
             check.take(name, tensor)
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             num_bytes = tensor.numel() * dtype.itemsize
-            if entries and size + num_bytes > capacity:
+            mixed = bool(entries) and self._alignment == 1 and entries[-1].dtype != dtype
+            if entries and (mixed or size + num_bytes > capacity):
                 yield self._full(entries, size, is_last=False)
                 entries, size = [], 0
-            self._reserve(max(capacity, size + num_bytes), tensor.device)
+            self._reserve(max(capacity, size + num_bytes), self._device or tensor.device)
             with torch.no_grad():
                 self._buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
             entries.append(Entry(name, tensor.shape, dtype, size, num_bytes))
-            size += _aligned(num_bytes)
+            size += _aligned(num_bytes, self._alignment)
         check.finish()
         if entries:
             yield self._full(entries, size, is_last=True)
@@ -141,6 +154,15 @@ class Buckets:
         if self._buffer.device.type == "cuda":
             torch.cuda.synchronize(self._buffer.device)
         return Bucket(self._buffer[:size], entries, is_last)
+
+
+def describe(entries: list[Entry]) -> dict[str, list[Any]]:
+    """What lies in a dense bucket, as `update_weights_from_distributed` takes it."""
+    return {
+        "names": [entry.name for entry in entries],
+        "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+        "shapes": [list(entry.shape) for entry in entries],
+    }
 
 
 def payload(buffer: Tensor, entries: list[Entry]) -> bytes:
@@ -170,8 +192,8 @@ def _allocate(size: int, device: torch.device) -> Tensor:
         return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(size: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment
 
 
 @contextmanager

@@ -16,6 +16,12 @@ class Client(abc.ABC):
     """For messages."""
     local: bool
     """It runs on this machine and can open this machine's shared memory."""
+    url: str = ""
+    """Of an HTTP server."""
+    num_ranks = 1
+    """Over which the model is split (tensor parallelism)."""
+    on_gpu = False
+    """A server whose weights are on a GPU, as far as it says."""
     pristine = True
     """Since it was started, nobody has changed the weights of the model's files."""
 

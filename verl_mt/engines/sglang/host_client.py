@@ -26,6 +26,7 @@ class HostClient(Client):
 
     def __init__(self, arguments: dict[str, Any]):
         self._arguments = arguments
+        self.num_ranks = int(arguments["tp_size"])
         self._process: OwnProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
 import os
 import socket
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from verl_mt.engines.sglang.client import Client
-from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.options import SGLangOptions, is_local
 from verl_mt.engines.sglang.process import OwnProcess
 from verl_mt.engines.sglang.server_check import check_server
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
@@ -36,7 +34,7 @@ class HttpClient(Client):
     def __init__(self, url: str, options: SGLangOptions):
         self.name = f"SGLang server {url}"
         self.url = url
-        self.local = _is_local(url)
+        self.local = is_local(url)
         self._options = options
         key = os.environ.get("SGLANG_API_KEY")
         self._http = httpx.AsyncClient(
@@ -54,6 +52,8 @@ class HttpClient(Client):
         try:
             async with asyncio.timeout(min(timeout_s, 30.0)):
                 info = await check_server(self._http, self.url, self._options)
+                self.num_ranks = int(info.get("tp_size") or 1)
+                self.on_gpu = str(info.get("device", "")).startswith("cuda")
                 self.pristine = info.get("weight_version") == "default"
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
@@ -170,14 +170,6 @@ class LaunchedServer(HttpClient):
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-
-
-def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _free_port() -> int:

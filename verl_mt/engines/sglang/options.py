@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -59,6 +61,12 @@ class SGLangOptions:
             raise ConfigError(
                 f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
                 f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+            )
+        far = [url for url in rollout.servers if rollout.weight_transport == "tensors" and not is_local(url)]
+        if far:
+            raise ConfigError(
+                f"{_KEY}.weight_transport=tensors: {', '.join(far)} cannot open this machine's memory; "
+                "use broadcast or disk"
             )
         if max_model_len is None:
             raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
@@ -129,6 +137,15 @@ class SGLangOptions:
             elif value is not False:
                 words += [flag, value if isinstance(value, str) else json.dumps(value)]
         return words
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL says that it is on this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def require_sglang() -> None:

@@ -42,7 +42,7 @@ async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions
     """Compare a server with what is wanted: its calls, its model, its longest sequence.
 
     Returns:
-        What `/model_info` says.
+        What `/model_info` says, and the server's `device` and `tp_size`.
 
     Raises:
         ConfigError: names the server, what it has, what is wanted and what to do.
@@ -57,7 +57,7 @@ async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions
         raise ConfigError(
             f"{_KEY}: {url} was started with --skip-tokenizer-init, so it cannot find stop strings; leave it out"
         )
-    return info
+    return info | {key: server.get(key) for key in ("device", "tp_size")}
 
 
 async def _get(http: httpx.AsyncClient, url: str, path: str) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from verl_mt.engines.base import Disk, TensorBuckets, WeightUpdate
-from verl_mt.engines.sglang.buckets import Buckets, payload
+from verl_mt.engines.sglang.buckets import Buckets, describe, payload
 from verl_mt.engines.sglang.client import Client
 from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.weight_group import WeightGroup
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape
 
@@ -19,7 +20,7 @@ class WeightSender:
     """Sends updates to one engine after the other of the same replica.
 
     Args:
-        options: dtype, deadline, ranks.
+        options: dtype, deadline, transport.
         is_paused: whether somebody wants the engine to stay paused.
     """
 
@@ -30,7 +31,9 @@ class WeightSender:
         """What an update is compared with; known when the engine starts."""
         self._options = options
         self._is_paused = is_paused
+        self._client: Client | None = None
         self._buckets: Buckets | None = None
+        self._group: WeightGroup | None = None
         self._begun = False
 
     async def refresh(self, client: Client) -> WeightUpdate | None:
@@ -78,23 +81,53 @@ class WeightSender:
             await self._call(client, "continue_generation", {})
 
     async def _send_tensors(self, client: Client, update: TensorBuckets) -> None:
-        assert self.shape is not None
-        if self._buckets is None:
-            self._buckets = Buckets(self.shape.weights, getattr(torch, self._options.dtype))
-        for bucket in self._buckets.pack(update.tensors, update.bucket_bytes):
+        for bucket in self._packer(client).pack(update.tensors, update.bucket_bytes):
             if not self._begun:
                 await self._pause(client)
+                if self._group is not None and not self._group.joined:
+                    await self._group.join()
                 await self._call(client, "begin_weight_update", {})
-            body = {
-                "serialized_named_tensors": [payload(bucket.buffer, bucket.entries)]
-                * self._options.tensor_parallel_size,
-                "load_format": "flattened_bucket",
-                "flush_cache": bucket.is_last,
-            }
+            body: dict[str, Any] = {"flush_cache": bucket.is_last}
             if bucket.is_last:
                 body["weight_version"] = str(update.version)
-            await self._call(client, "update_weights_from_tensor", body)
+            if self._group is not None:
+                await self._group.broadcast(bucket.buffer, body | describe(bucket.entries))
+            else:
+                payloads = [payload(bucket.buffer, bucket.entries)] * client.num_ranks
+                body |= {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
+                await self._call(client, "update_weights_from_tensor", body)
         await self._call(client, "end_weight_update", {})
+
+    def _packer(self, client: Client) -> Buckets:
+        """Made anew for each life of the engine, with a process group where its memory is out of reach."""
+        if self._client is client and self._buckets is not None:
+            return self._buckets
+        assert self.shape is not None
+        self._client, self._group = client, None
+        dense, device = self.broadcasts_to(client), None
+        if dense:
+            nccl = client.on_gpu and torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            self._group = WeightGroup(
+                client,
+                client.url,
+                backend="nccl" if nccl else "gloo",
+                timeout_s=self._options.timeout_s,
+            )
+        dtype = getattr(torch, self._options.dtype)
+        self._buckets = Buckets(self.shape.weights, dtype, dense=dense, device=device)
+        return self._buckets
+
+    def broadcasts_to(self, client: Client) -> bool:
+        """Whether weights go over the network; otherwise through this machine's memory."""
+        transport = self._options.transport
+        return transport == "broadcast" or (transport == "auto" and not client.local)
+
+    async def close(self) -> None:
+        """Leave the server's process group."""
+        group, self._group = self._group, None
+        if group is not None:
+            await group.leave()
 
     async def _pause(self, client: Client) -> None:
         self._begun = True
