@@ -70,6 +70,7 @@ def test_limits_cut_a_scripted_turn_as_they_would_cut_a_sampled_one(run_async):
     run_async(go())
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C14")
 def test_each_turn_takes_its_own_time(run_async):
     async def go():

@@ -29,6 +29,7 @@ def test_the_recipe_builds_a_checkpoint_with_the_shipped_tokenizer(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 886_144
 
 
+@pytest.mark.slow
 def test_the_builds_sampler_finds_the_tokens_that_generate_finds(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPE))
     import demonstrations

@@ -22,6 +22,8 @@ from verl_mt.trainer import checkpoint, ppo_trainer
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import Inference
 
+pytestmark = pytest.mark.slow
+
 TINY_STEPS = (
     "data.train_batch_size=2",
     "data.val_max_samples=2",

@@ -88,6 +88,7 @@ def test_an_on_policy_update_has_the_gradient_of_the_definition(policy, mode):
     skip=st.booleans(),
     seed=st.integers(0, 5),
 )
+@pytest.mark.slow
 def test_no_micro_batch_split_changes_the_gradient(policy, mode, micro, max_tokens, skip, seed):
     batch = make_batch([*REWARDS, [1.0, 1.0]], seed=seed, records=2)
     batch[col.LOSS_MASK][2] = False  # a row without a token in the loss may be alone in its micro-batch

@@ -223,6 +223,7 @@ def test_requests_without_a_seed_differ_within_an_engine_and_repeat_across_engin
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_deterministic_mode_gives_the_same_bits_whatever_the_timing(qwen3, run_async):
     async def conversation(engine, number, rng):
         name, stream, outputs = f"s{number}", random_ids(12, 100) + random_ids(number, number), []

@@ -11,6 +11,8 @@ from live import processes_of_group
 
 from verl_mt.engines.sglang.process import OwnProcess
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
