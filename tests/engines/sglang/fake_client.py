@@ -66,6 +66,10 @@ class FakeClient(Client):
         if name == "abort_request" and body["rid"] in self.aborts:
             self.aborts[body["rid"]].set()
 
+    @property
+    def is_gone(self):
+        return self.gone.is_set()
+
     async def wait_gone(self):
         await self.gone.wait()
         return self.reason
@@ -100,3 +104,9 @@ class FakeEngine(SGLangEngine):
     def names(self) -> list[str]:
         """Names of the calls so far."""
         return [name for name, _ in self.calls]
+
+
+async def until(condition) -> None:
+    """Let others run until something is so; a busy machine may take its time."""
+    while not condition():
+        await asyncio.sleep(0.002)

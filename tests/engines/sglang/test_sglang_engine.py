@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 from engine_models import request
-from fake_client import FakeClient, FakeEngine, answer
+from fake_client import FakeClient, FakeEngine, answer, until
 
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.sglang import engine as engine_module
@@ -51,10 +51,10 @@ def test_abort_and_deadline_keep_what_was_sampled(run_async):
         engine = FakeEngine(never)
         ask = request([5])
         task = asyncio.ensure_future(engine.generate(ask))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.names().count("generate") == 1)
         await engine.abort(ask.request_id)
         await engine.abort("unknown")
-        outputs = [await task, await engine.generate(request([5], deadline_s=0.05))]
+        outputs = [await task, await engine.generate(request([5], deadline_s=0.3))]
         assert [(o.finish_reason, o.token_ids) for o in outputs] == [("abort", [7, 8])] * 2
         await engine.close()
 
@@ -82,7 +82,7 @@ def test_pause_abort_ends_all_turns(run_async):
     async def go():
         engine = FakeEngine(never)
         tasks = [asyncio.ensure_future(engine.generate(request([5 + i]))) for i in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.names().count("generate") == 3)
         await engine.pause("abort")
         assert [(await t).finish_reason for t in tasks] == ["abort"] * 3
         await engine.close()
@@ -94,11 +94,10 @@ def test_a_cancelled_caller_ends_its_request(run_async):
     async def go():
         engine = FakeEngine(never)
         task = asyncio.ensure_future(engine.generate(request([5])))
-        await asyncio.sleep(0.05)
+        await until(lambda: "generate" in engine.names())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0.05)
-        assert engine.names()[-1] == "abort_request"
+        await until(lambda: engine.names()[-1] == "abort_request")
         await engine.close()
 
     run_async(go())
@@ -108,10 +107,10 @@ def test_close_ends_waiting_requests_and_is_idempotent(run_async):
     async def go():
         engine = FakeEngine(never)
         running = asyncio.ensure_future(engine.generate(request([5])))
-        await asyncio.sleep(0.05)
+        await until(lambda: "generate" in engine.names())
         await engine.pause()
         held = asyncio.ensure_future(engine.generate(request([6])))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(engine._live) == 2)
         await engine.close()
         await engine.close()
         for task in (running, held):
@@ -128,7 +127,7 @@ def test_a_request_id_that_is_in_use_is_refused(run_async):
         engine = FakeEngine(never)
         ask = request([5])
         first = asyncio.ensure_future(engine.generate(ask))
-        await asyncio.sleep(0.05)
+        await until(lambda: "generate" in engine.names())
         with pytest.raises(EngineError, match="must be unique"):
             await engine.generate(ask)
         await engine.abort(ask.request_id)
@@ -250,11 +249,14 @@ def test_an_engine_that_dies_comes_back_with_the_current_weights_and_its_request
         await engine.apply(weight_update_for(engine.capabilities, tiny, 4))
         await engine.generate(request([6]))
         lost = asyncio.ensure_future(engine.generate(request([5])))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.names().count("generate") == 2)
         del engine.calls[:]
         engine.lives[0].give_up("killed by signal 9")
+        # Who tries again in the very moment waits for the next life.
+        again = asyncio.ensure_future(engine.generate(request([6])))
         with pytest.raises(EngineGoneError, match="signal 9"):
             await lost
+        assert (await again).token_ids == [3]
         assert (await engine.generate(request([6]))).token_ids == [3]
         assert engine.names()[:2] == ["start", "pause_generation"] and engine.names()[-1] == "generate"
         bodies = [body for name, body in engine.calls if name == "update_weights_from_tensor"]
@@ -290,9 +292,8 @@ def test_an_engine_that_never_serves_is_given_up_with_its_last_reason(run_async,
         for _ in range(3):
             count = len(engine.lives)
             engine.lives[-1].give_up("out of memory")
-            while len(engine.lives) == count and engine._replicas[0]._failure is None:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.01)
+            replica = engine._replicas[0]
+            await until(lambda: replica._failure is not None or (len(engine.lives) > count and replica.is_ready))  # noqa: B023
         with pytest.raises(EngineGoneError, match=r"ended 3 times without finishing a request; last: out of memory"):
             await engine.generate(request([5]))
         await engine.close()
@@ -328,7 +329,7 @@ def test_a_session_stays_on_its_server_sessions_spread_and_move_when_their_serve
         monitor = homes[0]
         monitor._make = lambda: FakeClient(stop_at_once, engine.calls, start_error=ConfigError("does not answer"))
         monitor._client.give_up("connection refused")
-        await asyncio.sleep(0.01)
+        await until(lambda: not monitor.is_ready)
         assert (await engine.generate(request([5], "s0"))).finish_reason == "stop"
         assert engine._sessions["s0"] is not homes[0]
         engine.close_session("s0")

@@ -82,6 +82,18 @@ def test_versions_that_count_tokens_which_an_abort_lost_are_cut_and_unnamed_ones
     assert turn.output("stop").version_spans == [VersionSpan(9, 2)]
 
 
+def test_where_sglang_tells_its_times_the_phases_are_told_apart():
+    turn = turn_of()
+    turn.body("r")
+    turn.submitted, turn.dispatched = turn.submitted - 10.0, turn.submitted - 9.0
+    given = answer([3])
+    given["meta_info"] |= {"queue_time": 2.0, "forward_entry_time": 1000.0, "prefill_finished_time": 1000.5}
+    turn.add(given, 0)
+    timings = turn.output("stop").timings
+    assert (round(timings.queue_s, 1), timings.prefill_s) == (3.0, 0.5)
+    assert 6.4 < timings.decode_s < 7.5
+
+
 def test_a_refusal_is_an_error_and_an_answer_without_tokens_cannot_repeat_for_ever():
     with pytest.raises(EngineError, match=r"SGLang refused it: too long"):
         turn_of().add(answer([], "abort", status_code=400, message="too long"), 0)

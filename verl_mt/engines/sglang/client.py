@@ -56,6 +56,11 @@ class Client(abc.ABC):
             EngineGoneError: the engine went away, or did not answer in time and was given up.
         """
 
+    @property
+    @abc.abstractmethod
+    def is_gone(self) -> bool:
+        """Whether `wait_gone` would return at once."""
+
     @abc.abstractmethod
     async def wait_gone(self) -> str:
         """Return, with the reason, when the engine has gone away."""

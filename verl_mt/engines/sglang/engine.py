@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import uuid
 import zlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +33,7 @@ from verl_mt.modeling.weights import ModelShape, model_shape
 
 _ABORT_AGAIN_S = 2.0
 _NUM_ABORTS = 30
+_ABORT_CALL_S = 60.0
 """An engine that does not end a request after being told so often is taken for dead. SGLang forgets an abort that comes
 before it has taken the request in, so it is repeated."""
 
@@ -182,14 +182,11 @@ class SGLangEngine(InferenceEngine):
 
     def open_session(self, session_id: str, order: int) -> None:
         """All turns of a session go to one server, whose prefix cache holds its earlier turns."""
-        load = Counter(
-            {replica: 0 for replica in self._replicas if replica.is_ready} or dict.fromkeys(self._replicas, 0)
-        )
-        load.update(replica for replica in self._sessions.values() if replica in load)
-        self._sessions[session_id] = min(load, key=lambda replica: load[replica])
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        self._move(session_id, min(ready or self._replicas, key=lambda replica: replica.num_sessions))
 
     def close_session(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+        self._move(session_id, None)
 
     def metrics(self) -> dict[str, float]:
         """`engine/restarts`: engines that were lost and came back since the run began."""
@@ -281,8 +278,16 @@ class SGLangEngine(InferenceEngine):
             await asyncio.gather(*waiting, return_exceptions=True)
         found = next((replica for replica in self._replicas if replica.is_ready), chosen)
         if session in self._sessions:
-            self._sessions[session] = found
+            self._move(session, found)
         return found
+
+    def _move(self, session_id: str, to: Replica | None) -> None:
+        old = self._sessions.pop(session_id, None)
+        if old is not None:
+            old.num_sessions -= 1
+        if to is not None:
+            to.num_sessions += 1
+            self._sessions[session_id] = to
 
     async def _ask(self, live: _Live, client: Client) -> dict | None:
         """SGLang's answer; after an abort with the part that was sampled. None if a pause kept it from starting."""
@@ -310,8 +315,8 @@ class SGLangEngine(InferenceEngine):
             if self._paused_in_place:
                 # A request that is paused in place would end only when it goes on; one in the queue ends now.
                 self._paused_in_place = False
-                await client.call("pause_generation", {"mode": "retract"}, self._options.timeout_s)
-            await client.call("abort_request", {"rid": rid}, self._options.timeout_s)
+                await client.call("pause_generation", {"mode": "retract"}, _ABORT_CALL_S)
+            await client.call("abort_request", {"rid": rid}, _ABORT_CALL_S)
 
     async def _call_all(self, name: str, body: dict) -> None:
         """For engines that serve; one that is away has nothing to pause, and begins its next life with all it needs."""

@@ -87,8 +87,8 @@ def main(descriptor: int) -> None:
         import sglang
 
         engine = sglang.Engine(**arguments)
-    except BaseException:
-        connection.sendall(encode((0, "failed", traceback.format_exc(limit=-3))))
+    except BaseException as error:
+        connection.sendall(encode((0, "failed", "".join(traceback.format_exception_only(error)))))
         raise
     connection.sendall(encode((0, "ready", {"version": sglang.__version__})))
     try:

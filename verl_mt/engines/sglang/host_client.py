@@ -69,6 +69,10 @@ class HostClient(Client):
         if not answer["success"]:
             raise EngineError(f"SGLang refused {name}: {answer.get('message', 'no reason given')}")
 
+    @property
+    def is_gone(self) -> bool:
+        return self._reason is not None
+
     async def wait_gone(self) -> str:
         await self._gone.wait()
         return self._reason or ""

@@ -86,6 +86,10 @@ class HttpClient(Client):
             return False
         return response.status_code == 200
 
+    @property
+    def is_gone(self) -> bool:
+        return self._reason is not None
+
     async def wait_gone(self) -> str:
         await self._gone.wait()
         return self._reason or ""

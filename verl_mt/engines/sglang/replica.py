@@ -37,6 +37,7 @@ class Replica:
         is_ours: bool,
     ):
         self.num_restarts = 0
+        self.num_sessions = 0
         self.is_ours = is_ours
         self.sender = sender
         self.holds: WeightUpdate | None = None
@@ -55,6 +56,7 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """It serves now."""
+        self._look()
         return self._ready.is_set() and self._failure is None
 
     @property
@@ -77,6 +79,7 @@ class Replica:
         Raises:
             EngineGoneError: it does not in time, or will not any more.
         """
+        self._look()
         try:
             await asyncio.wait_for(self._ready.wait(), timeout_s)
         except TimeoutError:
@@ -133,6 +136,11 @@ class Replica:
                     if isinstance(error, EngineError) and not isinstance(error, EngineGoneError):
                         log.warning("SGLang engine: the current weights could not be sent: %s", error)
                     await asyncio.sleep(_RETRY_S)
+
+    def _look(self) -> None:
+        """Who asks in the moment of a death is not to meet the dead: the supervisor may not have had its turn yet."""
+        if self._client is not None and self._client.is_gone and self._failure is None:
+            self._ready.clear()
 
     def _fail(self, reason: str) -> None:
         if self._failure is None:

@@ -48,6 +48,9 @@ class Turn:
     submitted: float = field(default_factory=time.monotonic)
     """Monotonic seconds; also below."""
     dispatched: float | None = None
+    queue_s: float = 0.0
+    """Seconds in SGLang's queue; like the next, only told where it runs with `enable_metrics`. Else all is decoding."""
+    prefill_s: float = 0.0
 
     @property
     def room(self) -> int:
@@ -104,6 +107,9 @@ class Turn:
         self.token_ids += ids
         self.log_probs += [float(entry[0]) for entry in sampled]
         self._add_spans(meta, len(ids), fallback_version)
+        self.queue_s += float(meta.get("queue_time") or 0.0)
+        if meta.get("prefill_finished_time") and meta.get("forward_entry_time"):
+            self.prefill_s += max(0.0, meta["prefill_finished_time"] - meta["forward_entry_time"])
         if self.cached_tokens is None:
             self.cached_tokens = min(int(meta.get("cached_tokens") or 0), len(self.request.input_ids))
         return self._reason(reason, bool(ids))
@@ -112,13 +118,14 @@ class Turn:
         """What the caller gets."""
         now = time.monotonic()
         dispatched = self.dispatched if self.dispatched is not None else now
+        decode_s = max(0.0, now - dispatched - self.queue_s - self.prefill_s)
         return GenerationOutput(
             token_ids=self.token_ids,
             log_probs=self.log_probs,
             finish_reason=reason,
             version_spans=self.spans,
             cached_tokens=self.cached_tokens or 0,
-            timings=Timings(queue_s=dispatched - self.submitted, decode_s=now - dispatched),
+            timings=Timings(dispatched - self.submitted + self.queue_s, self.prefill_s, decode_s),
         )
 
     def _reason(self, reason: dict[str, Any], progress: bool) -> FinishReason | None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from verl_mt.engines.sglang.client import Client
 from verl_mt.errors import EngineError
 
+_LEAVE_S = 10.0
+
 
 class WeightGroup:
     """Broadcasts to one server; one per life of it.
@@ -45,7 +47,7 @@ class WeightGroup:
     async def leave(self) -> None:
         """The server forgets the group, if it is still there; so does this process."""
         with contextlib.suppress(EngineError):
-            await self._client.call("destroy_weights_update_group", {"group_name": self.name}, self._timeout_s)
+            await self._client.call("destroy_weights_update_group", {"group_name": self.name}, _LEAVE_S)
         group, self._group = self._group, None
         if group is not None:
             await asyncio.to_thread(dist.destroy_process_group, group)

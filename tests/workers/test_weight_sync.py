@@ -1,0 +1,92 @@
+"""Which way the policy's weights take to an engine, and when its memory is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_mt.engines.base import Disk, InPlace, TensorBuckets
+from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.errors import ConfigError
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.workers.weights import Transport, WeightSync, weight_update_for
+from verl_mt.workers.worker_group import InlineWorkerGroup
+
+
+class RecordingEngine(ScriptedEngine):
+    """Takes what its transports say; records the order of calls."""
+
+    def __init__(self, *transports, frees_memory=False):
+        super().__init__([])
+        self.capabilities = replace(self.capabilities, transports=frozenset(transports), frees_memory=frees_memory)
+        self.calls = []
+
+    async def apply(self, update):
+        self.calls.append("apply")
+        await super().apply(update)
+
+    async def release_memory(self):
+        self.calls.append("release")
+
+    async def resume_memory(self):
+        self.calls.append("resume")
+
+
+def group(module):
+    """As much of a worker group as weights need."""
+    return InlineWorkerGroup(SimpleNamespace(module=module, device="cpu"))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return load_causal_lm("verl_mt://tiny")
+
+
+def test_the_lightest_way_that_the_engine_takes_is_chosen(module, tmp_path):
+    update = lambda *ways: weight_update_for(  # noqa: E731
+        RecordingEngine(*ways).capabilities, module, 3, Transport(bucket_bytes=99, folder=tmp_path)
+    )
+    assert update("in_place", "tensor_buckets", "disk") == InPlace(3)
+    tensors = update("tensor_buckets", "disk")
+    assert isinstance(tensors, TensorBuckets) and (tensors.version, tensors.bucket_bytes) == (3, 99)
+    assert not tensors.streamed
+    files = update("disk")
+    assert isinstance(files, Disk) and load_causal_lm(files.path) is not None
+
+
+def test_an_engine_that_takes_nothing_that_can_be_made_is_refused(module):
+    with pytest.raises(ConfigError, match="takes weights only by disk"):
+        weight_update_for(RecordingEngine("disk").capabilities, module, 1)
+
+
+def test_tensors_are_read_anew_at_every_pass(module):
+    update = weight_update_for(RecordingEngine("tensor_buckets").capabilities, module, 1)
+    before = {name: tensor.clone() for name, tensor in update.tensors}
+    with torch.no_grad():
+        module.lm_head.weight.add_(1.0)
+    after = dict(update.tensors)
+    with torch.no_grad():
+        module.lm_head.weight.sub_(1.0)
+    assert before.keys() == after.keys() and len(after) == len(list(update.tensors))
+    assert after["model.embed_tokens.weight"] is not before["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_memory_is_taken_back_before_the_new_weights_arrive(module, frees):
+    engine = RecordingEngine("tensor_buckets", frees_memory=frees)
+    sync = WeightSync(engine, group(module), asyncio.run)
+    sync.release()
+    sync.push(1)
+    assert engine.calls == (["release", "resume", "apply"] if frees else ["apply"])
+    assert engine.version == 1
+
+
+def test_only_the_newest_files_stay(module, tmp_path):
+    sync = WeightSync(RecordingEngine("disk"), group(module), asyncio.run, Transport(folder=tmp_path))
+    for version in (1, 2, 2):
+        sync.push(version)
+    assert [path.name for path in tmp_path.iterdir()] == ["version_000002"]
