@@ -132,9 +132,7 @@ class VerlMtSide:
         lost = metrics["rollout/failed"] + metrics["rollout/aborted"]
         skipped = metrics["actor/skipped_zero_advantage_sequences"]
         if lost or skipped:
-            raise SystemExit(
-                f"error: verl_mt lost {lost:g} trajectories and skipped {skipped:g}; nothing to compare"
-            )
+            raise SystemExit(f"error: verl_mt lost {lost:g} trajectories and skipped {skipped:g}; nothing to compare")
         sampled = round(metrics["rollout/tokens_per_s"] * metrics["time/rollout_s"])
         return Step(wall, cpu, metrics["time/rollout_s"], sampled, metrics["reward/mean"])
 
@@ -196,9 +194,7 @@ class TakeTurns(TrainerCallback):
         wall_s, cpu_s = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
         trl_side = self.trainer
         assert trl_side is not None
-        self._after_step(
-            Step(wall_s, cpu_s, trl_side.rollout_s, trl_side.trained_tokens, trl_side.mean_reward)
-        )
+        self._after_step(Step(wall_s, cpu_s, trl_side.rollout_s, trl_side.trained_tokens, trl_side.mean_reward))
         self._begun = (time.perf_counter(), time.process_time())
 
 
@@ -272,9 +268,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Step], list[Step]]
         if turns.trainer.prompts != verl_mt_side.prompt_ids(len(theirs)):
             raise SystemExit("error: the two sides did not see the same prompt token ids; nothing to compare")
         if torch.get_num_threads() != threads:
-            raise SystemExit(
-                f"error: {torch.get_num_threads()} threads in TRL's step, {threads} in verl_mt's"
-            )
+            raise SystemExit(f"error: {torch.get_num_threads()} threads in TRL's step, {threads} in verl_mt's")
         theirs.append(step)
         ours.append(verl_mt_side.step())
 
@@ -323,9 +317,7 @@ def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> No
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each side")
     parser.add_argument("--threads", type=int, help="of torch, for both; default: all idle cores, at most 4")
     parser.add_argument("--prompts", type=int, default=16)
@@ -336,15 +328,11 @@ def parse_arguments() -> argparse.Namespace:
     trl_mode.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
     trl_mode.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     trl_mode.add_argument("--compile", action="store_true", help="torch.compile the training forward pass")
-    trl_mode.add_argument(
-        "--continuous-batching", action="store_true", help="generate_batch instead of generate"
-    )
+    trl_mode.add_argument("--continuous-batching", action="store_true", help="generate_batch instead of generate")
     args = parser.parse_args()
     args.micro_batch = min(args.micro_batch, args.prompts * args.generations)
     if args.prompts * args.generations % args.micro_batch:
-        parser.error(
-            f"--micro-batch {args.micro_batch} does not divide {args.prompts * args.generations} sequences"
-        )
+        parser.error(f"--micro-batch {args.micro_batch} does not divide {args.prompts * args.generations} sequences")
     if args.steps < 1:
         parser.error(f"--steps: at least 1, got {args.steps}")
     return args

@@ -114,9 +114,7 @@ def make_rows(
         if missing:
             raise DataError(f"{where}: no text column {' and '.join(missing)}; it has {sorted(problem)}")
         try:
-            yield make_row(
-                problem["question"], problem["answer"], split=split, index=index, style=style, system=system
-            )
+            yield make_row(problem["question"], problem["answer"], split=split, index=index, style=style, system=system)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 

@@ -301,6 +301,34 @@ def test_an_engine_that_never_serves_is_given_up_with_its_last_reason(run_async,
     run_async(go())
 
 
+def test_an_error_that_nobody_thought_of_hangs_nobody(run_async):
+    class BreaksInItsSecondLife(FakeClient):
+        async def start(self, timeout_s):
+            await super().start(timeout_s)
+            if self.calls.count(("start", {})) == 2:
+                raise RuntimeError("unthought of")
+
+    async def go():
+        engine = FakeEngine(stop_at_once, make=BreaksInItsSecondLife)
+        await engine.start()
+        engine.lives[0].give_up("killed")
+        with pytest.raises(EngineGoneError, match=r"could not be started anew: RuntimeError\('unthought of'"):
+            await engine.generate(request([5]))
+        await engine.close()
+
+    run_async(go())
+
+
+def test_a_server_of_somebody_else_is_not_left_in_our_pause(run_async):
+    async def go():
+        engine = FakeEngine(stop_at_once, ours=False)
+        await engine.pause()
+        await engine.close()
+        assert engine.names()[-1] == "continue_generation"
+
+    run_async(go())
+
+
 def test_an_engine_that_cannot_start_is_one_clear_error_and_is_cleaned_up(run_async):
     async def go():
         engine = FakeEngine(

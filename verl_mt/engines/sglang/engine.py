@@ -31,11 +31,11 @@ from verl_mt.engines.sglang.weight_sender import WeightSender
 from verl_mt.errors import EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
-_ABORT_AGAIN_S = 2.0
-_NUM_ABORTS = 30
 _ABORT_CALL_S = 60.0
-"""An engine that does not end a request after being told so often is taken for dead. SGLang forgets an abort that comes
-before it has taken the request in, so it is repeated."""
+_ABORT_AGAIN_S = 2.0
+"""SGLang forgets an abort that comes before it has taken the request in, so it is repeated."""
+_NUM_ABORTS = 30
+"""An engine that does not end a request after being told so often is taken for dead."""
 
 
 @dataclass(eq=False)
@@ -196,6 +196,10 @@ class SGLangEngine(InferenceEngine):
         self._closed.set()
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
+        if self._options.servers and not self._resumed.is_set():
+            # Somebody else's: not to be left in our pause.
+            with contextlib.suppress(EngineError):
+                await self._call_all("continue_generation", {})
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         waiting = [*self._background, *([self._starting] if self._starting is not None else [])]
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -246,10 +250,7 @@ class SGLangEngine(InferenceEngine):
                 return live.turn.output("abort")
             replica = await self._route(live)
             client = await replica.ready(live.left_s())
-            answer = await self._ask(live, client)
-            if answer is None:
-                return live.turn.output("abort")
-            reason = live.turn.add(answer, self._version)
+            reason = live.turn.add(await self._ask(live, client), self._version)
             replica.has_served = True
             if reason is not None:
                 return live.turn.output(reason)
@@ -289,8 +290,8 @@ class SGLangEngine(InferenceEngine):
             to.num_sessions += 1
             self._sessions[session_id] = to
 
-    async def _ask(self, live: _Live, client: Client) -> dict | None:
-        """SGLang's answer; after an abort with the part that was sampled. None if a pause kept it from starting."""
+    async def _ask(self, live: _Live, client: Client) -> dict[str, Any]:
+        """SGLang's answer; after an abort or a deadline the part that was sampled."""
         rid = uuid.uuid4().hex
         asked = asyncio.ensure_future(client.generate(live.turn.body(rid)))
         stopped = asyncio.ensure_future(live.stop.wait())

@@ -116,6 +116,13 @@ class Replica:
         self._ready.set()
 
     async def _supervise(self) -> None:
+        try:
+            await self._watch()
+        except Exception as error:
+            log.exception("watching the SGLang engine failed")
+            self._fail(f"the SGLang engine could not be started anew: {error!r}")
+
+    async def _watch(self) -> None:
         deaths = 0
         while self._failure is None:
             assert self._client is not None

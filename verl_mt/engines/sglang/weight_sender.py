@@ -73,9 +73,9 @@ class WeightSender:
                 await self._send_tensors(client, update)
             else:
                 raise EngineError(f"an SGLang engine takes TensorBuckets and Disk, got {type(update).__name__}")
-        except EngineError as error:
+        except BaseException as error:
             if self._begun and not isinstance(error, EngineGoneError):
-                client.give_up(f"a weight update broke off: {error}")
+                client.give_up(f"a weight update broke off: {error!r}")
             raise
         if not self._is_paused():
             await self._call(client, "continue_generation", {})
