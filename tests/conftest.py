@@ -15,6 +15,19 @@ REPO = Path(__file__).resolve().parent.parent
 SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / "data"))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite on up to four cores; single files and folders in this process, which starts sooner."""
+    whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) if whole else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray clusters and SGLang engines start one after the other: two at once would find each other, or no memory."""
+    for item in items:
+        if item.get_closest_marker("ray") or item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.xdist_group("servers"))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real tokenizers, templates and data sets; tests that need them are skipped where the folder is absent."""
