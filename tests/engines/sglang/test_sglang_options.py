@@ -65,6 +65,18 @@ def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):
     assert "--sleep-on-idle" in words and "--trust-remote-code" not in words and "--enable-metrics" not in words
 
 
+def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    options = options_of(launch_servers=3, tensor_model_parallel_size=2, engine_kwargs={"base_gpu_id": 2})
+    lines = [options.command_line(number) for number in range(3)]
+    assert [words[words.index("--base-gpu-id") + 1] for words in lines] == ["2", "4", "6"]
+    with pytest.raises(ConfigError, match=r"launch_servers=5 .*needs 10 GPUs on this machine, which has 8"):
+        options_of(launch_servers=5, tensor_model_parallel_size=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--base-gpu-id" not in options_of(launch_servers=2).command_line(1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -224,7 +224,7 @@ class SGLangEngine(InferenceEngine):
         if options.servers:
             return [partial(HttpClient, url, options) for url in options.servers]
         if options.num_launched:
-            return [partial(LaunchedServer, options) for _ in range(options.num_launched)]
+            return [partial(LaunchedServer, options, number) for number in range(options.num_launched)]
         return [partial(HostClient, options.engine_arguments())]
 
     def _replica(self, make: Callable[[], Client]) -> Replica:

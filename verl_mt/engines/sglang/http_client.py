@@ -126,10 +126,15 @@ class HttpClient(Client):
 
 
 class LaunchedServer(HttpClient):
-    """A server that is started here and ends with us."""
+    """A server that is started here and ends with us.
 
-    def __init__(self, options: SGLangOptions):
+    Args:
+        number: which of the launched ones; decides on its GPUs.
+    """
+
+    def __init__(self, options: SGLangOptions, number: int = 0):
         super().__init__(f"http://127.0.0.1:{_free_port()}", options)
+        self._number = number
         self._process: OwnProcess | None = None
         self._lifeline: int | None = None
 
@@ -138,7 +143,8 @@ class LaunchedServer(HttpClient):
         return None if self._process is None else self._process.pid
 
     async def start(self, timeout_s: float) -> None:
-        words = [*self._options.command_line(), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        port = self.url.rpartition(":")[2]
+        words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
         reading, self._lifeline = os.pipe()
         try:
             self._process = OwnProcess("verl_mt.engines.sglang.launched_server", reading, words)

@@ -68,6 +68,13 @@ class SGLangOptions:
                 f"{_KEY}.weight_transport=tensors: {', '.join(far)} cannot open this machine's memory; "
                 "use broadcast or disk"
             )
+        needed, gpus = rollout.launch_servers * rollout.tensor_model_parallel_size, torch.cuda.device_count()
+        if 0 < gpus < needed:
+            raise ConfigError(
+                f"{_KEY}.launch_servers={rollout.launch_servers} with tensor_model_parallel_size="
+                f"{rollout.tensor_model_parallel_size} needs {needed} GPUs on this machine, which has {gpus}; launch "
+                f"fewer, or start servers on other machines and name them in {_KEY}.servers"
+            )
         if max_model_len is None:
             raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
         return cls(
@@ -127,10 +134,14 @@ class SGLangOptions:
             }
         return {name: value for name, value in (arguments | self.engine_kwargs).items() if value is not None}
 
-    def command_line(self) -> list[str]:
-        """The same for `python -m sglang.launch_server`."""
+    def command_line(self, number: int = 0) -> list[str]:
+        """The same for `python -m sglang.launch_server`; each launched server (by `number`) has GPUs of its own."""
+        arguments = self.engine_arguments()
+        if self.on_gpu:
+            first = arguments.get("base_gpu_id", 0)
+            arguments["base_gpu_id"] = first + number * self.tensor_parallel_size
         words = []
-        for name, value in self.engine_arguments().items():
+        for name, value in arguments.items():
             flag = "--" + name.replace("_", "-")
             if value is True:
                 words.append(flag)
