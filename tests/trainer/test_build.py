@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_mt import engines
 from verl_mt.config.compose import compose
-from verl_mt.trainer.build import build_chat, build_runner, build_tools
+from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 

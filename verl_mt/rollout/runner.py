@@ -19,9 +19,9 @@ from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneErro
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
+from verl_mt.rollout.doors import Door, Episode, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
-from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.executor import ToolExecutor, ToolSession
 from verl_mt.user_code import CallTimeout
 
@@ -58,6 +58,7 @@ class RolloutRunner:
 
     context: SessionContext
     reward: Reward
+    door: Door = field(default_factory=ToolLoopDoor)
     tools: ToolExecutor | None = None
     interactions: dict[str, BaseInteraction] = field(default_factory=dict)
     interaction_timeout_s: float = 60.0
@@ -165,7 +166,7 @@ class RolloutRunner:
                 )
                 if interaction is not None:
                     await interaction.start()
-            await run_tool_loop(session, tools, interaction)
+            await self.door.run(Episode(session, prompt, tools, interaction))
             if tools is not None and session.context.deterministic:
                 _refuse_timeouts(trajectory, tools)
             session.finish()

@@ -8,8 +8,6 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +18,23 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from verl_mt import engines
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
-from verl_mt.chat.loading import load_chat
-from verl_mt.chat.parsers import get_parser
-from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
-from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError
-from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins
-from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.limits import Limits, is_multi_turn
-from verl_mt.rollout.runner import RolloutRunner
-from verl_mt.rollout.session import SessionContext
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.registry import ToolSet, load_tools
+from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build_data import load_data, notes
+from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools, training_sampling, validation_sampling
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
@@ -134,29 +122,6 @@ def prepare_process(config: Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def build_chat(config: Config) -> ChatTemplate:
-    """Tokenizer and template, probed for what the config asks of them."""
-    model = config.actor_rollout_ref.model
-    chat = load_chat(
-        model.path,
-        revision=model.revision,
-        tokenizer_path=model.tokenizer_path,
-        custom_chat_template=model.custom_chat_template,
-        template_kwargs=model.template_kwargs,
-        trust_prompts=model.trust_prompts,
-        trust_remote_code=model.trust_remote_code,
-    )
-    rollout = config.actor_rollout_ref.rollout
-    chat.require(tools=bool(rollout.tool_kwargs.tools_config_file), interaction=bool(rollout.interaction_config_file))
-    return chat
-
-
-def build_tools(config: Config) -> ToolSet | None:
-    """The tools that the YAML declares; None where there is no file."""
-    path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
-    return load_tools(path) if path else None
-
-
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     """The actor / ref worker group that the YAML declares."""
     trainer = config.trainer
@@ -173,79 +138,6 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
             num_threads=trainer.num_threads,
             deterministic=trainer.deterministic,
         ),
-    )
-
-
-def build_runner(
-    config: Config,
-    chat: ChatTemplate,
-    tools: ToolSet | None,
-    policy_module: Any,
-    engine: InferenceEngine | None = None,
-) -> RolloutRunner:
-    """Engine, parser, tool executor, interactions and reward around one session context."""
-    rollout = config.actor_rollout_ref.rollout
-    multi_turn = rollout.multi_turn
-    limits = Limits.from_config(config)
-    engine = engine or engines.build(
-        config.actor_rollout_ref,
-        policy_module,
-        end_token_ids=chat.stop_token_ids,
-        decode=chat.decode,
-        max_model_len=limits.max_model_len,
-        deterministic=config.trainer.deterministic,
-        seed=config.trainer.seed,
-    )
-    executor = None
-    if tools is not None and is_multi_turn(config):
-        executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
-    reward = config.reward
-    return RolloutRunner(
-        context=SessionContext(
-            chat=chat,
-            engine=engine,
-            limits=limits,
-            parser=get_parser(multi_turn.tool_parser) if executor is not None else None,
-            sampling=training_sampling(config),
-            sanity=SanityMonitor(parse_mode(multi_turn.tokenization_sanity_check_mode), multi_turn.max_mismatch_rate),
-            use_inference_chat_template=multi_turn.use_inference_chat_template,
-            deterministic=config.trainer.deterministic,
-            seed=config.trainer.seed,
-        ),
-        reward=load_reward(reward.path, name=reward.name, kwargs=reward.kwargs, timeout_s=reward.timeout_s),
-        tools=executor,
-        interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
-        interaction_timeout_s=multi_turn.interaction_timeout_s,
-        max_concurrent=rollout.max_concurrent,
-        max_retries=rollout.max_retries,
-        tool_reward_weight=reward.tool_reward_weight,
-        turn_score_weight=reward.turn_score_weight,
-    )
-
-
-def training_sampling(config: Config) -> SamplingParams:
-    """How training rollouts sample; `max_new_tokens` is set turn by turn."""
-    rollout = config.actor_rollout_ref.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
-    )
-
-
-def validation_sampling(config: Config) -> SamplingParams:
-    """How validation samples: `rollout.val_kwargs`, everything else as in training."""
-    chosen = config.actor_rollout_ref.rollout.val_kwargs
-    return replace(
-        training_sampling(config),
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
-        min_p=chosen.min_p,
     )
 
 

@@ -18,7 +18,7 @@ from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
-from verl_mt.trainer import build, build_data
+from verl_mt.trainer import build, build_data, build_rollout
 
 
 class Inference(AbstractContextManager["Inference"]):
@@ -39,10 +39,10 @@ class Inference(AbstractContextManager["Inference"]):
         build.prepare_process(config)
         self.config = config
         self.num_filtered = 0
-        self.chat = build.build_chat(config)
-        self.tools = tools if tools is not None else build.build_tools(config)
+        self.chat = build_rollout.build_chat(config)
+        self.tools = tools if tools is not None else build_rollout.build_tools(config)
         module = _load(config) if engine is None else None
-        self.runner = build.build_runner(config, self.chat, self.tools, module, engine)
+        self.runner = build_rollout.build_runner(config, self.chat, self.tools, module, engine)
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())

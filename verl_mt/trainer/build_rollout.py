@@ -1,0 +1,126 @@
+"""From a config to what rolls out: chat, tools, engine, door and reward around one session context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from verl_mt import engines
+from verl_mt.chat.loading import load_chat
+from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.sanity import SanityMonitor, parse_mode
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.schema import Config
+from verl_mt.data.requests import SamplingParams
+from verl_mt.engines.base import InferenceEngine
+from verl_mt.interactions.registry import load_interactions
+from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.doors import Door, ToolLoopDoor
+from verl_mt.rollout.limits import Limits, is_multi_turn
+from verl_mt.rollout.runner import RolloutRunner
+from verl_mt.rollout.session import SessionContext
+from verl_mt.tools.executor import ToolExecutor, ToolLimits
+from verl_mt.tools.registry import ToolSet, load_tools
+
+
+def build_chat(config: Config) -> ChatTemplate:
+    """Tokenizer and template, probed for what the config asks of them."""
+    model = config.actor_rollout_ref.model
+    chat = load_chat(
+        model.path,
+        revision=model.revision,
+        tokenizer_path=model.tokenizer_path,
+        custom_chat_template=model.custom_chat_template,
+        template_kwargs=model.template_kwargs,
+        trust_prompts=model.trust_prompts,
+        trust_remote_code=model.trust_remote_code,
+    )
+    rollout = config.actor_rollout_ref.rollout
+    chat.require(tools=bool(rollout.tool_kwargs.tools_config_file), interaction=bool(rollout.interaction_config_file))
+    return chat
+
+
+def build_tools(config: Config) -> ToolSet | None:
+    """The tools that the YAML declares; None where there is no file."""
+    path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
+    return load_tools(path) if path else None
+
+
+def build_door(config: Config) -> Door:
+    """Who drives the conversations: the one place that decides it."""
+    return ToolLoopDoor()
+
+
+def build_runner(
+    config: Config,
+    chat: ChatTemplate,
+    tools: ToolSet | None,
+    policy_module: Any,
+    engine: InferenceEngine | None = None,
+) -> RolloutRunner:
+    """Engine, parser, tool executor, interactions and reward around one session context."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn = rollout.multi_turn
+    limits = Limits.from_config(config)
+    engine = engine or engines.build(
+        config.actor_rollout_ref,
+        policy_module,
+        end_token_ids=chat.stop_token_ids,
+        decode=chat.decode,
+        max_model_len=limits.max_model_len,
+        deterministic=config.trainer.deterministic,
+        seed=config.trainer.seed,
+    )
+    executor = None
+    if tools is not None and is_multi_turn(config):
+        executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
+    reward = config.reward
+    return RolloutRunner(
+        context=SessionContext(
+            chat=chat,
+            engine=engine,
+            limits=limits,
+            parser=get_parser(multi_turn.tool_parser) if executor is not None else None,
+            sampling=training_sampling(config),
+            sanity=SanityMonitor(parse_mode(multi_turn.tokenization_sanity_check_mode), multi_turn.max_mismatch_rate),
+            use_inference_chat_template=multi_turn.use_inference_chat_template,
+            deterministic=config.trainer.deterministic,
+            seed=config.trainer.seed,
+        ),
+        reward=load_reward(reward.path, name=reward.name, kwargs=reward.kwargs, timeout_s=reward.timeout_s),
+        door=build_door(config),
+        tools=executor,
+        interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
+        interaction_timeout_s=multi_turn.interaction_timeout_s,
+        max_concurrent=rollout.max_concurrent,
+        max_retries=rollout.max_retries,
+        tool_reward_weight=reward.tool_reward_weight,
+        turn_score_weight=reward.turn_score_weight,
+    )
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    """How training rollouts sample; `max_new_tokens` is set turn by turn."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
+
+
+def validation_sampling(config: Config) -> SamplingParams:
+    """How validation samples: `rollout.val_kwargs`, everything else as in training."""
+    chosen = config.actor_rollout_ref.rollout.val_kwargs
+    return replace(
+        training_sampling(config),
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+    )
