@@ -68,10 +68,28 @@ def test_every_refusal_of_a_command_is_in_one_error():
     text = str(caught.value)
     assert text.startswith("10 problems")
     for part in (
-        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "GRPO has no critic", "use_kl_loss", "use sglang",
+        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "GRPO has no critic", "use_kl_loss", "name=sglang",
         "sweeps", "trainer.default_local_dir", "at least 1", "cannot be deleted", "'nonsense'",
     ):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "parts"),
+    [
+        ("actor_rollout_ref.actor.strategy=megatron", ("FSDP2", "trainer.placement=ray")),
+        ("actor_rollout_ref.ref.strategy=megatron", ("FSDP2", "trainer.placement=ray")),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", ("FSDP2", "tensor_model_parallel_size")),
+        ("actor_rollout_ref.ref.megatron.param_offload=True", ("FSDP2", "docs/scaling.md")),
+        ("model_engine=megatron", ("FSDP2", "trainer.placement=ray")),
+        ("actor_rollout_ref.rollout.name=vllm", ("log-probs", "rollout.name=sglang", "local")),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", ("log-probs", "rollout.name=sglang")),
+    ],
+)
+def test_megatron_and_vllm_are_refused_with_the_reason_and_what_to_use_instead(argument, parts):
+    with pytest.raises(UnknownKeyError) as caught:
+        normalize_argv([argument])
+    assert all(part in str(caught.value) for part in parts)
 
 
 def test_wrong_values_alone_are_a_config_error():

@@ -57,8 +57,22 @@ def _do_sample(value: Any) -> Any:
     return DROP if value else 0.0
 
 
+VLLM = (
+    "vLLM is not an engine of verl_mt: exact ids, log-probs and weight versions are built and tested for one engine "
+    "for real work, SGLang. Use rollout.name=sglang (beside the actor, or as servers, docs/sglang.md), or local, which "
+    "samples in this process"
+)
+MEGATRON = (
+    "Megatron is not offered: models are trained as Hugging Face modules. Instead, trainer.placement=ray "
+    "trainer.n_workers_per_node=8 shards weights, gradients and optimizer state over 8 ranks with FSDP2, and "
+    "rollout.tensor_model_parallel_size splits the engine (docs/scaling.md)"
+)
+
+
 def _engine(value: Any) -> Any:
-    if value in ("vllm", "hf", "trtllm"):
+    if isinstance(value, str) and value.startswith("vllm"):
+        raise ValueError(VLLM)
+    if value in ("hf", "trtllm"):
         raise ValueError(f"{value} is not an engine of verl_mt; use sglang (real work) or local (this process)")
     return value
 
@@ -118,6 +132,7 @@ RENAMES: dict[str, Rename] = {
         note="left keeps the head, right the tail, middle both",
     ),
     ROLLOUT + "val_kwargs.do_sample": Rename(ROLLOUT + "val_kwargs.temperature", _do_sample),
+    MODEL + "target_modules": Rename(MODEL + "lora_target_modules", _as_list),
     ACTOR + "ppo_micro_batch_size_per_gpu": Rename(ACTOR + "ppo_micro_batch_size"),
     ACTOR + "ppo_max_token_len_per_gpu": Rename(ACTOR + "ppo_max_token_len"),
     ACTOR + "optim.lr_warmup_steps_ratio": Rename(ACTOR + "optim.lr_warmup_steps", _warmup_ratio),
@@ -151,6 +166,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     ROLLOUT + "dtype": _dtype,
     ROLLOUT + "multi_turn.tokenization_sanity_check_mode": _sanity_mode,
     MODEL + "dtype": _dtype,
+    MODEL + "lora_target_modules": _as_list,
     ACTOR + "optim.lr_warmup_steps": _warmup_steps,
     "trainer.logger": _as_list,
     "trainer.resume_from_path": _none_if_false,
@@ -159,6 +175,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
 """Values of our own keys that have another spelling (or a better refusal)."""
 
 _TOKENS = "sequences are batched by tokens (ppo_max_token_len); only speed depends on it"
+_FSDP = "Hugging Face modules, sharded with FSDP2 over the ranks of trainer.placement=ray; there is no Megatron"
 _SPEED = "only speed or memory depends on it, and there is nothing to set here"
 _NO_CRITIC = "GRPO has no critic"
 _NO_OFFLOAD = "parameters and optimizer state stay on the device"
@@ -175,15 +192,20 @@ ALWAYS: dict[str, Always] = {
     "data.validation_shuffle": Always((False,), "validation rows keep their order"),
     "data.dataloader_num_workers": Always(None, _SPEED),
     "data.filter_overlong_prompts_workers": Always(None, _SPEED),
+    "model_engine": Always(("dp",), _FSDP),
     "actor_rollout_ref.hybrid_engine": Always((True,), "actor and rollout share one worker group"),
     MODEL + "use_remove_padding": Always((True,), "padding never enters a result"),
     MODEL + "use_shm": Always((False,), "the model is read where it is"),
     MODEL + "use_liger": Always((False,), "transformers' own kernels are used"),
     MODEL + "use_fused_kernels": Always((False,), "transformers' own kernels are used"),
     MODEL + "enable_activation_offload": Always((False,), _NO_OFFLOAD),
-    MODEL + "lora_rank": Always((0,), "all weights are trained"),
+    MODEL + "lora_dropout": Always(
+        (0, 0.0), "with dropout the policy that is trained would be another one than the one that sampled"
+    ),
+    MODEL + "exclude_modules": Always((None,), "lora_target_modules names the layers that get adapters"),
+    MODEL + "lora_adapter_path": Always((None,), "a run starts with new adapters; merge older ones into model.path"),
     MODEL + "external_lib": Always((None,), "use external_plugins"),
-    ACTOR + "strategy": Always(("fsdp", "fsdp2"), "the workers bring their own strategy"),
+    ACTOR + "strategy": Always(("fsdp", "fsdp2"), _FSDP),
     ACTOR + "use_dynamic_bsz": Always(
         None,
         "batches are by tokens (ppo_max_token_len) unless ppo_micro_batch_size is set; only speed depends on it",
@@ -207,7 +229,7 @@ ALWAYS: dict[str, Always] = {
     ACTOR + "fsdp_config.forward_prefetch": Always(None, _SPEED),
     ACTOR + "fsdp_config.reshard_after_forward": Always(None, _SPEED),
     ACTOR + "fsdp_config.wrap_policy.min_num_params": Always(None, _SPEED),
-    REF + "strategy": Always(("fsdp", "fsdp2"), "the workers bring their own strategy"),
+    REF + "strategy": Always(("fsdp", "fsdp2"), _FSDP),
     REF + "log_prob_micro_batch_size": Always(None, _TOKENS),
     REF + "log_prob_micro_batch_size_per_gpu": Always(None, _TOKENS),
     REF + "log_prob_use_dynamic_bsz": Always(None, _TOKENS),
@@ -284,11 +306,12 @@ REFUSED: dict[str, str] = {
     "data.sampler.class_name": "use data.sampler=package.module.Class",
     "algorithm.filter_groups": "groups are not sampled again",
     "algorithm.rollout_correction": "off-policy correction is actor_rollout_ref.actor.use_sampler_log_probs",
-    ACTOR + "megatron": "Megatron is not offered",
+    ACTOR + "megatron": MEGATRON,
+    REF + "megatron": MEGATRON,
     ACTOR + "policy_loss": "the clipped PPO loss is the only policy loss",
     ACTOR + "checkpoint": "a checkpoint always holds everything that a resumed run needs",
     ACTOR + "fsdp_config.dtype": "use actor_rollout_ref.model.dtype",
-    ROLLOUT + "engine_kwargs.vllm": "vLLM is not an engine of verl_mt",
+    ROLLOUT + "engine_kwargs.vllm": VLLM,
     ROLLOUT + "agent": "use the tool loop; other loops are schedulers and custom generate functions",
     ROLLOUT + "multi_turn.completion_callback": "other loops are schedulers and custom generate functions",
     ROLLOUT + "max_num_batched_tokens": "it is vLLM's; with SGLang use engine_kwargs.max_prefill_tokens",

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mt.config.aliases import MEGATRON
 from verl_mt.config.checks import check
 from verl_mt.config.hydra_source import Composition, composing, register
 from verl_mt.config.knob import check_knob
@@ -215,7 +216,8 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}")
+        hint = f". {MEGATRON}" if "megatron" in name else ""
+        raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
 
 
