@@ -16,6 +16,7 @@ from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.load import export_hf, load_causal_lm
+from verl_mt.modeling.lora import adapter_of, add_adapters
 from verl_mt.trainer import build, checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.workers.worker_group import load_weights
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
-    """Write the policy of a checkpoint, with its tokenizer and the chat template it was trained with.
+    """Write the policy of a checkpoint, with its tokenizer and the chat template it was trained with. Low-rank adapters
+    are merged into the weights; `adapter/` below the folder has them as well, for peft.
 
     Args:
         source: a checkpoint or a run directory.
@@ -61,8 +63,10 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
         attn_implementation="sdpa",
         trust_remote_code=model.trust_remote_code,
     )
+    add_adapters(module, model, seed=config.trainer.seed)
     load_weights(module, state["workers"], folder)
-    return export_hf(module, build.tokenizer_as_trained(build.build_chat(config)), out)
+    tokenizer = build.tokenizer_as_trained(build.build_chat(config))
+    return export_hf(module, tokenizer, out, adapter=adapter_of(module))
 
 
 def _checkpoint(source: Path) -> Path:

@@ -25,6 +25,17 @@ class ModelConfig(Section):
     attn_implementation: str = knob(
         "sdpa", "Attention kernel of transformers.", choices=("sdpa", "eager", "flash_attention_2")
     )
+    lora_rank: int = knob(
+        0,
+        "Rank of low-rank adapters (LoRA), which are then all that is trained; 0 = train all weights. Needs peft: "
+        'pip install "verl_mt[lora]".',
+        min=0,
+    )
+    lora_alpha: int = knob(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1)
+    lora_target_modules: list[str] = knob(
+        ["all-linear"],
+        "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
+    )
     enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
 
 

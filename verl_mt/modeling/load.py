@@ -12,6 +12,7 @@ import torch
 
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.modeling.lora import Adapter, without_adapters
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -100,15 +101,16 @@ def empty_causal_lm(
     return model.eval()
 
 
-def export_hf(model: Any, tokenizer: Any, folder: str | Path) -> Path:
+def export_hf(model: Any, tokenizer: Any, folder: str | Path, *, adapter: Adapter | None = None) -> Path:
     """Write model and tokenizer as a Hugging Face folder: whole or not at all, and checked by loading it.
 
     An existing folder is replaced only after the new one is complete.
 
     Args:
-        model: a `transformers.PreTrainedModel`.
+        model: a `transformers.PreTrainedModel`; low-rank adapters are merged into what is written.
         tokenizer: its tokenizer, or None to write none.
         folder: where to; parents are created.
+        adapter: low-rank adapters to write as well, into the folder's `adapter/`, for peft.
 
     Returns:
         The folder.
@@ -119,12 +121,15 @@ def export_hf(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     target = Path(folder).expanduser().resolve()
     if target.exists() and not _is_export(target):
         raise CheckpointError(f"export to {target}: something that is no exported model is there; take another folder")
+    model = without_adapters(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         model.save_pretrained(staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+        if adapter is not None:
+            adapter.save(staging / "adapter")
         _check_loads_back(model, staging)
         for file in staging.rglob("*"):
             _sync(file)

@@ -98,7 +98,9 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             model=model,
         )
         if config.trainer.export_at_end:
-            trainer.export = lambda: export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf")
+            trainer.export = lambda: export_hf(
+                workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter()
+            )
         if state is not None:
             trainer.load_state_dict(state, run.resume_from)
             log.display.resume_at(trainer.step_number)

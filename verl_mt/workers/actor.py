@@ -18,6 +18,7 @@ from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError, VerlMTError
+from verl_mt.modeling import lora
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
@@ -148,6 +149,7 @@ class ActorWorker:
     def progress(self) -> dict[str, Any]:
         """The small rest of the state, the same on every rank."""
         return {
+            "lora": lora.describe(lora.lora_of(model_of(self.module))),
             "generator": self._generator.get_state(),
             "num_updates": self.num_updates,
             "num_batches": self._num_batches,
@@ -155,7 +157,12 @@ class ActorWorker:
         }
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Take a `progress`; `tensors` then has the names that its checkpoint has."""
+        """Take a `progress`; `tensors` then has the names that its checkpoint has.
+
+        Raises:
+            CheckpointError: other adapters than the module's.
+        """
+        lora.require_same(progress.get("lora"), lora.lora_of(model_of(self.module)))
         self._generator.set_state(progress["generator"].cpu())
         self.num_updates = progress["num_updates"]
         self._num_batches = progress["num_batches"]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
+from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharding import model_of, whole
 from verl_mt.workers.shards import save_shards
+from verl_mt.workers.state import all_weights
 from verl_mt.workers.worker_group import load_actor
 
 _BUCKET_BYTES = 2**28
@@ -114,16 +115,28 @@ class RankWorker:
         return self._once(len(self._buckets()))
 
     @torch.no_grad()
-    def bucket(self, number: int, as_in_checkpoint: bool) -> dict[str, Packed] | None:
-        """Whole weights of some layers, in the names and shapes of the model's checkpoint or of the module."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        gathered = {name: whole(tensor) for name, tensor in self._buckets()[number]}
+    def bucket(self, number: int, converted: bool) -> dict[str, Packed] | None:
+        """Whole weights of some layers, merged with adapters, in the names and shapes of the model's checkpoint or of
+        the module that transformers makes of it."""
+        model = model_of(self.actor.module)
+        gathered = {name: whole(tensor) for name, tensor in self._buckets()[number].items()}
         if self._ranks.rank:
             return None
-        if as_in_checkpoint:
-            gathered = revert_weight_conversion(model_of(self.actor.module), gathered)
+        if converted:
+            gathered = as_in_checkpoint(model, gathered)
+        elif (lora := lora_of(model)) is not None:
+            gathered = merged(lora, gathered)
         return {name: Packed.of(tensor) for name, tensor in gathered.items()}
+
+    @torch.no_grad()
+    def adapter(self) -> tuple[Lora, dict[str, Packed]] | None:
+        """Low-rank adapters, if there are some."""
+        model = model_of(self.actor.module)
+        lora = lora_of(model)
+        if lora is None:
+            return None
+        tensors = {name: Packed.of(whole(p)) for name, p in model.named_parameters() if is_adapter(name)}
+        return self._once((lora, tensors))
 
     def progress(self) -> dict[str, Any] | None:
         """The small part of the actor's state."""
@@ -140,26 +153,15 @@ class RankWorker:
     def _once(self, value: Any) -> Any:
         return value if self._ranks.rank == 0 else None
 
-    def _buckets(self) -> list[list[tuple[str, Tensor]]]:
+    def _buckets(self) -> list[dict[str, Tensor]]:
         """Names and live tensors; a layer is never torn apart, because its tensors may be converted together."""
-        buckets: list[list[tuple[str, Tensor]]] = []
+        buckets: list[dict[str, Tensor]] = []
         size = 0
-        for layer in _layers(self.actor.tensors()):
-            layer_size = sum(t.numel() * t.element_size() for _, t in layer)
+        for layer in by_layer(all_weights(self.actor.module)):
+            layer_size = sum(t.numel() * t.element_size() for t in layer.values())
             if not buckets or size + layer_size > _BUCKET_BYTES:
-                buckets.append([])
+                buckets.append({})
                 size = 0
-            buckets[-1] += layer
+            buckets[-1] |= layer
             size += layer_size
         return buckets
-
-
-def _layers(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights of each decoder layer (`....3.`) together, all others one by one."""
-    layers: dict[str, list[tuple[str, Tensor]]] = {}
-    for full_name, tensor in tensors.items():
-        part, _, name = full_name.partition(".")
-        if part == "module":
-            numbered = re.match(r"(.*?\.\d+)\.", name)
-            layers.setdefault(numbered[1] if numbered else name, []).append((name, tensor))
-    yield from layers.values()

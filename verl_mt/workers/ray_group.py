@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
+from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.rank import RankWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ray_cluster import bundle, connect, forwarded_environment, require_room, resolve_device
@@ -110,6 +111,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
+
+    def adapter(self) -> Adapter | None:
+        found = self._call("adapter", doing="sending its adapters")[0]
+        return found and Adapter(found[0], {name: packed.tensor() for name, packed in found[1].items()})
 
     def state_dict(self) -> dict[str, Any]:
         return {"actor": self._call("progress", doing="telling its progress")[0]}

@@ -7,16 +7,18 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.config.actor import ActorConfig, RefConfig
+from verl_mt.modeling.lora import adapters_off, lora_of
 from verl_mt.workers.micro_batch import compute_log_probs
 from verl_mt.workers.ranks import ALONE
-from verl_mt.workers.sharding import ranks_of
+from verl_mt.workers.sharding import model_of, ranks_of
 
 
 class RefWorker:
     """A policy that never changes. With a sharded module there is one such worker per rank, like the actor's.
 
     Args:
-        module: a Hugging Face causal language model of its own (not the actor's), or a `ShardedPolicy`.
+        module: a Hugging Face causal language model of its own, or a `ShardedPolicy`; or the actor's own one if that
+            has low-rank adapters: the reference is then what it is without them, and costs no memory.
         config: its part of the configuration. With `offload` its weights wait in CPU memory; a whole module is moved
             to the device for each batch, a sharded one (made with `offload`) layer by layer.
         actor: the actor's part of the configuration. Its passes are split in the same way (unless `config` says
@@ -35,12 +37,16 @@ class RefWorker:
         temperature: float,
         device: str | torch.device | None = None,
     ):
-        self.module = module.eval().requires_grad_(False)
+        self.module = module.eval()
+        self._is_actors = lora_of(model_of(module)) is not None
+        if not self._is_actors:
+            module.requires_grad_(False)
         self._max_tokens = config.log_prob_max_token_len or actor.ppo_max_token_len
         self._max_rows = None if config.log_prob_max_token_len else actor.ppo_micro_batch_size
         self._temperature = temperature
         self.device = torch.device(device or next(module.parameters()).device)
-        self._moves = config.offload and self.device.type != "cpu" and ranks_of(module) is ALONE
+        offload = config.offload and not self._is_actors
+        self._moves = offload and self.device.type != "cpu" and ranks_of(module) is ALONE
         if self._moves:
             self.module.to("cpu")
 
@@ -51,14 +57,15 @@ class RefWorker:
         if self._moves:
             self.module.to(self.device)
         try:
-            log_probs = compute_log_probs(
-                self.module,
-                here,
-                rows,
-                temperature=self._temperature,
-                max_tokens=self._max_tokens,
-                max_rows=self._max_rows,
-            )
+            with adapters_off(model_of(self.module)):
+                log_probs = compute_log_probs(
+                    self.module,
+                    here,
+                    rows,
+                    temperature=self._temperature,
+                    max_tokens=self._max_tokens,
+                    max_rows=self._max_rows,
+                )
         finally:
             if self._moves:
                 self.module.to("cpu")

@@ -13,6 +13,7 @@ from torch import nn
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
+from verl_mt.modeling.lora import Lora, add_adapters, lora_of, set_lora
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
@@ -48,17 +49,19 @@ class WorkerSetup:
 
 
 def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker, RefWorker | None]:
-    """Load the policy and put the workers of one rank around it.
+    """Load the policy and put the workers of one rank around it. With low-rank adapters the reference policy is the
+    frozen base of the actor's own module: no second model.
 
     Raises:
-        ConfigError: a model or a device that cannot be had.
+        ConfigError: a model, a device or adapters that cannot be had.
     """
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
-    module = _first_policy(setup, ranks)
+    module = add_adapters(_first_policy(setup, ranks), model, seed=setup.seed)
+    lora = _agreed(lora_of(module), module, ranks)
     # Made before any checkpoint is loaded into the actor: the reference stays what the run started from.
-    ref = copy.deepcopy(module) if config.actor.use_kl_loss and ranks.size == 1 else None
+    ref = copy.deepcopy(module) if config.actor.use_kl_loss and ranks.size == 1 and lora is None else None
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     temperature = config.rollout.temperature
@@ -73,6 +76,8 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     )
     if not config.actor.use_kl_loss:
         return actor, None
+    if lora is not None:
+        return actor, RefWorker(actor.module, config.ref, actor=config.actor, temperature=temperature)
     # Over ranks it is loaded once more: the actor's whole copy is gone, and two would not have to fit.
     ref = _first_policy(setup, ranks) if ref is None else ref
     ref = _spread(ref.requires_grad_(False), setup, ranks, offload=config.ref.offload)
@@ -86,8 +91,16 @@ def _first_policy(setup: WorkerSetup, ranks: Ranks) -> Any:
     return load_policy(setup, device="cpu") if ranks.rank == 0 else empty_causal_lm(**_source(setup))
 
 
+def _agreed(lora: Lora | None, module: Any, ranks: Ranks) -> Lora | None:
+    """Rank 0 alone has seen the frozen weights; what it says of them is so on all ranks."""
+    lora = ranks.gather(lora)[0]
+    if lora is not None:
+        set_lora(module, lora)
+    return lora
+
+
 def load_policy(setup: WorkerSetup, *, device: str) -> Any:
-    """The model that the config names, whole."""
+    """The model that the config names, whole and without adapters."""
     return load_causal_lm(**_source(setup), device=device)
 
 

@@ -1,4 +1,5 @@
 """What training changes, as named tensors: `module.<parameter>` and `optimizer.<parameter>.<moment or master>`.
+With low-rank adapters these are the adapters, and nothing of the frozen base.
 
 The same names in every placement, so that a checkpoint written by any number of ranks loads on any other. Where a
 policy is sharded the tensors are shards (DTensor); torch.distributed.checkpoint writes and reads them in parallel.
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_mt.errors import CheckpointError
+from verl_mt.modeling.lora import lora_of
 from verl_mt.workers.adamw import names_of_state, state_of
 from verl_mt.workers.sharding import model_of
 
@@ -26,17 +28,26 @@ def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
         module: the policy, sharded or not.
         optimizer: its AdamW, whose state is made (all zero) where a parameter has none yet; None = weights only.
     """
-    model = model_of(module)
-    parameters = dict(model.named_parameters())
-    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters.keys() | tied}
-    live = {f"{WEIGHTS}{name}": value.detach() for name, value in {**parameters, **buffers}.items()}
+    parameters = dict(model_of(module).named_parameters())
+    kept = all_weights(module)
+    if lora_of(model_of(module)) is not None:
+        kept = {name: value for name, value in kept.items() if name in parameters and parameters[name].requires_grad}
+    live = {f"{WEIGHTS}{name}": value for name, value in kept.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 kept = state_of(optimizer, parameter)
                 live |= {f"optimizer.{name}.{part}": kept[part] for part in names_of_state(parameter)}
     return live
+
+
+def all_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, frozen or not, each once: the live tensors by the names of the model."""
+    model = model_of(module)
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters.keys() | tied}
+    return {name: value.detach() for name, value in {**parameters, **buffers}.items()}
 
 
 def copy_into(live: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

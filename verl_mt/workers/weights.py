@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from verl_mt.engines.base import Capabilities, Disk, InferenceEngine, InPlace, TensorBuckets, WeightUpdate
 from verl_mt.errors import ConfigError
+from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.worker_group import InlineWorkerGroup, WorkerGroup
 
@@ -54,7 +55,7 @@ def weight_update_for(
     if "disk" in capabilities.transports and transport.folder is not None:
         path = transport.folder / f"version_{version:06d}"
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
-        module.save_pretrained(path)
+        without_adapters(module).save_pretrained(path)
         return Disk(version, str(path.resolve()))
     raise ConfigError(
         f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"

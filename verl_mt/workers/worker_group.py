@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
+from verl_mt.modeling.lora import Adapter, adapter_of, lora_of, require_peft, require_same
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ref import RefWorker
@@ -60,6 +61,10 @@ class WorkerGroup(abc.ABC):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
         are to be used or copied before the next one is asked for."""
+
+    @abc.abstractmethod
+    def adapter(self) -> Adapter | None:
+        """The low-rank adapters; None where all weights are trained."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +122,9 @@ class InlineWorkerGroup(WorkerGroup):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.actor.module)
 
+    def adapter(self) -> Adapter | None:
+        return adapter_of(self.actor.module)
+
     def state_dict(self) -> dict[str, Any]:
         return {"actor": self.actor.state_dict()}
 
@@ -142,13 +150,14 @@ def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None
     """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it.
 
     Args:
-        module: a Hugging Face model of the checkpoint's architecture.
+        module: a Hugging Face model of the checkpoint's architecture, with adapters if that has some.
         state: the `state_dict` of the worker group that wrote it.
         folder: the checkpoint.
 
     Raises:
         CheckpointError: of another model, or incomplete.
     """
+    require_same(state["actor"].get("lora"), lora_of(module))
     live, saved = live_tensors(module), state["actor"].get("tensors")
     if saved is None:
         from verl_mt.workers.shards import load_shards
@@ -181,6 +190,8 @@ def build_worker_group(
         ConfigError: a placement, model or device that cannot be had.
         WorkerError: a worker died while it started.
     """
+    if config.model.lora_rank:
+        require_peft()
     if isinstance(placement, str):
         placement = Placement(kind=placement)
     setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement)
