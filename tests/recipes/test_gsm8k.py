@@ -22,8 +22,9 @@ from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.inference import Inference
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
-CONFIGS = sorted((RECIPE / "config").glob("*.yaml"))
-SCRIPTS = sorted(RECIPE.glob("*.sh"))
+CONFIGS = sorted(f for f in (RECIPE / "config").glob("*.yaml") if not f.stem.endswith(("gpu", "gpus", "nodes")))
+"""Without those that add a placement: test_gsm8k_placements.py."""
+SCRIPTS = sorted(RECIPE.glob("run_*.sh"))
 
 _spec = importlib.util.spec_from_file_location("gsm8k_prepare", RECIPE / "prepare.py")
 assert _spec is not None and _spec.loader is not None

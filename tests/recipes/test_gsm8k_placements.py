@@ -1,0 +1,264 @@
+"""The GSM8K recipe on one GPU, on eight, on two machines: composed, and run with the tiny model on SGLang and Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from verl_mt.config.compose import compose, hydra_main
+from verl_mt.config.schema import Config
+from verl_mt.config.tree import leaves
+from verl_mt.tiny.problems import rows
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
+STYLES, PLACEMENTS = ("tool", "interaction"), ("1gpu", "8gpus", "2nodes")
+WHERE = {
+    "actor_rollout_ref.rollout.servers", "actor_rollout_ref.rollout.launch_servers",
+    "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.ref.offload", "trainer.device",
+    "trainer.placement", "trainer.nnodes", "trainer.n_workers_per_node", "trainer.experiment_name",
+}  # fmt: skip
+"""What a placement may change: none of it changes what is computed."""
+
+
+def recorded(script: str, folder: Path, **environment: str) -> list[str]:
+    """Run a script with a `python` that writes down how it was called, and with which GPU; it ends when it was called
+    `NUM_CALLS` times."""
+    log, python = folder / "commands", folder / "bin" / "python"
+    python.parent.mkdir()
+    note = f'printf "%s|%s\\n" "$CUDA_VISIBLE_DEVICES" "$*" >> {shlex.quote(str(log))}'
+    wait = f"until [ $(wc -l < {shlex.quote(str(log))}) -ge ${{NUM_CALLS:-1}} ]; do sleep 0.02; done"
+    python.write_text(f"#!/bin/sh\n{note}\n{wait}\n")
+    python.chmod(0o755)
+    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    words = ["bash", str(RECIPE / script)]
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **environment, **path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines()
+
+
+@functools.cache
+def base(style: str) -> dict[str, Any]:
+    return leaves_of(compose(config_name=f"gsm8k_{style}_grpo", config_dir=RECIPE / "config"))
+
+
+def leaves_of(config: Config) -> dict[str, Any]:
+    tree = dataclasses.asdict(config)
+
+    def value(key: str) -> Any:
+        found: Any = tree
+        for part in key.split("."):
+            found = found[part]
+        return found
+
+    return {key: value(key) for key in leaves()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_placement_changes_where_a_run_runs_and_not_what_it_computes(style, placement, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECOND_NODE", "other.cluster")
+    script = f"run_qwen2.5-3b_{style}.sh"
+    *_, trained = recorded(script, tmp_path, PLACEMENT=placement, DATA_DIR="data/gsm8k")
+    configs: list[Config] = []
+    hydra_main(configs.append, argv=shlex.split(trained.partition("-m verl_mt.trainer ")[2]))
+    config, rollout = configs[0], configs[0].actor_rollout_ref.rollout
+    changed = {key for key, value in leaves_of(config).items() if value != base(style)[key]}
+    assert changed <= WHERE and rollout.name == "sglang" and config.trainer.device == "cuda"
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B-Instruct"
+    ranks = config.trainer.nnodes * config.trainer.n_workers_per_node
+    engines = len(set(rollout.servers)) or rollout.launch_servers or 1
+    gpus = {"1gpu": 1, "8gpus": 8, "2nodes": 16}[placement]
+    assert ranks == engines == gpus
+    assert (config.trainer.placement == "ray") is (gpus > 1)
+    if placement == "2nodes":
+        assert sum("//other.cluster:" in url for url in rollout.servers) == 8
+
+
+def test_the_servers_of_two_machines_are_those_that_the_run_will_ask_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECOND_NODE", "127.0.0.1")
+    config = compose(config_name="gsm8k_tool_2nodes", config_dir=RECIPE / "config")
+    started = recorded("serve_qwen2.5-3b.sh", tmp_path, SGLANG_API_KEY="secret", NUM_CALLS="8")
+    words = [shlex.split(line.partition("|")[2]) for line in started]
+    assert {line.partition("|")[0] for line in started} == {str(gpu) for gpu in range(8)}
+    urls = {f"http://127.0.0.1:{line[line.index('--port') + 1]}" for line in words}
+    assert urls == set(config.actor_rollout_ref.rollout.servers)
+    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
+    for line in words:
+        assert line[line.index("--model-path") + 1] == config.actor_rollout_ref.model.path
+        assert int(line[line.index("--context-length") + 1]) >= longest + 8
+        assert line[line.index("--api-key") + 1] == "secret"
+    # A GPU holds a server and a rank: weights, gradients and optimizer of 3.1e9 parameters over 16 ranks.
+    assert float(words[0][words[0].index("--mem-fraction-static") + 1]) * 80e9 + 16 * 3.1e9 / 16 < 60e9
+
+
+def test_two_machines_without_the_name_of_the_second_are_refused_at_once(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "SECOND_NODE"}
+    words = ["bash", str(RECIPE / "run_qwen2.5-3b_tool.sh")]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**environment, "PLACEMENT": "2nodes"}, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "SECOND_NODE" in done.stderr and not list(tmp_path.iterdir())
+
+
+# Two steps with the tiny model on a CPU: real SGLang, two Ray workers
+
+TINY = (
+    "actor_rollout_ref.model.path=verl_mt://tiny", "actor_rollout_ref.model.dtype=float32",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.response_length=128", "actor_rollout_ref.rollout.engine_timeout_s=240",
+    "actor_rollout_ref.rollout.max_num_seqs=64",
+    "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/calculator.yaml",
+    "data.train_batch_size=4", "data.max_prompt_length=256", "data.val_max_samples=4", "trainer.device=cpu",
+    "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.test_freq=-1", "trainer.logger=[console]",
+)  # fmt: skip
+SERVER = "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 16384 --sleep-on-idle"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Problems that the tiny model knows, through the recipe's own `prepare.py`."""
+    folder = tmp_path_factory.mktemp("data")
+    for split, seed in (("train", 0), ("test", 1)):
+        problems = [row["extra_info"] for row in rows(num_rows=16, seed=seed, split=split)]
+        source = folder / f"{split}.jsonl"
+        source.write_text("".join(json.dumps({k: p[k] for k in ("question", "answer")}) + "\n" for p in problems))
+        words = ["--source", source, "--split", split, "--out", folder / f"{split}.parquet", "--style", "interaction"]
+        command = [sys.executable, RECIPE / "prepare.py", *words, "--system", "Answer as #### N."]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", **more}
+
+
+def two_steps(placement: str, data: Path, run: Path, *overrides: str, **more: str) -> None:
+    """Run the script with the tiny model; look at what it wrote."""
+    words = ["bash", str(RECIPE / "run_qwen2.5-3b_interaction.sh"), *TINY, *overrides]
+    words.append(f"trainer.default_local_dir={run}")
+    variables = environment(PLACEMENT=placement, DATA_DIR=str(data), SECOND_NODE="localhost", **more)
+    done = subprocess.run(words, cwd=run.parent, env=variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        assert line["rollout/trajectories"] == 32 and line["rollout/aborted"] == line["rollout/retries"] == 0
+        assert line["actor/num_updates"] == 1 and line["actor/grad_norm"] > 0
+        assert line["rollout/logprob_diff_max"] < 1e-4 and line["engine/restarts"] == 0
+        assert line["turns/mean"] > 1
+    first, second = (worst_difference_to_the_start(run, step) for step in (1, 2))
+    assert first < 1e-4 and second > 1e-2, "the second step was not sampled with other weights"
+    assert (run / "FINISHED").exists() and (run / "hf" / "model.safetensors").is_file()
+
+
+@torch.no_grad()
+def worst_difference_to_the_start(run: Path, step: int) -> float:
+    """Between the log-probs of a step's sampler and those of the weights that the run began with."""
+    from verl_mt.modeling.load import load_causal_lm
+
+    module, worst = load_causal_lm("verl_mt://tiny", dtype="float32", device="cpu"), 0.0
+    for text in (run / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()[:8]:
+        (record,) = json.loads(text)["records"]
+        ids, sampled = torch.tensor(record["token_ids"]), torch.tensor(record["sampled"], dtype=torch.bool)
+        table = torch.log_softmax(module(ids[None]).logits[0, :-1].float(), -1)
+        own = table.gather(1, ids[1:, None])[:, 0]
+        difference = (own - torch.tensor(record["rollout_log_probs"])[1:]).abs()
+        worst = max(worst, float(difference[sampled[1:]].max()))
+    return worst
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(600)
+def test_two_steps_as_on_one_gpu(data, tmp_path):
+    two_steps("1gpu", data, tmp_path / "run")
+
+
+@pytest.mark.sglang
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_two_steps_as_on_eight_gpus_with_two_ranks_and_two_servers(data, tmp_path):
+    overrides = ("trainer.n_workers_per_node=2", "actor_rollout_ref.rollout.launch_servers=2")
+    two_steps("8gpus", data, tmp_path / "run", *overrides)
+    assert len(list((tmp_path / "run" / "checkpoints" / "step_000002" / "actor").glob("__*_0.distcp"))) == 2
+
+
+@pytest.mark.sglang
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_two_steps_as_on_two_machines_with_a_rank_and_a_server_each(data, tmp_path):
+    with two_machines() as address, two_servers(tmp_path) as urls:
+        overrides = ("trainer.n_workers_per_node=1", f"actor_rollout_ref.rollout.servers=[{','.join(urls)}]")
+        two_steps("2nodes", data, tmp_path / "run", *overrides, RAY_ADDRESS=address)
+    for server in range(2):
+        asked = (tmp_path / "servers.log").read_text()
+        assert asked.count("POST /generate") > 8, server
+
+
+@contextmanager
+def two_machines() -> Iterator[str]:
+    """A Ray cluster of two nodes with one CPU for a rank each; both are processes of this machine."""
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=size)
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=100 * 1024 * 1024)
+        cluster.wait_for_nodes()
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def two_servers(folder: Path) -> Iterator[list[str]]:
+    """The recipe's own script, on a CPU: one server as on the trainer's machine, one as on another."""
+    port = next(p for p in range(31000, 39000, 2) if is_free(p) and is_free(p + 1))
+    words = ["bash", str(RECIPE / "serve_qwen2.5-3b.sh"), *SERVER.split()]
+    model = Path(sys.modules["verl_mt"].__path__[0]) / "tiny" / "checkpoint"
+    variables = environment(NUM_SERVERS="2", PORT=str(port), MODEL=str(model))
+    with (folder / "servers.log").open("w") as log:
+        process = subprocess.Popen(words, env=variables, stdout=log, stderr=log, start_new_session=True)
+        # Its name, not `localhost`: weights go there by broadcast.
+        urls = [f"http://127.0.0.1:{port}", f"http://{socket.gethostname()}:{port + 1}"]
+        try:
+            for url in urls:
+                wait_for(f"{url}/health", process, folder / "servers.log")
+            yield urls
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            with urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
