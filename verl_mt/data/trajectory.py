@@ -13,11 +13,14 @@ sampled, E0 the tool's answer as the template renders it (the next generation pr
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.data.conversation import Message
 from verl_mt.errors import LedgerError
+
+if TYPE_CHECKING:
+    from verl_mt.data.sample import Sample
 
 
 class Status(enum.StrEnum):
@@ -56,6 +59,10 @@ class StopReason(enum.StrEnum):
     """`max_seconds` of the trajectory were over; the tokens sampled so far are kept."""
     SCHEDULER = "scheduler"
     """A scheduler's `check_finished` or a custom generate function ended it."""
+    TRUNCATED = "truncated"
+    """A custom generate function said so, without one of the limits above having been hit."""
+    ABORTED = "aborted"
+    """A custom generate function gave the sample up."""
     ERROR = "error"
     """User code raised."""
     ENGINE = "engine"
@@ -73,6 +80,8 @@ _STATUS = {
     StopReason.MAX_MODEL_LEN: Status.TRUNCATED,
     StopReason.CONTEXT_FULL: Status.TRUNCATED,
     StopReason.TIME_LIMIT: Status.TRUNCATED,
+    StopReason.TRUNCATED: Status.TRUNCATED,
+    StopReason.ABORTED: Status.ABORTED,
     StopReason.ERROR: Status.FAILED,
     StopReason.ENGINE: Status.ABORTED,
 }
@@ -105,6 +114,8 @@ class TrajectoryRecord:
     turns: list[TurnSpan] = field(default_factory=list)
     has_log_probs: bool = True
     """False if the engine gave text only: training then uses the trainer's own old log-probs."""
+    messages: list[Message] = field(default_factory=list)
+    """What this record has seen, where history was rewritten after it; empty = the trajectory's `messages`."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -139,6 +150,31 @@ class TrajectoryRecord:
         for p in positions:
             self.loss_mask[p] = 0
         return cleared
+
+    def cut(self, end: int) -> int:
+        """Drop the tokens from position `end` on. Returns how many of them were sampled."""
+        dropped = sum(self.sampled[end:])
+        for column in (self.token_ids, self.sampled, self.loss_mask, self.rollout_log_probs, self.policy_versions):
+            del column[end:]  # type: ignore[attr-defined]
+        self.turns = [replace(span, end=min(span.end, end)) for span in self.turns if span.start < end]
+        return dropped
+
+    def split(self, start: int) -> tuple[TrajectoryRecord, TrajectoryRecord]:
+        """Two records that train the same tokens: what comes before position `start` is the prompt of the second."""
+        first = replace(self, turns=list(self.turns), messages=list(self.messages))
+        for name in ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions"):
+            setattr(first, name, list(getattr(self, name)))
+        first.cut(start)
+        second = TrajectoryRecord(has_log_probs=self.has_log_probs)
+        turn = first.turns[-1].turn if first.turns else 0
+        second.append_given(list(self.token_ids[:start]), kind="prompt", turn=turn)
+        second.token_ids += self.token_ids[start:]
+        second.sampled += self.sampled[start:]
+        second.loss_mask += self.loss_mask[start:]
+        second.rollout_log_probs += self.rollout_log_probs[start:]
+        second.policy_versions += self.policy_versions[start:]
+        second.turns += [span for span in self.turns if span.start >= start]
+        return first, second
 
     def check(self) -> None:
         """Verify the invariants of the module's picture.
@@ -234,6 +270,8 @@ class Trajectory:
     """What plug-ins attach (`rollout_infos`)."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
+    sample: Sample | None = None
+    """What a custom generate function made of it."""
 
     @property
     def status(self) -> Status:

@@ -7,14 +7,28 @@ went away starts the trajectory again, anything else marks it FAILED.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from verl_mt.data.trajectory import Trajectory
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.executor import ToolSession
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an episode stands in its batch."""
+
+    rollout: str = ""
+    """Name of the plan: the step, or the validation pass."""
+    group: int = 0
+    """Number of the prompt, from 0."""
+    sample: int = 0
+    """Number of the episode, from 0."""
+    evaluation: bool = False
 
 
 @dataclass
@@ -29,6 +43,9 @@ class Episode:
     """Opened, and closed by the runner; None where no tools are configured."""
     interaction: InteractionSession | None = None
     """Started, and finished by the runner; None where none is configured."""
+    place: Place = field(default_factory=lambda: Place())
+    outcome: list[Trajectory] | None = None
+    """Set by a door of which several trajectories come; None = the session's own."""
 
 
 class Door(Protocol):

@@ -19,7 +19,7 @@ from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneErro
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
-from verl_mt.rollout.doors import Door, Episode, ToolLoopDoor
+from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.tools.executor import ToolExecutor, ToolSession
@@ -50,6 +50,8 @@ class RolloutPlan:
     """Prefix of all ids: the step, or the validation pass."""
     sampling: SamplingParams | None = None
     """None = the run's own."""
+    evaluation: bool = False
+    """A validation: nothing of it is trained."""
 
 
 @dataclass
@@ -106,18 +108,19 @@ class RolloutRunner:
             for sample in range(plan.n)
         ]
         runs = [
-            self._run_one(context, trajectory, prompt, gate, order=position * plan.n + sample)
-            for sample, trajectory in enumerate(trajectories)
+            self._run_one(context, trajectory, prompt, gate, Place(plan.name, position, order, plan.evaluation))
+            for order, trajectory in enumerate(trajectories, start=position * plan.n)
         ]
-        row, finished = prompt.row, list(await asyncio.gather(*runs))
+        row, finished = prompt.row, [t for outcome in await asyncio.gather(*runs) for t in outcome]
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt)
         return group
 
     async def _run_one(
-        self, context: SessionContext, trajectory: Trajectory, prompt: Prompt, gate: _Gate, order: int
-    ) -> Trajectory:
-        blank, session_id, engine = trajectory, trajectory.trajectory_id, context.engine
+        self, context: SessionContext, trajectory: Trajectory, prompt: Prompt, gate: _Gate, place: Place
+    ) -> list[Trajectory]:
+        """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
+        blank, session_id, engine, order = trajectory, trajectory.trajectory_id, context.engine, place.sample
         await gate.enter(order, lambda: engine.open_session(session_id, order))
         try:
             for attempt in range(self.max_retries + 1):
@@ -134,18 +137,21 @@ class RolloutRunner:
                     info={},
                 )
                 session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
-                error = await self._attempt(session, prompt)
+                error, outcome = await self._attempt(session, prompt, place)
                 if attempt:
-                    trajectory.counters["retries"] = attempt
+                    outcome[0].counters["retries"] = attempt
                 if not isinstance(error, EngineGoneError):
                     break
         finally:
             gate.leave()
             engine.close_session(session_id)
         self.progress.num_finished += 1
-        return trajectory
+        self.progress.num_sampled_tokens += sum(t.num_sampled_tokens for t in outcome)
+        return outcome
 
-    async def _attempt(self, session: RolloutSession, prompt: Prompt) -> BaseException | None:
+    async def _attempt(
+        self, session: RolloutSession, prompt: Prompt, place: Place
+    ) -> tuple[BaseException | None, list[Trajectory]]:
         """One try at a conversation; whatever is raised is attributed and stored, except cancellation and deadlines
         of deterministic runs."""
         trajectory, extra = session.trajectory, prompt.row.extra_info
@@ -166,22 +172,23 @@ class RolloutRunner:
                 )
                 if interaction is not None:
                     await interaction.start()
-            await self.door.run(Episode(session, prompt, tools, interaction))
+            episode = Episode(session, prompt, tools, interaction, place)
+            await self.door.run(episode)
             if tools is not None and session.context.deterministic:
                 _refuse_timeouts(trajectory, tools)
             session.finish()
-            return None
+            return None, episode.outcome or [trajectory]
         except (asyncio.CancelledError, KeyboardInterrupt, DeadlineError):
             raise
         except EngineGoneError as error:
             trajectory.stop_reason = StopReason.ENGINE
             trajectory.error = session_error(trajectory, error)
-            return error
+            return error, [trajectory]
         except Exception as error:
             if session.context.deterministic and isinstance(error.__cause__, CallTimeout):
                 raise deadline_error(trajectory, f"the deadline of {error}") from error
             self._fail(trajectory, error)
-            return error
+            return error, [trajectory]
         finally:
             await self._close(session, tools, interaction)
 
@@ -206,7 +213,6 @@ class RolloutRunner:
                 if trajectory.stop_reason is not StopReason.ENGINE:
                     self._fail(trajectory, error)
             trajectory.time_spans += interaction.time_spans
-        self.progress.num_sampled_tokens += trajectory.num_sampled_tokens
 
     async def _score(self, group: TrajectoryGroup, prompt: Prompt) -> None:
         """Reward every trajectory that was not aborted or failed; a reward that raises fails its own trajectory."""
