@@ -266,6 +266,14 @@ class ChatTemplate:
         hidden = self._encoder.hidden()
         return self._encoder.encode_hidden(hidden.hide(text), hidden)
 
+    def continuation_ids(self, text: str) -> list[int]:
+        """Ids of foreign text in the middle of a turn: no control token, and no space that it does not begin with."""
+        anchor = self._plain_anchor
+        hidden = self._encoder.hidden()
+        ids = self._encoder.encode_hidden(anchor + hidden.hide(text), hidden)[self._anchor_length(anchor) :]
+        # Some control tokens swallow white space behind them (Phi-3).
+        return ids if self.decode(ids) == text else self.encode_text(text, neutral=True)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens kept."""
         return self._encoder.decode(ids)

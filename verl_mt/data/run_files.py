@@ -6,7 +6,7 @@ Row schema, version 1: everything needed to recompute the batch and to draw the 
 `counters`, `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`, `info`, and
 `records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and
 where the update computed them `advantages` and `old_log_probs` (else null); besides `has_log_probs` and `turns`
-(kind, start, end, turn).
+(kind, start, end, turn), and `messages` where history was rewritten after the record.
 NaN and infinities are written as null.
 """
 
@@ -166,6 +166,8 @@ def _record_to_row(
             raise ValueError(f"{name}: {len(column)} numbers for a record of {len(record.token_ids)} tokens")
         row[name] = None if column is None else list(column)
     row["has_log_probs"] = record.has_log_probs
+    if record.messages:
+        row["messages"] = record.messages
     row["turns"] = [dataclasses.asdict(span) for span in record.turns]
     return row
 
@@ -177,6 +179,7 @@ def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
         **columns,
         turns=[TurnSpan(**_known(TurnSpan, span)) for span in row["turns"]],
         has_log_probs=row["has_log_probs"],
+        messages=row.get("messages", []),
     )
 
 

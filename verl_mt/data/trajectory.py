@@ -155,7 +155,7 @@ class TrajectoryRecord:
         """Drop the tokens from position `end` on. Returns how many of them were sampled."""
         dropped = sum(self.sampled[end:])
         for column in (self.token_ids, self.sampled, self.loss_mask, self.rollout_log_probs, self.policy_versions):
-            del column[end:]  # type: ignore[attr-defined]
+            del column[end:]
         self.turns = [replace(span, end=min(span.end, end)) for span in self.turns if span.start < end]
         return dropped
 

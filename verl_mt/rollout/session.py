@@ -11,117 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from verl_mt.chat.parsers.base import ToolParser
-from verl_mt.chat.sanity import SanityMonitor, check, combine
-from verl_mt.chat.template import ChatTemplate
+from verl_mt.chat.sanity import check, combine
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
-from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
-from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord
-from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import DeadlineError, EngineGoneError, LedgerError, VerlMTError
-from verl_mt.rollout.limits import Limits
+from verl_mt.data.requests import GenerationOutput, GenerationRequest
+from verl_mt.data.trajectory import StopReason, TimeSpan
+from verl_mt.errors import EngineGoneError
+from verl_mt.rollout.ledger import Ledger
+from verl_mt.rollout.session_context import AssistantTurn, SessionContext, deadline_error, session_error
+
+__all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
 _CLOCK_SLACK_S = 0.05
 
 
-@dataclass(frozen=True)
-class SessionContext:
-    """What all conversations of a run share."""
-
-    chat: ChatTemplate
-    engine: InferenceEngine
-    limits: Limits
-    parser: ToolParser | None
-    sampling: SamplingParams
-    """`max_new_tokens` and `seed` are set per turn."""
-    sanity: SanityMonitor
-    use_inference_chat_template: bool = False
-    deterministic: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class AssistantTurn:
-    """One sampled turn as a loop sees it."""
-
-    text: str
-    """What the model wrote, without its end-of-turn token."""
-    message: Message
-    parsed: ParsedTurn
-    finish_reason: FinishReason
-
-
 @dataclass
-class RolloutSession:
-    """The ledger of one trajectory.
-
-    `order` ranks conversations that run at the same time; `attempt` counts restarts after the engine went away.
-    """
-
-    context: SessionContext
-    trajectory: Trajectory
-    order: int = 0
-    attempt: int = 0
-    prompt_truncated: bool = False
-    """The first prompt was cut to fit; the sanity check does not blame the template for it."""
-    _pending: list[Message] = field(default_factory=list)
-    _started_s: float = field(default_factory=time.monotonic)
-    _num_given: int = 0
-    """Messages of the data set's prompt: the ones that are trusted."""
-    _prompt_messages: int = 0
-    """Messages that the current record's prompt renders."""
-    _message_ends: list[int] = field(default_factory=list)
-    """For every record but the last: how many messages it has seen."""
-
-    def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Begin with a first prompt, its generation prompt included."""
-        trajectory = self.trajectory
-        trajectory.messages = [dict(m) for m in messages]
-        trajectory.tools = list(tools)
-        trajectory.records = [TrajectoryRecord()]
-        self._num_given = self._prompt_messages = len(trajectory.messages)
-        self.record.append_given(list(prompt_ids), kind="prompt", turn=0)
-
-    @property
-    def record(self) -> TrajectoryRecord:
-        """The token stream that the next turn extends."""
-        return self.trajectory.records[-1]
-
-    @property
-    def ended(self) -> bool:
-        return self.trajectory.stop_reason is not None
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation so far, queued observations included."""
-        return self.trajectory.messages
-
-    @property
-    def turns_left(self) -> int | None:
-        """Assistant turns that remain; None = no limit."""
-        limit = self.context.limits.max_assistant_turns
-        return None if limit is None else limit - self.trajectory.num_turns
-
-    def end(self, reason: StopReason) -> None:
-        """The trajectory is over. The first reason stands."""
-        if self.trajectory.stop_reason is None:
-            self.trajectory.stop_reason = reason
-
-    def extend(self, messages: Sequence[Message]) -> None:
-        """Queue what the environment says; rendered with the next turn's generation prompt.
-
-        Raises:
-            LedgerError: the trajectory has ended.
-        """
-        if self.ended:
-            raise self._after_the_end("extend")
-        self._pending += messages
-        self.trajectory.messages += messages
+class RolloutSession(Ledger):
+    """The ledger of one trajectory, and the engine that writes its turns."""
 
     async def generate(self) -> AssistantTurn | None:
         """Sample the next assistant turn and record it.
@@ -139,7 +47,7 @@ class RolloutSession:
             self.end(StopReason.MAX_ASSISTANT_TURNS)
             return None
         if not self._flush():
-            self.end(StopReason.CONTEXT_FULL)
+            self.end(self.cut_reason or StopReason.CONTEXT_FULL)
             return None
         remaining_s = self._remaining_s()
         if remaining_s is not None and remaining_s <= 0:
@@ -159,14 +67,14 @@ class RolloutSession:
         trajectory = self.trajectory
         if self._pending:
             trajectory.counters["unread_messages"] = len(self._pending)
-        ends = [*self._message_ends, len(trajectory.messages) - len(self._pending)]
+        seen = trajectory.messages[: len(trajectory.messages) - len(self._pending)]
         cut = trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated"
         findings = []
-        for k, (record, end) in enumerate(zip(trajectory.records, ends, strict=True)):
+        for k, record in enumerate(trajectory.records):
             record.check()
             finding = check(
                 self.context.chat,
-                messages=trajectory.messages[:end],
+                messages=record.messages or seen,
                 tools=trajectory.tools or None,
                 token_ids=record.token_ids,
                 sampled=record.sampled,
@@ -179,56 +87,6 @@ class RolloutSession:
         self.context.sanity.observe(found)
         trajectory.sanity = found.to_row() if found is not None else None
 
-    @property
-    def _num_response_tokens(self) -> int:
-        """Tokens after the first prompt, over all records; a later record's prompt repeats what was counted."""
-        return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.trajectory.records)
-
-    def _flush(self) -> bool:
-        """Render what is queued. False if it, the generation prompt and one more token do not fit."""
-        record, limits, chat = self.record, self.context.limits, self.context.chat
-        if not self._pending:
-            return limits.room(len(record.token_ids), self._num_response_tokens)[0] >= 1
-        tools = self.trajectory.tools or None
-        history = self.trajectory.messages[: len(self.trajectory.messages) - len(self._pending)]
-        if self.context.use_inference_chat_template and self._production_differs(tools):
-            return self._fork(tools)
-        delta = chat.delta_ids(self._pending, history=history, tools=tools, last_ids=record.token_ids)
-        if limits.room(len(record.token_ids) + len(delta.ids), self._num_response_tokens + len(delta.ids))[0] < 1:
-            return False
-        if delta.inserted_end:
-            self._count("inserted_end_tokens", delta.inserted_end)
-        record.append_given(delta.ids, kind="observation", turn=self.trajectory.num_turns)
-        self._pending = []
-        return True
-
-    def _production_differs(self, tools: list[dict[str, Any]] | None) -> bool:
-        """Whether production would show the model another text than the record holds.
-
-        Texts are compared, not ids: a turn sampled in other ids than the tokenizer would choose reads the same.
-        """
-        chat, record = self.context.chat, self.record
-        before = chat.decode(record.token_ids[: record.num_prompt_tokens])
-        shown = chat.decode(record.token_ids)[len(before) :]
-        production = chat.full_text(self.trajectory.messages, tools, add_generation_prompt=True)
-        prompt = chat.full_text(self.trajectory.messages[: self._prompt_messages], tools, add_generation_prompt=True)
-        return not (production.startswith(prompt) and production[len(prompt) :].startswith(shown))
-
-    def _fork(self, tools: list[dict[str, Any]] | None) -> bool:
-        """History was rewritten: keep what the model really saw in its own record and open a new one."""
-        limits, messages, given = self.context.limits, self.trajectory.messages, self._num_given
-        prompt_ids = self.context.chat.mixed_prompt_ids(messages[:given], messages[given:], tools)
-        if limits.room(len(prompt_ids), self._num_response_tokens)[0] < 1:
-            return False
-        record = TrajectoryRecord()
-        record.append_given(prompt_ids, kind="prompt", turn=self.trajectory.num_turns)
-        self.trajectory.records.append(record)
-        self._message_ends.append(len(messages) - len(self._pending))
-        self._prompt_messages = len(messages)
-        self._pending = []
-        self._count("forks", 1)
-        return True
-
     async def _ask(self, turn: int, max_new_tokens: int, remaining_s: float | None) -> GenerationOutput:
         context, trajectory = self.context, self.trajectory
         deadline_s = min(context.limits.request_timeout_s, remaining_s if remaining_s is not None else float("inf"))
@@ -236,7 +94,7 @@ class RolloutSession:
             input_ids=list(self.record.token_ids),
             sampling=replace(context.sampling, max_new_tokens=max_new_tokens, seed=self._turn_seed(turn)),
             request_id=f"{trajectory.trajectory_id}/{self.attempt}/{turn}",
-            session_id=trajectory.trajectory_id,
+            session_id=self.engine_session or trajectory.trajectory_id,
             deadline_s=deadline_s,
         )
         begun = time.monotonic()
@@ -266,12 +124,12 @@ class RolloutSession:
         else:
             parsed = ParsedTurn(content=text)
         self.trajectory.turn_texts.append(text)
-        message = self._message(text, parsed)
-        self.trajectory.messages.append(message)
+        message = self._add_message(text, parsed)
         self._count("cached_tokens", output.cached_tokens)
         self._count("input_tokens", start)
-        if output.finish_reason == "length":
-            self.end(cut_reason)
+        self.cut_reason = cut_reason if output.finish_reason == "length" else None
+        if self.cut_reason is not None and not self.verbatim:
+            self.end(self.cut_reason)
         elif output.finish_reason == "abort":
             self.end(StopReason.TIME_LIMIT)
         return AssistantTurn(text, message, parsed, output.finish_reason)
@@ -288,7 +146,23 @@ class RolloutSession:
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
         self.record.append_sampled(ids, None, [version] * len(ids), turn=turn)
 
+    def _add_message(self, text: str, parsed: ParsedTurn) -> Message:
+        """Write the turn into the messages: as one of its own, or at the end of the one that it goes on inside."""
+        messages = self.trajectory.messages
+        last_round = self.rounds[-1] if self.rounds else -1
+        if self._continues:
+            self.rounds.append(max(last_round, 0))
+            messages[-1] = {**messages[-1], "content": str(messages[-1]["content"] or "") + text}
+        else:
+            self.rounds.append(last_round + 1)
+            self.message_prefix, self._prefill = self._prefill, ""
+            messages.append(self._message(self.message_prefix + text, parsed))
+        self._continues = False
+        return messages[-1]
+
     def _message(self, text: str, parsed: ParsedTurn) -> Message:
+        if self.verbatim:
+            return {"role": "assistant", "content": text}
         parser = self.context.parser
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
@@ -304,10 +178,6 @@ class RolloutSession:
     def _refuse_if_deterministic(self, what: str) -> None:
         if self.context.deterministic:
             raise deadline_error(self.trajectory, what)
-
-    def _after_the_end(self, verb: str) -> LedgerError:
-        trajectory = self.trajectory
-        return LedgerError(f"{trajectory.trajectory_id}: {verb}() after the end ({trajectory.stop_reason})")
 
     def _turn_seed(self, turn: int) -> int:
         """From (run, trajectory, turn, attempt); the trajectory's id holds step, prompt and sample."""
@@ -329,21 +199,3 @@ class RolloutSession:
             if seconds > 0:
                 self.trajectory.time_spans.append(TimeSpan(phase, edge, edge + seconds, turn))  # type: ignore[arg-type]
                 edge += seconds
-
-    def _count(self, name: str, amount: float) -> None:
-        if amount:
-            self.trajectory.counters[name] = self.trajectory.counters.get(name, 0) + amount
-
-
-def deadline_error(trajectory: Trajectory, what: str) -> DeadlineError:
-    """A deadline fired in a run that promises the same bits every time."""
-    return DeadlineError(
-        f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {what} was over, and "
-        "with trainer.deterministic=True no deadline may fire; raise it, or switch determinism off"
-    )
-
-
-def session_error(trajectory: Trajectory, error: BaseException) -> str:
-    """One line that names trajectory, row and turn."""
-    kind = "" if isinstance(error, VerlMTError) else f"{type(error).__name__}: "
-    return f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {kind}{error}"
