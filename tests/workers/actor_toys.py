@@ -9,9 +9,10 @@ import torch
 from tensordict import TensorDict
 
 from verl_mt.algorithms.advantages import grpo
-from verl_mt.config.actor import ActorConfig, OptimConfig
+from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
+from verl_mt.modeling.lora import add_adapters
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.sharding import ShardedPolicy
 
@@ -31,6 +32,17 @@ def tiny_policy():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0)
+    return model
+
+
+def lora_policy(rank: int = 4, dtype: torch.dtype = torch.float32, targets: tuple[str, ...] = ("all-linear",)):
+    """The same with low-rank adapters whose B is no longer 0."""
+    model = copy.deepcopy(tiny_policy()).to(dtype)
+    add_adapters(model, ModelConfig(lora_rank=rank, lora_target_modules=list(targets)), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
 
 

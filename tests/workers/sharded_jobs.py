@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from actor_toys import tiny_policy, worker
+from actor_toys import lora_policy, tiny_policy, worker
 from tensordict import TensorDict
 
 from verl_mt.data import batch as col
@@ -19,10 +19,15 @@ from verl_mt.workers.worker_group import load_actor
 
 
 def sharded_worker(
-    ranks: Ranks, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32, **kwargs: Any
+    ranks: Ranks,
+    *,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    lora_rank: int = 0,
+    **kwargs: Any,
 ) -> ActorWorker:
     """The same worker as `actor_toys.worker`, over the ranks."""
-    module = copy.deepcopy(tiny_policy()).to(dtype)
+    module = lora_policy(lora_rank, dtype) if lora_rank else copy.deepcopy(tiny_policy()).to(dtype)
     if checkpointing:
         module.gradient_checkpointing_enable()
     if ranks.size == 1:

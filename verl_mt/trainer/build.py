@@ -225,11 +225,17 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
     note(
         f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
         f"{trainer.plan.total_steps} steps, "
-        f"{workers.num_parameters / 1e6:.2f}M parameters on {workers.where}, "
+        f"{workers.num_parameters / 1e6:.2f}M parameters{_trained(workers)} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
     for text in notes(config, trainer.prompts):
         note(f"[yellow]{text}[/]")
+
+
+def _trained(workers: WorkerGroup) -> str:
+    if workers.num_trained == workers.num_parameters:
+        return ""
+    return f" ({workers.num_trained / 1e6:.2f}M of them trained)"
 
 
 def _describe_model(config: Config) -> dict[str, str]:

@@ -26,7 +26,7 @@ from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharding import model_of, whole
 from verl_mt.workers.shards import save_shards
-from verl_mt.workers.state import all_weights
+from verl_mt.workers.state import all_weights, count_parameters
 from verl_mt.workers.worker_group import load_actor
 
 _BUCKET_BYTES = 2**28
@@ -73,8 +73,8 @@ class RankWorker:
         """(process id, machine)."""
         return os.getpid(), socket.gethostname()
 
-    def start(self, address: str) -> int:
-        """Join the others and load the models. Returns the number of the policy's parameters."""
+    def start(self, address: str) -> tuple[int, int]:
+        """Join the others and load the models. Returns the numbers of the policy's parameters: all, trained."""
         setup = self._setup
         cuda = torch.device(setup.device).type == "cuda"
         torch.set_num_threads(cores_per_worker(setup.placement))
@@ -92,7 +92,7 @@ class RankWorker:
             ranks = self._ranks
             dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.size)
         self.actor, self.ref = load_workers(setup, self._ranks)
-        return sum(p.numel() for p in self.actor.module.parameters())
+        return count_parameters(self.actor.module)
 
     def update(self, batch: TensorDict) -> tuple[dict[str, float], Tensor] | None:
         """Metrics, and the old log-probs that the update filled in."""

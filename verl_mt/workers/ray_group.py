@@ -66,7 +66,7 @@ class RayWorkerGroup(WorkerGroup):
                     "trainer.placement=ray samples on the CPU: use sglang, or set trainer.device=cpu"
                 )
             self._place()
-            self.num_parameters = self._start()
+            self.num_parameters, self.num_trained = self._start()
         except BaseException:
             self.close()
             raise
@@ -168,7 +168,7 @@ class RayWorkerGroup(WorkerGroup):
             }
             self._workers.append(remote.options(**options).remote(setup, Ranks(number, placement.num_ranks)))
 
-    def _start(self) -> int:
+    def _start(self) -> tuple[int, int]:
         self._names = [f"rank {k}" for k in range(len(self._workers))]
         described = self._call("describe", doing="starting")
         self._names = [f"rank {k} (process {pid} on {host})" for k, (pid, host) in enumerate(described)]

@@ -50,6 +50,12 @@ def all_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in {**parameters, **buffers}.items()}
 
 
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Numbers in all parameters, and in those that are trained; over ranks those of the whole policy."""
+    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
 def copy_into(live: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Write whole tensors into `live` ones; every rank keeps its shard.
 

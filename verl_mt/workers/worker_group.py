@@ -22,7 +22,7 @@ from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import Placement, WorkerSetup, load_workers
-from verl_mt.workers.state import WEIGHTS, copy_into, live_tensors
+from verl_mt.workers.state import WEIGHTS, copy_into, count_parameters, live_tensors
 
 _INLINE = Placement()
 
@@ -32,6 +32,8 @@ class WorkerGroup(abc.ABC):
 
     num_parameters: int
     """Of the policy."""
+    num_trained: int
+    """Those of them that change: with low-rank adapters only these."""
     where: str
     """For people: on what the policy lives."""
 
@@ -99,7 +101,7 @@ class InlineWorkerGroup(WorkerGroup):
     """None where no KL term needs it."""
 
     def __post_init__(self) -> None:
-        self.num_parameters = sum(p.numel() for p in self.actor.module.parameters())
+        self.num_parameters, self.num_trained = count_parameters(self.actor.module)
         self.where = str(self.actor.device)
 
     @property
