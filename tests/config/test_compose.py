@@ -154,7 +154,7 @@ def test_a_broken_yaml_names_file_and_place(tmp_path, text, part):
 def test_a_missing_config_lists_what_is_there(tmp_path):
     with pytest.raises(ConfigError, match=r"no nix.yaml.*ppo_trainer, tiny"):
         compose(config_name="nix")
-    with pytest.raises(ConfigError, match="no ppo_megatron_trainer.yaml.*FSDP2"):
+    with pytest.raises(ConfigError, match=r"no ppo_megatron_trainer.yaml.*FSDP2"):
         compose(config_name="ppo_megatron_trainer")
     with pytest.raises(ConfigError, match="no folder"):
         compose(config_name="x", config_dir=tmp_path / "absent")

@@ -1,0 +1,180 @@
+"""The Slurm script: what it starts, where and in which order, with `srun` and `scontrol` replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_mt.config.compose import hydra_main
+
+SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "slurm" / "train.sbatch"
+
+SRUN = """
+import json, os, signal, sys, time
+nodes = next(w.removeprefix("--nodelist=") for w in sys.argv if w.startswith("--nodelist="))
+options = [w for w in sys.argv[1:] if w.startswith("--")]
+command = sys.argv[1 + next(i for i, w in enumerate(sys.argv[1:]) if not w.startswith("--")):]
+folder = os.environ["LOG_FOLDER"]
+tokens = [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS")]
+def write(what):
+    with open(f"{folder}/log", "a") as log:
+        log.write(json.dumps([what, nodes, command, tokens]) + "\\n")
+def ended(*_):
+    write("ended")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, ended)
+write("begun")
+if command[0] == "hostname":
+    print("fe80::1 10.0.0.7 172.17.0.1")
+elif command[:2] == ["ray", "start"]:
+    open(f"{folder}/up-{nodes}", "w").close()
+    time.sleep(60)
+elif command[:2] == ["ray", "status"]:
+    sys.exit(0 if os.path.exists(f"{folder}/up-n01") else 1)
+elif command[:2] == ["python", "-c"]:
+    compile(command[2], "snippet", "exec")
+    print("something that a library says")
+    print(1 + 2 * (os.path.exists(f"{folder}/up-n02,n03") and "ALONE" not in os.environ))
+elif os.environ.get("TRAINER_WAITS"):
+    time.sleep(60)
+else:
+    sys.exit(int(os.environ.get("TRAINER_CODE", "0")))
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts the script as Slurm would, on three machines; environment variables can be changed."""
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    (stubs / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
+    (stubs / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames n[01-03]" ] && printf "n01\\nn02\\nn03\\n"\n')
+    (stubs / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.05\n")
+    for stub in stubs.iterdir():
+        stub.chmod(0o755)
+
+    def start(*words: str, **changes: str) -> subprocess.Popen[str]:
+        slurm = {"SLURM_JOB_NODELIST": "n[01-03]", "SLURM_JOB_ID": "12345", "SLURM_GPUS_ON_NODE": "8"}
+        environment = {"PATH": f"{stubs}:{os.environ['PATH']}", "LOG_FOLDER": str(tmp_path), **slurm, **changes}
+        command = ["bash", str(SCRIPT), *words]
+        return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    return start
+
+
+def log_of(tmp_path: Path) -> list[tuple[str, str, list[str], list[str]]]:
+    file = tmp_path / "log"
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def commands(tmp_path: Path, what: str) -> list[tuple[str, str]]:
+    """(machines, first words) of each step that `begun` or `ended`, repetitions of a question left out."""
+    found = [
+        (nodes, " ".join(c[:3] if c[0] != "python" else c[:2])) for w, nodes, c, _ in log_of(tmp_path) if w == what
+    ]
+    return [step for k, step in enumerate(found) if k == 0 or step != found[k - 1]]
+
+
+def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended(job, tmp_path):
+    out, err = (process := job("trainer.total_epochs=2")).communicate(timeout=30)
+    assert process.returncode == 0, err
+    begun = commands(tmp_path, "begun")
+    asked = [step for step in begun if step[1] in ("ray status --address", "python -c")]
+    assert [step for step in begun if step not in asked] == [
+        ("n01", "hostname --ip-address"),
+        ("n01", "ray start --head"),
+        ("n02,n03", "ray start --block"),
+        ("n01", "python -m"),
+    ]
+    assert ("n01", "ray status --address") in begun[: begun.index(("n02,n03", "ray start --block"))]
+    assert begun[-2:] == [("n01", "python -c"), ("n01", "python -m")]
+    assert sorted(commands(tmp_path, "ended")) == [("n01", "ray start --head"), ("n02,n03", "ray start --block")]
+    assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s)" in out
+    steps = {" ".join(command[:3]): command for what, _, command, _ in log_of(tmp_path)}
+    assert {"--node-ip-address=10.0.0.7", "--port=22345"} < set(steps["ray start --head"])
+    assert "--address=10.0.0.7:22345" in steps["ray start --block"]
+    for name in ("ray start --head", "ray start --block"):
+        assert steps[name][steps[name].index("--num-gpus") + 1] == "8"
+
+
+def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(job, tmp_path):
+    process = job("trainer.n_workers_per_node=4", "trainer.seed=3")
+    process.communicate(timeout=30)
+    *_, (_, _, command, _) = [entry for entry in log_of(tmp_path) if entry[2][:2] == ["python", "-m"]]
+    assert command[:3] == ["python", "-m", "verl_mt.trainer"]
+    configs = []
+    hydra_main(configs.append, argv=command[3:])
+    trainer = configs[0].trainer
+    assert (trainer.placement, trainer.nnodes, trainer.n_workers_per_node, trainer.seed) == ("ray", 3, 4, 3)
+
+
+def test_every_step_knows_the_address_and_a_token_of_this_job(job, tmp_path):
+    job().communicate(timeout=30)
+    known = [tuple(tokens) for _, _, command, tokens in log_of(tmp_path) if command[0] != "hostname"]
+    assert len(set(known)) == 1 and known[0][0] == "token" and known[0][2] == "10.0.0.7:22345"
+    assert len(known[0][1]) > 20
+
+
+def test_the_job_ends_as_the_trainer_ended(job, tmp_path):
+    process = job(TRAINER_CODE="2")
+    process.communicate(timeout=30)
+    assert process.returncode == 2 and len(commands(tmp_path, "ended")) == 2
+
+
+def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_path):
+    process = job(TRAINER_WAITS="1")
+    deadline = time.monotonic() + 30
+    while ("n01", "python -m") not in commands(tmp_path, "begun") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # its handler is set after the line is written
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    ended = commands(tmp_path, "ended")
+    assert ended[0] == ("n01", "python -m") and len(ended) == 3
+    assert process.returncode == 0  # of the trainer, which ended by itself
+
+
+def test_machines_that_do_not_join_end_the_job_with_their_number(job, tmp_path):
+    process = job(START_TIMEOUT="1", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "1 of 3 machines joined after 1 s" in err
+    assert ("n01", "python -m") not in commands(tmp_path, "begun")
+    assert len(commands(tmp_path, "ended")) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_real_ray_head_and_a_real_trainer_on_one_machine(job, tmp_path):
+    """`srun` runs what it is given, here."""
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text('#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nhostname\n")
+    (tmp_path / "bin" / "sleep").unlink()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    process = job(
+        "data.val_max_samples=4",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=1",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        **environment | {"SLURM_GPUS_ON_NODE": "0", "WORKERS_PER_NODE": "1", "RAY_PORT": str(port)},
+    )
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, (out[-2000:], err[-2000:])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 1 in steps
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the head was left running"
