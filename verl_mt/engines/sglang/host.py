@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from verl_mt.engines.sglang.frames import encode, read_blocking, read_frame
+from verl_mt.errors import ConfigError
 
 _INPUT_CLASSES = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
@@ -32,6 +33,26 @@ _INPUT_CLASSES = {
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
 }
 """Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
+
+
+def require_calls(version: str, io_struct: Any, manager: type) -> None:
+    """Whether this SGLang has all calls that a run will need, asked before the engine is loaded.
+
+    Args:
+        version: of SGLang.
+        io_struct: its module of requests.
+        manager: its class of tokenizer managers.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    calls = {**_INPUT_CLASSES, "abort_request": "AbortReq"}
+    missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
+    if missing:
+        raise ConfigError(
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
+            "(docs/sglang.md)"
+        )
 
 
 class Host:
@@ -85,8 +106,14 @@ def main(descriptor: int) -> None:
     arguments = read_blocking(connection)
     try:
         import sglang
+        from sglang.srt.managers import io_struct
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+        require_calls(sglang.__version__, io_struct, TokenizerManager)
         engine = sglang.Engine(**arguments)
+    except ConfigError as error:
+        connection.sendall(encode((0, "failed", str(error))))
+        sys.exit(2)
     except BaseException as error:
         connection.sendall(encode((0, "failed", "".join(traceback.format_exception_only(error)))))
         raise

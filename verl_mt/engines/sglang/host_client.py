@@ -12,6 +12,8 @@ from verl_mt.engines.sglang.process import OwnProcess
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
 _GOODBYE_S = 10.0
+_LAST_WORDS_S = 3.0
+"""How long a process that could not start its engine gets to write why."""
 
 
 class HostClient(Client):
@@ -53,6 +55,7 @@ class HostClient(Client):
                 "actor_rollout_ref.rollout.engine_timeout_s if the model is large or the machine busy"
             ) from None
         if first is None or first[1] != "ready":
+            await asyncio.to_thread(self._process.end, _LAST_WORDS_S, keep_log=True)
             cause = "" if first is None else f": {first[2].strip()}"
             raise ConfigError(f"the SGLang engine could not be started{cause}\n{self._process.describe()}")
         self._reading = asyncio.ensure_future(self._read(reader))
