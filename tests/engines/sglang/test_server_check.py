@@ -24,7 +24,7 @@ def folder(tmp_path, name, **changes):
     return str(path)
 
 
-def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200):
+def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200, listed=True):
     replies = {
         "/model_info": model_info,
         "/server_info": server_info or {"context_length": 4096},
@@ -32,6 +32,8 @@ def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=
     }
 
     def handler(request: httpx.Request) -> httpx.Response:
+        if request.method == "OPTIONS" or (request.url.path == "/openapi.json" and not listed):
+            return httpx.Response(405 if request.url.path in paths else 404)
         return httpx.Response(status, json=replies[request.url.path])
 
     async def go():
@@ -76,8 +78,10 @@ def test_a_server_that_lacks_a_call_or_room_or_a_tokenizer_is_refused(tmp_path):
     wanted = folder(tmp_path, "a")
     info = {"model_path": wanted}
     old = [call for call in server_check._CALLS if call != "/begin_weight_update"]
-    with pytest.raises(ConfigError, match="lacks the calls /begin_weight_update"):
-        ask(wanted, info, paths=old)
+    for listed in (True, False):
+        with pytest.raises(ConfigError, match="lacks the calls /begin_weight_update: "):
+            ask(wanted, info, paths=old, listed=listed)
+    assert ask(wanted, info, listed=False)["model_path"] == wanted
     with pytest.raises(ConfigError, match=r"at most 250 tokens of input, .* of 384 .*--context-length 390"):
         ask(wanted, info, {"context_length": 4096, "max_req_input_len": 250})
     with pytest.raises(ConfigError, match="skip-tokenizer-init"):

@@ -79,10 +79,12 @@ async def _get(http: httpx.AsyncClient, url: str, path: str) -> dict[str, Any]:
 
 async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
     response = await http.get("/openapi.json")
-    if response.status_code != 200:
-        return  # The list is switched off; a call that is missing is told when it is needed.
-    paths = response.json().get("paths", {})
-    missing = [call for call in _CALLS if call not in paths]
+    if response.status_code == 200:
+        paths = response.json().get("paths", {})
+        missing = [call for call in _CALLS if call not in paths]
+    else:
+        # The list is switched off. A path that exists refuses the method OPTIONS, and does nothing.
+        missing = [call for call in _CALLS if (await http.options(call)).status_code == 404]
     if missing:
         raise ConfigError(
             f"{_KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start 0.5.23 there"
