@@ -67,6 +67,9 @@ class ToolCallError(VerlMTError):
     Its text is written for the model: it is fed back as the tool's answer.
     """
 
+    timed_out: bool = False
+    """What the call asked for was stopped by the clock: counted as a timeout too."""
+
 
 class UserCodeError(VerlMTError):
     """Code of a plug-in raised. The original exception is the `__cause__`."""

@@ -30,6 +30,10 @@ class BaseTool:
     runs_inline: bool = False
     """True: no method ever blocks, so all run on the rollout's own loop, without a thread. For cheap pure code only."""
 
+    max_concurrency: int | None = None
+    """Calls that run at once; None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
+    when it has its slot."""
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()

@@ -85,7 +85,7 @@ class ToolExecutor:
 
     def __init__(self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens):
         self.tools, self.limits, self.count_tokens = tools, limits, count_tokens
-        self._slots = {name: ConcurrencyLimit(limits.concurrency) for name in tools.names}
+        self._slots = {tool.name: ConcurrencyLimit(_concurrency(tool, limits)) for tool in tools}
         self._said: set[tuple[str, str]] = set()
 
     @classmethod
@@ -214,6 +214,7 @@ class ToolSession:
             answer = await self._execute(name, call.arguments, turn)
         except ToolCallError as error:
             answer = _Answer(str(error), failure="model")
+            self._count(metric, "timeouts", float(error.timed_out))
         except EngineError as error:
             answer = _Answer(f"Tool failed: {_reason(error)}", failure="infrastructure")
             self._log(name, turn, error)
@@ -364,6 +365,10 @@ def _as_instance(created: Any, proposed: str) -> _Instance:
     if created is not None and not isinstance(created, str):
         raise TypeError(f"create must return a str id, got {created!r}")
     return _Instance(created or proposed, None if opening is None or opening.is_empty() else opening)
+
+
+def _concurrency(tool: BaseTool, limits: ToolLimits) -> int:
+    return min(limits.concurrency, tool.max_concurrency or limits.concurrency)
 
 
 def _reads_nested_kwargs(kind: type) -> bool:

@@ -1,0 +1,133 @@
+"""The Python tool behind the executor: order, state, failure classes, nothing blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from verl_mt.data.conversation import ToolCall
+from verl_mt.errors import ConfigError
+from verl_mt.tools.executor import ToolExecutor, ToolLimits
+from verl_mt.tools.python_tool import PythonTool
+from verl_mt.tools.toolset import ToolSet
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    return PythonTool({"timeout_s": 5.0, "concurrency": 2})
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    return PythonTool({"timeout_s": 5.0, "keep_state": True})
+
+
+def code(text: str) -> ToolCall:
+    return ToolCall("python", {"code": text}, id="c")
+
+
+def run(tool: PythonTool, *turns: list[str], **limits):
+    """All results of one trajectory, and its counters."""
+
+    async def go():
+        session = ToolExecutor(ToolSet([tool]), ToolLimits(**limits), str.split).open("t")
+        results = [await session.run([code(c) for c in turn], turn=k) for k, turn in enumerate(turns)]
+        await session.close()
+        return [r for turn in results for r in turn], session.counters
+
+    return asyncio.run(go())
+
+
+@pytest.mark.cap("C53")
+def test_parallel_calls_are_answered_in_order(stateless):
+    results, counters = run(stateless, ["import time; time.sleep(0.2); print('slow')", "'fast'"])
+    assert [r.text for r in results] == ["slow", "'fast'"]
+    assert counters["tools/python/calls"] == 2 and "tools/python/model_errors" not in counters
+
+
+def test_without_state_every_call_starts_anew(stateless):
+    results, _ = run(stateless, ["x = 1\nopen('f', 'w').write('1')"], ["x"], ["open('f')"])
+    assert results[0].text == "1" and "NameError" in results[1].text and "FileNotFoundError" in results[2].text
+
+
+def test_with_state_the_calls_of_a_trajectory_share_variables_in_their_order(stateful):
+    results, _ = run(stateful, ["x = [1]", "x.append(2); x", "x.append(3); x"], ["sum(x)"])
+    assert [r.text for r in results] == ["(no output)", "[1, 2]", "[1, 2, 3]", "6"]
+
+
+def test_trajectories_do_not_share_state(stateful):
+    run(stateful, ["x = 1"])
+    results, _ = run(stateful, ["x"])
+    assert "NameError" in results[0].text
+
+
+def test_an_exception_is_an_answer_and_a_metric_not_an_error(stateless):
+    results, counters = run(stateless, ["1/0", "1"])
+    assert results[0].failure is None and results[0].text.endswith("ZeroDivisionError: division by zero")
+    assert counters["tools/python/exceptions"] == 1 and "tools/python/errors" not in counters
+
+
+def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_printed():
+    tool = PythonTool({"timeout_s": 0.3, "keep_state": True})
+    results, counters = run(tool, ["x = 5"], ["print('here'); print(x)\nwhile True: pass"], ["x"])
+    stopped = results[1]
+    assert stopped.failure == "model" and stopped.text.startswith("<error>the code was stopped: it did not finish")
+    assert "within 0.3 s" in stopped.text and "are lost" in stopped.text and "here\n5" in stopped.text
+    assert "NameError" in results[2].text  # a new interpreter, and the trajectory goes on
+    assert counters["tools/python/model_errors"] == counters["tools/python/timeouts"] == 1
+
+
+def test_the_executors_deadline_ends_the_process_too(stateful):
+    begun = time.monotonic()
+    results, counters = run(stateful, ["import time; time.sleep(30)"], timeout_s=0.3)
+    assert results[0].failure == "tool" and counters["tools/python/timeouts"] == 1
+    assert time.monotonic() - begun < 5 and not stateful._states
+
+
+def test_the_event_loop_never_waits_for_code(stateless):
+    async def go():
+        session = ToolExecutor(ToolSet([stateless]), ToolLimits(), str.split).open("t")
+        gaps, running = [], asyncio.ensure_future(session.run([code("while True: pass")], turn=1))
+        ends = time.monotonic() + 0.5
+        while time.monotonic() < ends:
+            begun = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - begun)
+        running.cancel()
+        await session.close()
+        return gaps
+
+    gaps = asyncio.run(go())
+    assert sorted(gaps)[len(gaps) // 2] < 0.05
+
+
+@pytest.mark.cap("C52")
+def test_no_more_interpreters_run_at_once_than_the_tool_allows(stateless, monkeypatch):
+    running, seen, inner, lock = [], [], stateless._run, threading.Lock()
+
+    def counted(state, text):
+        with lock:
+            running.append(text)
+            seen.append(len(running))
+        try:
+            return inner(state, text)
+        finally:
+            with lock:
+                running.pop()
+
+    monkeypatch.setattr(stateless, "_run", counted)
+    results, _ = run(stateless, ["import time; time.sleep(0.05); 1"] * 6)
+    assert [r.text for r in results] == ["1"] * 6 and max(seen) == 2
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match=r"unknown key 'timeout'; did you mean 'timeout_s'"):
+        PythonTool({"timeout": 3})
+    with pytest.raises(ConfigError, match=r"config.memory_mb: Input should be greater than or equal to 64, got 1"):
+        PythonTool({"memory_mb": 1})

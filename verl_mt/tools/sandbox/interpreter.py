@@ -1,0 +1,350 @@
+"""Python interpreters that run model-written code, each in a locked-in process of its own (`jail.py`).
+
+Isolation is Landlock for files, a seccomp allow-list for everything else, resource limits for memory, and a clock here:
+no privileges, no container runtime and no installed program are needed, and it works in an ordinary container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from verl_mt.errors import PluginError
+from verl_mt.tools.sandbox.policy import SandboxLimits, environment, readable_paths
+from verl_mt.tools.sandbox.seccomp import build_filter
+
+_JAIL = str(Path(__file__).with_name("jail.py"))
+_START_S = 60.0
+_MAX_FILES = 10_000
+_LOOK_S = 0.1
+"""How often the folder's size is looked at while code runs."""
+_MAX_REPLY = 4096
+
+_ESCAPES = """
+import os, socket
+attempts = {
+    "network": socket.socket,
+    "process": os.fork,
+    "file": lambda: os.open("../verl_mt_escaped", os.O_WRONLY | os.O_CREAT),
+    "environment": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+}
+escaped = []
+for name, attempt in attempts.items():
+    try:
+        attempt()
+        escaped.append(name)
+    except PermissionError:
+        pass
+escaped
+"""
+
+Ending = Literal["ok", "raised", "timeout", "disk", "died"]
+"""How a call ended; after the last three its process is gone, with everything that it knew."""
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """What a piece of code did."""
+
+    output: str
+    """Stdout and stderr as they came, the traceback of an exception included; cut to `output_kb`."""
+    ending: Ending
+    detail: str = ""
+    """Why the process is gone, where it is."""
+
+
+@lru_cache(maxsize=1)
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread, which stays, starts them all.
+
+    A fork has no threads: it gets one of its own.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+
+
+class Sandbox:
+    """Starts interpreters. One per tool.
+
+    Args:
+        limits: of each interpreter.
+        python: the interpreter, whose installed packages the code may import; None = this process's own.
+        readable: further absolute paths that the code may read.
+        keeps_state: whether an interpreter serves several calls.
+
+    Raises:
+        PluginError: the isolation is not available on this machine; says what is missing.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        python: str | None = None,
+        readable: tuple[str, ...] = (),
+        keeps_state: bool = False,
+    ):
+        self.limits = limits or SandboxLimits()
+        self.python = python or sys.executable
+        if not sys.platform.startswith("linux"):
+            raise PluginError(f"model-written code can be isolated on Linux only, and this is {sys.platform}")
+        self._filter = build_filter().hex()
+        self._readable = readable_paths(self.python, readable)
+        self._keeps_state = keeps_state
+
+    def open(self) -> Interpreter:
+        """A new interpreter, ready for code. Blocks for some 50 ms.
+
+        Raises:
+            PluginError: the isolation is not available; says what is missing.
+        """
+        folder = tempfile.mkdtemp(prefix="verl_mt_sandbox_")
+        try:
+            return _starter(os.getpid()).submit(self._start, folder).result()
+        except BaseException:
+            _remove(folder)
+            raise
+
+    def verify(self) -> None:
+        """Start one interpreter and let it try to get out.
+
+        Raises:
+            PluginError: the isolation is not available, or something got out.
+        """
+        interpreter = self.open()
+        try:
+            result = interpreter.run(_ESCAPES)
+        finally:
+            interpreter.close()
+        if result.ending != "ok" or result.output.strip() != "[]":
+            raise PluginError(
+                "model-written code cannot be isolated on this machine: of a network, a process, a file outside and "
+                f"the environment of this process, the code should reach nothing, but {result.ending} "
+                f"{result.output.strip() or result.detail}"
+            )
+
+    def _start(self, folder: str) -> Interpreter:
+        reply, control = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [self.python, "-s", "-B", _JAIL, str(control)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment(folder),
+                pass_fds=(control,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(reply)
+            raise
+        finally:
+            os.close(control)
+        interpreter = Interpreter(process, reply, folder, self.limits)
+        setup = {
+            "parent": os.getpid(),
+            "folder": folder,
+            "rlimits": self.limits.rlimits(),
+            "readable": self._readable,
+            "filter": self._filter,
+            "keeps_state": self._keeps_state,
+        }
+        said, output = interpreter.exchange(setup, _START_S)
+        if not said.get("ready"):
+            interpreter.close()
+            reason = said.get("unavailable") or f"the interpreter {self.python} did not start: {output[-300:]}"
+            raise PluginError(f"model-written code cannot be isolated on this machine: {reason}")
+        return interpreter
+
+
+class Interpreter:
+    """One locked-in process. Not for several threads at once, except `kill` and `close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reply: int, folder: str, limits: SandboxLimits):
+        self.folder, self.limits = folder, limits
+        self._process, self._reply, self._busy = process, reply, threading.Lock()
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin, self._output = process.stdin.fileno(), process.stdout.fileno()
+        for handle in (self._stdin, self._output, reply):
+            os.set_blocking(handle, False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take code."""
+        return self._process.poll() is None
+
+    def run(self, code: str) -> CodeResult:
+        """Run a piece of code. Blocks for at most `limits.timeout_s` and a moment.
+
+        Raises:
+            RuntimeError: the interpreter is closed.
+        """
+        with self._busy:
+            if self._reply < 0:
+                raise RuntimeError("the interpreter is closed")
+            self._process.send_signal(signal.SIGCONT)
+            said, output = self.exchange(code, self.limits.timeout_s)
+            # Code that wrote the answer itself would go on, off the clock.
+            self._process.send_signal(signal.SIGSTOP)
+            ending, detail = said.get("ending"), said.get("detail", "")
+            if ending is None and self._folder_is_full():
+                ending, detail = "disk", self._too_full()
+            if ending is None:
+                return CodeResult(output, "raised" if said.get("raised") else "ok")
+            self.kill()
+            return CodeResult(output, ending, detail)
+
+    def kill(self) -> None:
+        """End the process. Also while another thread is in `run`, which then returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End the process and remove its folder."""
+        self.kill()
+        with self._busy:  # a `run` in another thread sees the death and ends; then nobody uses the pipes
+            if self._reply < 0:
+                return
+            os.close(self._reply)
+            self._reply = -1
+            for stream in (self._process.stdin, self._process.stdout):
+                assert stream is not None
+                stream.close()
+        _remove(self.folder)
+
+    def exchange(self, message: object, timeout_s: float) -> tuple[dict, str]:
+        """Send one message, wait for its answer, collect what was printed meanwhile.
+
+        Returns:
+            The answer, or {"ending": ..., "detail": ...} if there will be none; and the text.
+        """
+        outgoing = memoryview((json.dumps(message) + "\n").encode())
+        output, answer = _Kept(self.limits.output_kb * 1024), b""
+        ends, next_look = time.monotonic() + timeout_s, 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reply, selectors.EVENT_READ)
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._stdin, selectors.EVENT_WRITE)
+            while True:
+                left_s = ends - time.monotonic()
+                if left_s <= 0:
+                    return {"ending": "timeout", "detail": f"it did not finish within {timeout_s:g} s"}, str(output)
+                for key, _ in selector.select(min(left_s, _LOOK_S)):
+                    if key.fd == self._stdin:
+                        outgoing = outgoing[_write(self._stdin, outgoing) :]
+                        if not outgoing:
+                            selector.unregister(self._stdin)
+                    elif key.fd == self._output:
+                        if not output.add(_read(self._output)):
+                            selector.unregister(self._output)
+                    else:
+                        answer += (said := _read(self._reply))
+                        if not said or b"\n" in answer or len(answer) > _MAX_REPLY:
+                            output.drain(self._output)
+                            return self._understand(answer), str(output)
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + _LOOK_S
+                    if self._folder_is_full():
+                        return {"ending": "disk", "detail": self._too_full()}, str(output)
+
+    def _understand(self, answer: bytes) -> dict:
+        try:
+            said = json.loads(answer)
+            if isinstance(said, dict) and "ending" not in said:
+                return said
+        except ValueError:
+            pass  # nothing was said: it died; or the code wrote there itself
+        self.kill()
+        code = self._process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return {"ending": "died", "detail": f"the interpreter {how}"}
+
+    def _too_full(self) -> str:
+        return f"its files take more than {self.limits.disk_mb} MiB, or are more than {_MAX_FILES}"
+
+    def _folder_is_full(self) -> bool:
+        size, count, folders = 0, 0, [self.folder]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        count += 1
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        if count > _MAX_FILES or size > self.limits.disk_mb * 1024 * 1024:
+                            return True
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return True  # the code made a folder that cannot be looked into
+        return False
+
+
+class _Kept:
+    """The start and the end of a stream, in bounded memory."""
+
+    def __init__(self, limit: int):
+        self._half, self._limit = limit // 2, limit
+        self._head, self._tail, self._size = bytearray(), bytearray(), 0
+
+    def add(self, data: bytes) -> bool:
+        """Take what came; False at the end of the stream."""
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail += data[max(room, 0) :]
+        self._size += len(data)
+        if len(self._tail) > 8 * self._limit:
+            del self._tail[: -self._limit]
+        return bool(data)
+
+    def drain(self, handle: int) -> None:
+        """Take what is there already: all that was printed before the answer."""
+        while self.add(_read(handle)):
+            continue
+
+    def __str__(self) -> str:
+        tail = self._tail[max(0, len(self._tail) - (self._limit - self._half)) :]
+        dropped = self._size - len(self._head) - len(tail)
+        note = f"\n...({dropped} bytes left out)...\n" if dropped else ""
+        return self._head.decode("utf-8", "replace") + note + tail.decode("utf-8", "replace")
+
+
+def _read(handle: int) -> bytes:
+    try:
+        return os.read(handle, 65536)
+    except BlockingIOError:
+        return b""
+
+
+def _write(handle: int, data: memoryview) -> int:
+    """How many bytes went; all of them where nobody reads any more, as there will be no answer either."""
+    try:
+        return os.write(handle, data)
+    except BrokenPipeError:
+        return len(data)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.isdir(folder):
+        return
+    for path, names, _ in os.walk(folder):  # made without rights to look into
+        for name in names:
+            if not os.path.islink(child := os.path.join(path, name)):
+                os.chmod(child, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
