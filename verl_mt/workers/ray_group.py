@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class RayWorkerGroup(WorkerGroup):
         self._broken: str | None = None
         self._replica: Any = None
         self._stale = False
+        self._order = threading.Lock()
+        """Held while a call goes out: all ranks must get all calls in one order."""
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
@@ -196,7 +199,9 @@ class RayWorkerGroup(WorkerGroup):
     def _begin(self, method: str, *args: Any) -> list[Any]:
         if self._broken is not None or not self._workers:
             raise WorkerError(self._broken or "the Ray workers have been closed")
-        return [getattr(worker, method).remote(*args) for worker in self._workers]
+        # An engine that comes back asks for weights from a thread of its own, perhaps in the middle of an update.
+        with self._order:
+            return [getattr(worker, method).remote(*args) for worker in self._workers]
 
     def _wait(self, refs: list[Any], doing: str) -> list[Any]:
         """Results of all ranks; the first failure ends the group, because the others wait for the failed one."""
