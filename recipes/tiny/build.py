@@ -171,11 +171,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="most steps of supervised training")
     parser.add_argument("--planned-steps", type=int, default=1200, help="where the learning rate would reach 0")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--stop-at", type=float, default=0.58, help="sampled accuracy that ends the training")
+    parser.add_argument("--stop-at", type=float, default=0.52, help="sampled accuracy that ends the training")
     parser.add_argument("--eval-from", type=int, default=150)
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--eval-problems", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads; other numbers give other bits")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     return parser.parse_args()
 
 
