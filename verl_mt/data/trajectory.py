@@ -164,7 +164,7 @@ class TrajectoryRecord:
         first = replace(self, turns=list(self.turns), messages=list(self.messages))
         for name in ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions"):
             setattr(first, name, list(getattr(self, name)))
-        first.cut(start)
+        first.cut(max((p + 1 for p in range(start) if self.sampled[p]), default=start))
         second = TrajectoryRecord(has_log_probs=self.has_log_probs)
         turn = first.turns[-1].turn if first.turns else 0
         second.append_given(list(self.token_ids[:start]), kind="prompt", turn=turn)
@@ -268,6 +268,8 @@ class Trajectory:
     """The traceback, where the status is FAILED or ABORTED."""
     info: dict[str, Any] = field(default_factory=dict)
     """What plug-ins attach (`rollout_infos`)."""
+    media: dict[str, list[Any]] = field(default_factory=dict)
+    """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
     sample: Sample | None = None

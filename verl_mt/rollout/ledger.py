@@ -115,6 +115,7 @@ class Ledger:
         """
         if self.ended:
             raise self._after_the_end("extend")
+        self._continues = False
         self._pending += messages
         self.trajectory.messages += messages
 
@@ -130,10 +131,6 @@ class Ledger:
             raise LedgerError(f"{self.trajectory.trajectory_id}: extend_ids() behind messages not rendered yet")
         self._tail_ids = [*self._tail_ids, *ids]
         self.trajectory.messages.append(message)
-
-    def resume(self) -> None:
-        """Go on after a turn that a limit cut: for loops that decide for themselves what ends a trajectory."""
-        self.trajectory.stop_reason = None
 
     def reopen(self, content: str, *, keep: int, ids: Sequence[int]) -> None:
         """Go on inside the last assistant message: take back tokens from its end, and put given ones in their place.
@@ -155,7 +152,7 @@ class Ledger:
                 f"[{first}, {len(self.record.token_ids)}) of the record"
             )
         before = len(self.record.token_ids)
-        self._count("cut_tokens", self.record.cut(keep))
+        self.count("cut_tokens", self.record.cut(keep))
         self._num_cut_tokens += before - keep
         self._tail_ids = list(ids)
         self._continues = True
@@ -217,7 +214,7 @@ class Ledger:
         ids += self._prefill_ids
         if limits.room(len(record.token_ids) + len(ids), self._num_response_tokens + len(ids))[0] < 1:
             return False
-        self._count("inserted_end_tokens", inserted_end)
+        self.count("inserted_end_tokens", inserted_end)
         if ids:
             record.append_given(ids, kind="observation", turn=self.trajectory.num_turns)
         self._pending, self._tail_ids, self._prefill_ids = [], [], []
@@ -248,7 +245,7 @@ class Ledger:
             return False
         if any(self.record.sampled):
             trajectory.records.append(TrajectoryRecord())
-            self._count("forks", 1)
+            self.count("forks", 1)
         else:  # nobody has read the old one
             trajectory.records[-1] = TrajectoryRecord()
         self.record.append_given(prompt_ids, kind="prompt", turn=trajectory.num_turns)
@@ -260,6 +257,7 @@ class Ledger:
         trajectory = self.trajectory
         return LedgerError(f"{trajectory.trajectory_id}: {verb}() after the end ({trajectory.stop_reason})")
 
-    def _count(self, name: str, amount: float) -> None:
+    def count(self, name: str, amount: float) -> None:
+        """Add to one of the trajectory's counters."""
         if amount:
             self.trajectory.counters[name] = self.trajectory.counters.get(name, 0) + amount

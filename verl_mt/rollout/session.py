@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verl_mt.chat.sanity import check, combine
@@ -31,8 +32,15 @@ _CLOCK_SLACK_S = 0.05
 class RolloutSession(Ledger):
     """The ledger of one trajectory, and the engine that writes its turns."""
 
-    async def generate(self) -> AssistantTurn | None:
+    _stop: tuple[str, ...] = ()
+    """Strings that could end the last turn."""
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn | None:
         """Sample the next assistant turn and record it.
+
+        Args:
+            max_tokens: fewer than the limits allow; None = those.
+            stop: strings that end this turn, beside the run's own.
 
         Returns:
             The turn, or None if there was no room for one. `ended` says whether a limit cut the trajectory.
@@ -58,7 +66,9 @@ class RolloutSession(Ledger):
         max_new_tokens, cut_reason = self.context.limits.next_turn(
             len(self.record.token_ids), self._num_response_tokens
         )
-        output = await self._ask(turn, max_new_tokens, remaining_s)
+        if max_tokens is not None and max_tokens < max_new_tokens:
+            max_new_tokens, cut_reason = max_tokens, StopReason.MAX_TOKENS_PER_TURN
+        output = await self._ask(turn, max_new_tokens, remaining_s, stop)
         self.trajectory.num_turns = turn
         return self._record_turn(turn, output, cut_reason)
 
@@ -87,12 +97,16 @@ class RolloutSession(Ledger):
         self.context.sanity.observe(found)
         trajectory.sanity = found.to_row() if found is not None else None
 
-    async def _ask(self, turn: int, max_new_tokens: int, remaining_s: float | None) -> GenerationOutput:
+    async def _ask(
+        self, turn: int, max_new_tokens: int, remaining_s: float | None, stop: Sequence[str]
+    ) -> GenerationOutput:
         context, trajectory = self.context, self.trajectory
         deadline_s = min(context.limits.request_timeout_s, remaining_s if remaining_s is not None else float("inf"))
+        self._stop = tuple(dict.fromkeys((*context.sampling.stop, *stop)))
+        seed = self._turn_seed(turn)
         request = GenerationRequest(
             input_ids=list(self.record.token_ids),
-            sampling=replace(context.sampling, max_new_tokens=max_new_tokens, seed=self._turn_seed(turn)),
+            sampling=replace(context.sampling, max_new_tokens=max_new_tokens, seed=seed, stop=self._stop),
             request_id=f"{trajectory.trajectory_id}/{self.attempt}/{turn}",
             session_id=self.engine_session or trajectory.trajectory_id,
             deadline_s=deadline_s,
@@ -105,7 +119,7 @@ class RolloutSession(Ledger):
             if time.monotonic() - begun < deadline_s - _CLOCK_SLACK_S:
                 raise EngineGoneError(f"{request.request_id}: the engine aborted the request")
             self._refuse_if_deterministic(f"the request's deadline of {deadline_s:.1f} s")
-            self._count("deadlines", 1)
+            self.count("deadlines", 1)
         return output
 
     def _record_turn(self, turn: int, output: GenerationOutput, cut_reason: StopReason) -> AssistantTurn:
@@ -125,8 +139,8 @@ class RolloutSession(Ledger):
             parsed = ParsedTurn(content=text)
         self.trajectory.turn_texts.append(text)
         message = self._add_message(text, parsed)
-        self._count("cached_tokens", output.cached_tokens)
-        self._count("input_tokens", start)
+        self.count("cached_tokens", output.cached_tokens)
+        self.count("input_tokens", start)
         self.cut_reason = cut_reason if output.finish_reason == "length" else None
         if self.cut_reason is not None and not self.verbatim:
             self.end(self.cut_reason)
@@ -139,10 +153,11 @@ class RolloutSession(Ledger):
         assert output.text is not None, "an engine returns token_ids or text"
         message = {"role": "assistant", "content": output.text}
         # What a stop string ended has no end of turn, and none is invented.
-        stopped = any(output.text.endswith(string) for string in self.context.sampling.stop)
+        stopped = any(output.text.endswith(string) for string in self._stop)
         complete = output.finish_reason == "stop" and not stopped
         tools = self.trajectory.tools or None
-        ids = turn_ids(self.context.chat, self.trajectory.messages, message, tools=tools, complete=complete)
+        history = self.trajectory.messages[: len(self.trajectory.messages) - self._continues]
+        ids = turn_ids(self.context.chat, history, message, tools=tools, complete=complete)
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
         self.record.append_sampled(ids, None, [version] * len(ids), turn=turn)
 

@@ -1,0 +1,1 @@
+"""The scheduler door's inside and the shipped schedulers; `verl_mt.rollout.scheduler` is what plug-ins import."""

@@ -1,0 +1,133 @@
+"""`MultiTurnScheduler`: decides whether a conversation goes on, and with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_mt.data.conversation import Message
+from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
+from verl_mt.rollout.schedulers.conversation import InferEngine, TrajectoryOver, current
+
+
+class MultiTurnScheduler:
+    """Base of all schedulers: implement `step` (and perhaps `check_finished`), or replace `run`.
+
+    One object per process, shared by all trajectories; `infer_request.uuid` tells them apart. Hooks are called
+    positionally, may be plain functions (they run in threads) or async, and have a deadline
+    (`multi_turn.interaction_timeout_s`). What they raise fails their trajectory and no other.
+
+    Example:
+        >>> class AskAgain(MultiTurnScheduler):
+        ...     def step(self, infer_request, response_choice, current_turn):
+        ...         infer_request.messages.append({"role": "user", "content": "Are you sure?"})
+        ...         return {"infer_request": infer_request}
+
+    Attributes:
+        infer_engine: `infer_async(infer_request)` samples a turn; `tokenizer.encode` makes ids of foreign text that
+            hold no control tokens. Set before the first conversation.
+    """
+
+    runs_inline = False
+    """True: the hooks never block, and are called without a thread."""
+    infer_engine: InferEngine
+
+    def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any):
+        """
+        Args:
+            max_turns: engine turns of one trajectory; None = only the run's other limits.
+        """
+        if isinstance(max_turns, InferEngine):  # ms-swift's later releases pass the engine first
+            self.infer_engine = max_turns
+            max_turns = args[0] if args else None
+        self.max_turns = max_turns
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any] | RolloutInferRequest:
+        """What the model reads next.
+
+        Args:
+            infer_request: the conversation, the model's newest turn included; edit its `messages` and return it.
+                Messages added behind it are a new turn; if the last message is the assistant's, the model goes on
+                inside it.
+            response_choice: the newest turn.
+            current_turn: its number, from 1.
+
+        Returns:
+            `infer_request`, and optionally `response_token_ids` (this turn's ids as they shall be recorded: the
+            sampled ones or the first of them, and what was put behind), `response_loss_mask` (as long; 0 takes an id
+            out of the loss), `rollout_infos` (a dict for the reward; later turns win; `images` and `videos` replace
+            the row's). The request alone works too.
+        """
+        raise NotImplementedError(missing_methods(type(self)))
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        """Whether the conversation is over; by default when the turn was cut by length, or `max_turns` is reached."""
+        if response_choice.finish_reason == "length":
+            return True
+        return bool(self.max_turns and current_turn >= self.max_turns)
+
+    def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:
+        """Called exactly once per trajectory, whatever ended it.
+
+        Args:
+            infer_request: as the last hook left it.
+            reason: the stop reason; `error` where something raised, `engine` where the engine went away (the
+                trajectory then starts again), `cancelled` where the run ended.
+        """
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
+        """One conversation: sample, `check_finished`, `step`, and again.
+
+        Override it for another loop. Each `await self.infer_engine.infer_async(infer_request, request_config)` samples
+        one turn behind `infer_request.messages`. Return one output, or one per record that is to be trained: turns
+        that none of them covers are taken out of the loss and counted.
+
+        Raises:
+            TrajectoryOver: the very first turn had no room.
+        """
+        conversation, output, turn = current(), None, 0
+        while True:
+            turn += 1
+            try:
+                response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+            except TrajectoryOver:
+                if output is None:
+                    raise
+                return output
+            choice = response.choices[0]
+            append_completion(infer_request.messages, choice.message.content or "")
+            output = RolloutOutput(response, infer_request.messages)
+            if choice.finish_reason == "abort" or await self._is_over(infer_request, choice, turn):
+                return output
+            result = await conversation.hook("step", infer_request, choice, turn)
+            infer_request = conversation.take_step(result)
+
+    async def _is_over(
+        self, infer_request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
+    ) -> bool:
+        over = await current().hook("check_finished", infer_request, choice, turn)
+        # A check of one's own that forgets `max_turns` does not lift it.
+        return bool(over) or bool(self.max_turns and turn >= self.max_turns)
+
+
+def append_completion(messages: list[Message], text: str) -> None:
+    """Write a sampled turn into the messages: behind an unfinished assistant message, or as one of its own."""
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
+        messages.pop()
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1]["content"] = str(messages[-1]["content"]) + text
+    else:
+        messages.append({"role": "assistant", "content": text})
+
+
+def missing_methods(kind: type) -> str:
+    """What to say of a scheduler that decides nothing."""
+    return (
+        f"{kind.__name__} must implement step(infer_request, response_choice, current_turn), or replace "
+        "run(infer_request, request_config, **kwargs)"
+    )

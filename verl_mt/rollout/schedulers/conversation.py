@@ -1,0 +1,323 @@
+"""One trajectory between its scheduler and its session.
+
+The scheduler's code may run on a thread or a loop of its own; the session lives on the rollout's loop. Everything that
+touches the session goes through `infer`, which crosses over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.requests import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RequestConfig,
+    RolloutInferRequest,
+)
+from verl_mt.data.trajectory import StopReason
+from verl_mt.errors import EngineError, LedgerError, UserCodeError
+from verl_mt.plugins import listing, suggest
+from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
+from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.user_code import UserCode
+
+MEDIA = ("images", "videos", "audios")
+STEP_KEYS = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_infos", "rollout_logprobs")
+
+running: ContextVar[Conversation | None] = ContextVar("scheduler_conversation", default=None)
+"""The conversation whose hook is running."""
+
+
+class TrajectoryOver(Exception):
+    """No further turn can be sampled: a limit was reached. A custom `run` may let it pass: what was sampled counts."""
+
+
+class InferEngine:
+    """What a scheduler samples with. One per scheduler, whatever conversation it is called in."""
+
+    def __init__(self, chat: ChatTemplate):
+        self.tokenizer = PlainTextTokenizer(chat)
+        self.default_template = _Template(self.tokenizer)
+        """ms-swift's place of the tokenizer."""
+
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
+    ) -> ChatCompletionResponse:
+        """Sample one turn behind `infer_request.messages`; a last assistant message is gone on with.
+
+        The messages are not changed: append what was said before you ask again.
+
+        Raises:
+            TrajectoryOver: a limit of the trajectory was reached.
+            LedgerError: called outside a scheduler's hooks.
+        """
+        return await current().infer(infer_request, request_config)
+
+
+class PlainTextTokenizer:
+    """The policy's tokenizer, except that `encode` makes plain text of what reads like a control token.
+
+    Every other attribute is the tokenizer's own.
+    """
+
+    def __init__(self, chat: ChatTemplate):
+        self._chat = chat
+
+    def encode(self, text: str, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
+        """Ids of foreign text as it stands in the middle of a turn. Nothing is added at its ends."""
+        return self._chat.continuation_ids(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chat.tokenizer, name)
+
+
+@dataclass(frozen=True)
+class _Template:
+    tokenizer: PlainTextTokenizer
+
+
+def current() -> Conversation:
+    """The conversation whose hook is running.
+
+    Raises:
+        LedgerError: none is.
+    """
+    conversation = running.get()
+    if conversation is None:
+        raise LedgerError("infer_async belongs to a scheduler's run(): outside of one there is no trajectory to go on")
+    return conversation
+
+
+@dataclass
+class Conversation:
+    """See the module. Created on the rollout's loop."""
+
+    session: RolloutSession
+    code: UserCode
+    name: str
+    """Of the scheduler, for errors."""
+    timeout_s: float
+    media: frozenset[str] = frozenset()
+    """Kinds of media that the model takes."""
+    request: RolloutInferRequest | None = None
+    """As the last hook left it."""
+    infos: dict[str, Any] = field(default_factory=dict)
+    mask_given: bool = False
+    engine_error: Exception | None = None
+    """User code may swallow it; the trajectory is lost all the same."""
+    waiting_since: float | None = None
+    """Since when user code has had the word; None while the engine has."""
+    choices: dict[str, tuple[int, ChatCompletionResponseChoice]] = field(default_factory=dict)
+    """Response id -> turn and choice."""
+    _ids: list[int] | None = None
+    _start: int = 0
+    """Where the last sampled turn begins in its record."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def hook(self, method: str, *args: Any) -> Any:
+        """Call one of the scheduler's methods, positionally.
+
+        Raises:
+            UserCodeError: it raised or was late; names scheduler, hook, trajectory and turn.
+        """
+        try:
+            return await self.code.call(method, args, {}, timeout_s=self.timeout_s)
+        except (EngineError, TrajectoryOver):
+            raise
+        except Exception as error:
+            raise self.error(method, str(error) or type(error).__name__) from error
+
+    async def infer(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
+        """`InferEngine.infer_async` of this conversation, from whatever loop."""
+        if asyncio.get_running_loop() is self._loop:
+            return await self._infer(request, config)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._infer(request, config), self._loop))
+
+    def take_step(self, result: Any) -> RolloutInferRequest:
+        """What `step` returned: check it, keep its parts for the next turn.
+
+        Raises:
+            UserCodeError: it is not what `step` may return.
+        """
+        if isinstance(result, RolloutInferRequest):
+            result = {"infer_request": result}
+        if not isinstance(result, Mapping):
+            raise self.error("step", f"it must return a dict with infer_request, got {result!r:.200}")
+        for key in result:
+            if key not in STEP_KEYS:
+                raise self.error(
+                    "step",
+                    f"it returned an unknown key {key!r}{suggest(str(key), STEP_KEYS)}. Known: {listing(STEP_KEYS)}",
+                )
+        request = result.get("infer_request")
+        if not isinstance(request, RolloutInferRequest):
+            raise self.error(
+                "step",
+                f"it returned no request: infer_request is {request!r:.100} (keys: {listing(map(str, result))}); "
+                "return {'infer_request': infer_request}",
+            )
+        self.request = request
+        ids, mask = result.get("response_token_ids"), result.get("response_loss_mask")
+        if mask is not None and ids is None:
+            raise self.error("step", "response_loss_mask needs response_token_ids of the same length; it returned none")
+        try:
+            self.hand_in(ids, mask, result.get("rollout_logprobs"))
+        except (LedgerError, TypeError, ValueError) as error:
+            raise self.error("step", str(error)) from error
+        self.add_infos(result.get("rollout_infos"), "step")
+        return request
+
+    def hand_in(self, ids: Any, mask: Any, log_probs: Any = None) -> None:
+        """Ids and mask of the last turn, as the scheduler wants them recorded."""
+        if ids is None:
+            return
+        self._ids = [int(i) for i in ids]
+        if mask is not None:
+            self.mask_given = True
+            clear_bits(self.session, self._start, self._ids, [int(bool(bit)) for bit in mask])
+        num_trained = len(self._ids) if mask is None else sum(map(bool, mask))
+        if log_probs is not None and len(log_probs) not in (len(self._ids), num_trained):
+            raise LedgerError(
+                f"rollout_logprobs has {len(log_probs)} entries for {len(self._ids)} response_token_ids "
+                f"({num_trained} in the loss); leave it out, the engine's own are recorded"
+            )
+
+    def add_infos(self, infos: Any, where: str) -> None:
+        """Merge `rollout_infos`; later ones win. Media keys replace the row's media."""
+        if infos is None:
+            return
+        if not isinstance(infos, Mapping):
+            raise self.error(where, f"rollout_infos must be a dict, got {infos!r:.100}")
+        plain = {str(key): value for key, value in infos.items() if key not in MEDIA}
+        for key, value in plain.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise self.error(
+                    where, f"rollout_infos[{key!r}] cannot be written as JSON ({error}): {value!r:.100}"
+                ) from error
+        for key in MEDIA:
+            if infos.get(key) is not None:
+                self._replace_media(key, infos[key], where)
+        self.infos |= plain
+
+    def error(self, method: str, reason: str) -> UserCodeError:
+        """Names scheduler, hook, row, trajectory and turn."""
+        trajectory = self.session.trajectory
+        return UserCodeError(
+            f"scheduler {self.name} failed in {method}, trajectory {trajectory.trajectory_id} "
+            f"(row {trajectory.row_index}), turn {trajectory.num_turns}: {reason}"
+        )
+
+    def _replace_media(self, kind: str, items: Any, where: str) -> None:
+        if not isinstance(items, list | tuple):
+            raise self.error(where, f"rollout_infos[{kind!r}] must be a list, got {items!r:.100}")
+        if items and kind not in self.media:
+            takes = f"takes {listing(self.media)}" if self.media else "takes text only"
+            raise self.error(where, f"rollout_infos[{kind!r}] holds {len(items)} items, but this model {takes}")
+        self.session.trajectory.media[kind] = list(items)
+
+    async def _infer(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
+        async with self._lock:
+            self.waiting_since = None
+            try:
+                return await self._turn(request, config)
+            except EngineError as error:
+                self.engine_error = error
+                raise
+            finally:
+                self.waiting_since = time.monotonic()
+
+    async def _turn(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
+        session = self.session
+        if session.ended:
+            raise TrajectoryOver(str(session.trajectory.stop_reason))
+        self._check_request(request)
+        self.request = request
+        ids, self._ids = self._ids, None
+        take_over(session, request.messages, request.tools, ids)
+        max_tokens, stop = self._sampling(config)
+        turn = await session.generate(max_tokens=max_tokens, stop=stop)
+        if turn is None:
+            raise TrajectoryOver(str(session.trajectory.stop_reason))
+        self._start = session.record.turns[-1].start
+        return self._response(turn)
+
+    def _response(self, turn: AssistantTurn) -> ChatCompletionResponse:
+        session, record = self.session, self.session.record
+        ids, number = record.token_ids[self._start :], session.trajectory.num_turns
+        log_probs = None
+        if record.has_log_probs:
+            pairs = zip(ids, record.rollout_log_probs[self._start :])
+            log_probs = {"content": [{"token_id": token, "logprob": value} for token, value in pairs]}
+        choice = ChatCompletionResponseChoice(
+            index=0,
+            message=ChatMessage("assistant", turn.text, [c.to_message() for c in turn.parsed.calls] or None),
+            finish_reason=turn.finish_reason,
+            logprobs=log_probs,
+            token_ids=ids,
+        )
+        name = f"{session.trajectory.trajectory_id}/{number}"
+        self.choices[name] = (number, choice)
+        usage = {"prompt_tokens": self._start, "completion_tokens": len(ids)}
+        return ChatCompletionResponse([choice], id=name, usage=usage)
+
+    def _check_request(self, request: Any) -> None:
+        messages = getattr(request, "messages", None)
+        if not isinstance(messages, list) or not messages:
+            raise self.error("infer_async", f"expected a RolloutInferRequest with messages, got {request!r:.200}")
+        for place, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise self.error(
+                    "infer_async", f"message {place} must be a dict with role and content, got {message!r:.200}"
+                )
+
+    def _sampling(self, config: Any) -> tuple[int | None, tuple[str, ...]]:
+        """(tokens at most, further stop strings); everything else belongs to the run."""
+        if config is None:
+            return None, ()
+        own = self.session.context.sampling
+        for key in ("temperature", "top_p", "top_k"):
+            value = getattr(config, key, None)
+            if value is not None and value != getattr(own, key):
+                raise self.error(
+                    "infer_async",
+                    f"request_config.{key} is {value}, the run's is {getattr(own, key)}: log-probs would not be of the "
+                    f"policy that is trained; set actor_rollout_ref.rollout.{key}, or leave it None",
+                )
+        if (getattr(config, "n", None) or 1) != 1:
+            raise self.error("infer_async", f"request_config.n is {config.n}: one turn at a time; call it again")
+        stop = getattr(config, "stop", None) or ()
+        return getattr(config, "max_tokens", None), (stop,) if isinstance(stop, str) else tuple(stop)
+
+    def conclude(self, max_turns: int | None) -> None:
+        """The scheduler is done: name the reason, keep the last messages and infos."""
+        session = self.session
+        if session.cut_reason is not None:
+            session.end(session.cut_reason)
+        elif max_turns and session.trajectory.num_turns >= max_turns:
+            session.end(StopReason.MAX_ASSISTANT_TURNS)
+        else:
+            session.end(StopReason.SCHEDULER)
+        if self.request is not None:
+            keep_loss_flags(session, self.request.messages)
+        session.trajectory.info |= {**self.infos, "num_turns": session.trajectory.num_turns}
+        if self.choices:
+            last = max(self.choices.values(), key=lambda pair: pair[0])[1]
+            last.messages = copy.deepcopy(session.messages)
+
+
+def request_config(session: RolloutSession) -> RequestConfig:
+    """The run's own settings, for a scheduler to look at."""
+    own = session.context.sampling
+    return replace(RequestConfig(), temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)

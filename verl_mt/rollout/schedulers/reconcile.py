@@ -1,0 +1,201 @@
+"""From the messages that a scheduler wants the model to read next to the ledger: go on, extend, cut back or begin anew.
+
+What was sampled is never encoded again. Compared with the conversation as it was recorded, a scheduler's messages may
+
+- add messages behind it: a new turn;
+- leave it as it is, or add text to the last assistant message: the model goes on inside that message;
+- cut the last assistant message back and put other text behind what stays: the tokens kept are a prefix of the
+  recorded ones, the rest is cut and counted;
+- differ anywhere else: history was rewritten, and a new record begins with the new messages as its prompt.
+
+A scheduler may also hand in the ids of the last turn (`response_token_ids`), which then decide where it was cut and
+what was put behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from verl_mt.chat.token_diff import common_prefix
+from verl_mt.data.conversation import Message
+from verl_mt.errors import LedgerError
+from verl_mt.rollout.session import RolloutSession
+
+_NOT_SHOWN = ("loss",)
+"""Keys of a message that no template reads."""
+
+
+def take_over(
+    session: RolloutSession,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    ids: Sequence[int] | None = None,
+) -> None:
+    """Queue what the next turn is to read. Call before `session.generate`.
+
+    Args:
+        messages: the whole conversation; a last assistant message is unfinished, the model goes on inside it. An empty
+            one (ms-swift's placeholder for the answer to come) counts as absent.
+        tools: the schemas that the prompt shows.
+        ids: of the last turn, as the scheduler wants them recorded.
+
+    Raises:
+        LedgerError: `ids` for a turn of a history that was rewritten.
+    """
+    wanted = copy.deepcopy(_without_placeholder(list(messages)))
+    old = session.messages
+    last = len(old) - 1
+    same_tools = list(tools or []) == session.trajectory.tools
+    spoke = old[last]["role"] == "assistant"
+    if (
+        not same_tools
+        or (not spoke and len(wanted) > len(old))
+        or not _same(wanted[:last], old[:last])
+        or len(wanted) <= last
+    ):
+        _rewrite(session, wanted, tools, ids)
+        return
+    extra = wanted[last + 1 :]
+    if _same(wanted[last : last + 1], old[last:]):
+        if spoke and (ids is not None or not extra):
+            _reopen(session, str(old[last]["content"] or ""), ids, goes_on=not extra)
+    elif not spoke or not _edit(session, wanted[last], ids, goes_on=not extra):
+        _rewrite(session, wanted, tools, ids)
+        return
+    _add(session, extra)
+    keep_loss_flags(session, wanted)
+
+
+def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> None:
+    """Take over `loss: False` of a message, which takes what the model wrote there out of the loss."""
+    for place, message in enumerate(messages[: len(session.messages)]):
+        if message.get("loss") is not None:
+            session.messages[place] = {**session.messages[place], "loss": message["loss"]}
+
+
+def clear_bits(session: RolloutSession, start: int, ids: Sequence[int], mask: Sequence[int]) -> None:
+    """Take tokens of the last turn, which begins at `start`, out of the loss.
+
+    Raises:
+        LedgerError: not as many bits as ids, or a bit set on an id that the engine did not sample there.
+    """
+    where = session.trajectory.trajectory_id
+    if len(mask) != len(ids):
+        raise LedgerError(
+            f"{where}: response_loss_mask has {len(mask)} entries for {len(ids)} response_token_ids; "
+            "both must have the same length"
+        )
+    record = session.record
+    shared = common_prefix(list(ids), record.token_ids[start:])
+    foreign = [j for j in range(shared, len(ids)) if mask[j]]
+    if foreign:
+        raise LedgerError(
+            f"{where}: response_loss_mask sets {len(foreign)} bits (the first at {foreign[0]}) on response_token_ids "
+            f"that the engine did not sample (all behind the first {shared}); they have no log-prob, set them to 0"
+        )
+    cleared = record.clear_mask([start + j for j in range(shared) if not mask[j]])
+    session.count("masked_tokens", cleared)
+
+
+def _without_placeholder(messages: list[Message]) -> list[Message]:
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
+        return messages[:-1]
+    return messages
+
+
+def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    def shown(message: Message) -> Message:
+        return {k: v for k, v in message.items() if v is not None and k not in _NOT_SHOWN}
+
+    return [shown(m) for m in one] == [shown(m) for m in other]
+
+
+def _rewrite(
+    session: RolloutSession,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,
+    ids: Sequence[int] | None,
+) -> None:
+    if ids is not None:
+        recorded = session.record.token_ids[_last_turn(session) :]
+        if list(ids) != recorded:
+            raise LedgerError(
+                f"{session.trajectory.trajectory_id}: step() rewrote the history and returned {len(ids)} "
+                f"response_token_ids that are not the {len(recorded)} sampled ones; the turn stays as it was sampled: "
+                "return its own token_ids, or none"
+            )
+    session.rewrite(messages, tools or [])
+
+
+def _add(session: RolloutSession, extra: Sequence[Message]) -> None:
+    if not extra:
+        return
+    begun = extra[-1] if extra[-1]["role"] == "assistant" else None
+    session.extend(extra[:-1] if begun else extra)
+    if begun:
+        session.prefill(str(begun["content"]))
+
+
+def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, *, goes_on: bool) -> bool:
+    """The last assistant message has another text: cut, append. False if it is no continuation but a rewriting."""
+    content, old = message.get("content"), session.messages[-1]["content"]
+    if message["role"] != "assistant" or not isinstance(content, str) or not isinstance(old, str):
+        return False
+    if not goes_on and not content.startswith(old):
+        return False
+    if ids is not None:
+        _reopen(session, content, ids, goes_on=True)
+        return True
+    prefix, record, chat = session.message_prefix, session.record, session.context.chat
+    if not content.startswith(prefix):
+        return False
+    start = session.message_start
+    kept, text = _kept(chat, record.token_ids[start : _end_of_text(session)], content[len(prefix) :])
+    if kept == 0:
+        return False
+    session.reopen(content, keep=start + kept, ids=chat.continuation_ids(content[len(prefix) + len(text) :]))
+    return True
+
+
+def _reopen(session: RolloutSession, content: str, ids: Sequence[int] | None, *, goes_on: bool) -> None:
+    """Keep what `ids` and the last turn share, put the rest of `ids` behind it.
+
+    Where the message goes on, the end of turn that was sampled is no end: it is cut, like everything that is not kept.
+    """
+    record, start, end = session.record, _last_turn(session), _end_of_text(session)
+    if ids is None:
+        session.reopen(content, keep=end, ids=[])
+        return
+    shared = common_prefix(list(ids), record.token_ids[start:])
+    keep, behind = start + shared, list(ids[shared:])
+    if not goes_on and not behind and keep == len(record.token_ids):
+        return
+    session.reopen(content, keep=min(keep, end) if goes_on or behind else keep, ids=behind)
+
+
+def _last_turn(session: RolloutSession) -> int:
+    spans = [span for span in session.record.turns if span.kind == "assistant"]
+    return spans[-1].start if spans else len(session.record.token_ids)
+
+
+def _end_of_text(session: RolloutSession) -> int:
+    """The record's end, without the end of turn that was sampled."""
+    record = session.record
+    ended = record.sampled[-1:] == [1] and record.token_ids[-1] in session.context.chat.end_token_ids
+    return len(record.token_ids) - int(ended)
+
+
+def _kept(chat: Any, ids: Sequence[int], wanted: str) -> tuple[int, str]:
+    """The longest prefix of the ids whose text `wanted` begins with, and that text."""
+    shared = common_prefix(chat.decode(ids), wanted)
+    low, high = 0, len(ids)
+    while low < high:  # the last place up to which the ids' text is not longer than what is shared
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(chat.decode(ids[:middle])) <= shared else (low, middle - 1)
+    text = chat.decode(ids[:low])
+    while low and not wanted.startswith(text):  # half of a character
+        low -= 1
+        text = chat.decode(ids[:low])
+    return low, text

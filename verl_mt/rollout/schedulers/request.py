@@ -1,0 +1,47 @@
+"""From an episode to the request that a scheduler gets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from verl_mt.data.requests import RolloutInferRequest
+from verl_mt.errors import DataError
+from verl_mt.rollout.doors import Episode
+
+_OWN_COLUMNS = ("prompt", "messages", "images", "audios", "videos", "tools", "objects", "data_dict")
+
+
+def make_request(episode: Episode) -> RolloutInferRequest:
+    """A request of its own for one trajectory: messages, media and the row's other columns in `data_dict`.
+
+    Raises:
+        DataError: the row's column `data_dict` or `objects` is no mapping.
+    """
+    session, row = episode.session, episode.prompt.row
+    return RolloutInferRequest(
+        messages=copy.deepcopy(session.messages),
+        images=list(row.raw.get("images") or []),
+        videos=list(row.raw.get("videos") or []),
+        tools=copy.deepcopy(session.trajectory.tools) or None,
+        objects=_mapping(episode, "objects"),
+        data_dict=_data_dict(episode),
+        uuid=session.trajectory.trajectory_id,
+    )
+
+
+def _data_dict(episode: Episode) -> dict[str, Any]:
+    """The row's columns that a conversation has no field for, nulls dropped; its own `data_dict` wins over them."""
+    row = episode.prompt.row
+    columns = {k: v for k, v in row.raw.items() if k not in _OWN_COLUMNS and v is not None}
+    if row.ground_truth is not None:
+        columns.setdefault("solution", row.ground_truth)
+    return copy.deepcopy({**columns, **_mapping(episode, "data_dict")})
+
+
+def _mapping(episode: Episode, column: str) -> dict[str, Any]:
+    row = episode.prompt.row
+    value = row.raw.get(column)
+    if value is not None and not isinstance(value, dict):
+        raise DataError(f"{row.file}, row {row.index}: column {column} must be a mapping, got {value!r:.100}")
+    return copy.deepcopy(value or {})
