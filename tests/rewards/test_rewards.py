@@ -277,7 +277,7 @@ def whose(text, answer):
         (("absent.py",), PluginError, "does not exist"),
         ((__file__,), PluginError, "has no 'compute_score'.*reward.name"),
         ((__file__, "rewardfunc"), PluginError, "did you mean 'reward_func'"),
-        ((__file__, "reward_func"), ConfigError, "slime's signature"),
+        ((__file__, "reward_func", {"sample": 1}), ConfigError, "sample of .* comes from the rollout"),
         ((__file__, "needs_more"), PluginError, "nothing fills its parameter judge"),
         ((__file__, "whose"), PluginError, r"\(text, answer\).*Expected compute_score"),
         (("verl_mt.rewards.gsm8k.MAX_TAIL_CHARS",), PluginError, "expected a function or a class, got 300"),

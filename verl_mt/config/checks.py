@@ -72,8 +72,12 @@ def _sampling(config: Config) -> Iterator[str]:
             )
     if rollout.temperature == 0:
         yield f"{_ROLLOUT}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
-    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
-        yield f"{_ROLLOUT}.n is 1: GRPO compares the samples of one prompt and needs at least 2"
+    makes_groups = rollout.custom_generate_function_path is not None
+    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo" and not makes_groups:
+        yield (
+            f"{_ROLLOUT}.n is 1: GRPO compares the samples of one prompt and needs at least 2 (1 is possible with a "
+            "custom generate function that returns several Samples)"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

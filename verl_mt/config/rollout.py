@@ -129,5 +129,11 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: int = knob(512, "SGLang: weights travel in pieces of this size.", min=1)
     multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
+    custom_generate_function_path: str | None = knob(
+        None,
+        "Async function `generate(args, sample, sampling_params)` that drives every conversation instead of the tool "
+        "loop: a dotted path or file.py:name; null = the tool loop.",
+    )
+    custom_generate_kwargs: dict[str, Any] = knob({}, "Own settings of that function: attributes of its `args`.")
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
     val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.")

@@ -33,6 +33,15 @@ class DataConfig(Section):
         "error", "An over-long prompt that was not filtered.", choices=("error", "left", "right", "middle")
     )
     prompt_key: str = knob("prompt", "Column of the messages.")
+    label_key: str | None = knob(
+        None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
+    )
+    metadata_key: str | None = knob(
+        None, "Column of `sample.metadata`; null = the column metadata where there is one, else extra_info."
+    )
+    apply_chat_template: bool = knob(
+        True, "A custom generate function gets its prompt rendered; False = the prompt column as it is."
+    )
     shuffle: bool = knob(True, "Shuffle the training rows in each epoch.")
     seed: int = knob(0, "Seed of the row order and of generated training rows.")
     val_seed: int = knob(1234, "Seed of generated validation rows.")

@@ -41,6 +41,10 @@ class DataRow:
     """The file or generator it came from, for error texts."""
     source: str = ""
     """Name of its entry in `data.train_files` or `data.val_files`; with `index` it names the row."""
+    label: Any = None
+    """What a generate or reward function of slime's kind sees: the label column as it is, else the ground truth."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The same: the metadata column, else `extra_info`."""
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
@@ -79,8 +83,24 @@ class _Entry:
     weight: float | None = None
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """Names of columns; None = verl's schema."""
+
+    prompt: str
+    label: str | None
+    metadata: str | None
+
+
 def load_rows(
-    entry_spec: Any, *, split: str, num_rows: int = -1, seed: int = 0, prompt_key: str = "prompt"
+    entry_spec: Any,
+    *,
+    split: str,
+    num_rows: int = -1,
+    seed: int = 0,
+    prompt_key: str = "prompt",
+    label_key: str | None = None,
+    metadata_key: str | None = None,
 ) -> list[DataSource]:
     """Load and check all rows of `data.train_files` or `data.val_files`.
 
@@ -92,6 +112,8 @@ def load_rows(
         num_rows: rows taken from the beginning of each entry; -1 = all.
         seed: for generators.
         prompt_key: column of the messages.
+        label_key: column of the label; rows may then do without `data_source`, which is the entry's name.
+        metadata_key: column of the metadata, a mapping.
 
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
@@ -104,7 +126,8 @@ def load_rows(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        rows = [_to_row(raw, index, entry, prompt_key) for index, raw in enumerate(raw_rows)]
+        columns = _Columns(prompt_key, label_key, metadata_key)
+        rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
         sources.append(DataSource(entry.name, rows, entry.weight))
@@ -249,18 +272,24 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         raise DataError(f"{key}: {path}(num_rows={num_rows}, seed={seed}, split={split!r}) raised {error!r}") from error
 
 
-def _to_row(raw: dict[str, Any], index: int, entry: _Entry, prompt_key: str) -> DataRow:
+def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -> DataRow:
     where = f"{entry.path}, row {index}"
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(
             f"{where}: column extra_info must be a mapping, got {type(extra_info).__name__} {_short(extra_info)}"
         )
+    prompt = _messages(_column(raw, columns.prompt, where), f"{where}, column {columns.prompt}")
+    named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
+    data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
+    label = _ground_truth(raw, where) if columns.label is None else _column(raw, columns.label, where)
     return DataRow(
-        prompt=_messages(_column(raw, prompt_key, where), f"{where}, column {prompt_key}"),
-        data_source=_text(_column(raw, "data_source", where), f"{where}, column data_source"),
-        ground_truth=_ground_truth(raw, where),
+        prompt=prompt,
+        data_source=data_source,
+        ground_truth=label["ground_truth"] if isinstance(label, dict) and "ground_truth" in label else label,
         extra_info=dict(extra_info or {}),
+        label=label,
+        metadata=_metadata(raw, columns.metadata, extra_info, where),
         raw=raw,
         index=index,
         file=entry.path,
@@ -291,6 +320,14 @@ def _ground_truth(raw: dict[str, Any], where: str) -> Any:
     if not isinstance(model, dict) or "ground_truth" not in model:
         raise DataError(f"{where}: column reward_model must be a mapping with ground_truth, got {_short(model)}")
     return model["ground_truth"]
+
+
+def _metadata(raw: dict[str, Any], column: str | None, extra_info: Any, where: str) -> dict[str, Any]:
+    """The metadata column, else `extra_info`."""
+    value = raw.get("metadata") if column is None else _column(raw, column, where)
+    if column is not None and not isinstance(value, dict):
+        raise DataError(f"{where}: column {column} must be a mapping, got {type(value).__name__} {_short(value)}")
+    return dict(value if isinstance(value, dict) else extra_info or {})
 
 
 def _messages(value: Any, where: str) -> list[Message]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from verl_mt.data.trajectory import Status as _Status
@@ -120,26 +120,30 @@ def fill_from_record(sample: Sample, record: TrajectoryRecord) -> None:
     sample.weight_versions = list(dict.fromkeys(versions))
 
 
-def samples_of(trajectory: Trajectory, decode: Callable[[Sequence[int]], str], *, label: Any = None) -> list[Sample]:
+def samples_of(
+    trajectory: Trajectory,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    label: Any = None,
+    metadata: dict[str, Any] | None = None,
+) -> list[Sample]:
     """A trajectory as Samples, one per record; the one that a generate function returned where there is one.
 
     Args:
         decode: ids -> text, control tokens kept.
-        label: for Samples that are made here.
+        label, metadata: for Samples that are made here.
     """
     if trajectory.sample is not None:
-        trajectory.sample.reward = trajectory.reward if trajectory.reward is not None else trajectory.sample.reward
         return [trajectory.sample]
-    return list(_from_records(trajectory, decode, label))
+    return [replace(s, label=label, metadata=dict(metadata or {})) for s in _from_records(trajectory, decode)]
 
 
-def _from_records(trajectory: Trajectory, decode: Callable[[Sequence[int]], str], label: Any) -> Iterator[Sample]:
+def _from_records(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Iterator[Sample]:
     for record in trajectory.records:
         start = record.num_prompt_tokens
         sample = Sample(
             prompt=decode(record.token_ids[:start]),
             response=decode(record.token_ids[start:]),
-            label=label,
             reward=trajectory.reward,
             status=trajectory.status,
             session_id=trajectory.trajectory_id,
@@ -196,6 +200,3 @@ def check_unsupported(sample: Sample) -> None:
     for name in ("multimodal_inputs", "teacher_log_probs"):
         if getattr(sample, name) is not None:
             raise LedgerError(f"sample.{name} is set, but training does not use it; leave it None")
-
-
-__all__ = ["Dumped", "Sample", "check_unsupported", "fill_from_record", "plain", "samples_of"]

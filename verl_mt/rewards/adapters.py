@@ -1,4 +1,4 @@
-"""The familiar reward signatures as `Reward`: verl's `compute_score`, ms-swift's `__call__`; slime's is recognised."""
+"""The familiar reward signatures as `Reward`: verl's `compute_score`, ms-swift's `__call__`, slime's `reward_func`."""
 
 from __future__ import annotations
 
@@ -48,19 +48,18 @@ def adapt(function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any]
 
     Raises:
         PluginError: none of the signatures, or a required parameter that nothing fills.
-        ConfigError: `kwargs` that it does not take, or slime's signature.
+        ConfigError: `kwargs` that it does not take.
     """
     call = _documented_call(function)
     signature = signature_of(call, label)
-    if signature == "slime":
-        raise ConfigError(
-            f"reward {label}: this is slime's signature (args, sample), which scores the Sample that a custom generate "
-            "function returns; without one, write compute_score(data_source, solution_str, ground_truth, extra_info)"
-        )
-    reserved = ("completions", "messages") if signature == "swift" else _VERL_ARGUMENTS
-    _check_kwargs(call, kwargs, reserved, label)
-    adapter = SwiftReward if signature == "swift" else VerlReward
-    return adapter(call, label=label, kwargs=kwargs, timeout_s=timeout_s)
+    reserved: dict[str, Sequence[str]] = {
+        "swift": ("completions", "messages"),
+        "slime": ("args", "sample", "samples"),
+        "verl": _VERL_ARGUMENTS,
+    }
+    _check_kwargs(call, kwargs, reserved[signature], label)
+    adapters: dict[str, type[_FunctionReward]] = {"swift": SwiftReward, "slime": SlimeReward, "verl": VerlReward}
+    return adapters[signature](call, label=label, kwargs=kwargs, timeout_s=timeout_s)
 
 
 def signature_of(function: Callable[..., Any], label: str) -> Signature:
@@ -79,7 +78,8 @@ def signature_of(function: Callable[..., Any], label: str) -> Signature:
         return "verl"
     raise PluginError(
         f"reward {label}: cannot tell how to call it from its parameters ({', '.join(map(str, parameters))}). Expected "
-        "compute_score(data_source, solution_str, ground_truth, extra_info), or __call__(completions, **kwargs)"
+        "compute_score(data_source, solution_str, ground_truth, extra_info), __call__(completions, **kwargs), or "
+        "reward_func(args, sample, **kwargs)"
     )
 
 
@@ -109,6 +109,12 @@ class _FunctionReward(Reward):
         if isinstance(error, InvalidScore):
             return RewardFailure(text, text, "invalid")
         return RewardFailure(text, error.traceback_text or text, error.kind)
+
+    def _checked(self, item: RewardInput, value: Any) -> Scores | RewardFailure:
+        try:
+            return as_scores(value, self.label)
+        except InvalidScore as error:
+            return self._failure(item, error)
 
 
 class VerlReward(_FunctionReward):
@@ -180,12 +186,7 @@ class SwiftReward(_FunctionReward):
             )
         offered = {name: column for name, column in columns.items() if name not in self.kwargs}
         values = await self._call([item.completion for item in items], **offered)
-        if hasattr(values, "tolist"):
-            values = values.tolist()
-        if not isinstance(values, list | tuple) or len(values) != len(items):
-            got = f"{len(values)} of them" if isinstance(values, list | tuple) else f"{values!r:.80}"
-            raise InvalidScore(f"must return a list of {len(items)} scores, one per completion; got {got}")
-        return values
+        return _as_list(values, len(items))
 
     async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
@@ -196,11 +197,65 @@ class SwiftReward(_FunctionReward):
 
         return list(await asyncio.gather(*map(one, items)))
 
-    def _checked(self, item: RewardInput, value: Any) -> Scores | RewardFailure:
+
+class SlimeReward(_FunctionReward):
+    """slime's `reward_func(args, sample, **kwargs) -> float | dict`, called once per Sample.
+
+    With a second parameter named `samples` it is called once with the list of them, and returns a list; a batch that
+    raises or has the wrong length is called again Sample by Sample, so that only those at fault fail.
+    """
+
+    needs_samples = True
+
+    def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
+        super().__init__(function, label=label, kwargs=kwargs, timeout_s=timeout_s)
+        self._is_batched = [p.name for p in _parameters(function, label)][1] == "samples"
+        self._args: Any = None
+        missing = self._required - {"args", "sample", "samples"}
+        if missing:
+            raise PluginError(
+                f"reward {label}: nothing fills its parameter {', '.join(sorted(missing))}; a reward of slime's gets "
+                "args, the sample and what reward.kwargs holds"
+            )
+
+    def bind(self, args: Any) -> None:
+        self._args = args
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        if not self._is_batched:
+            return await self._score_alone(items)
         try:
-            return as_scores(value, self.label)
-        except InvalidScore as error:
-            return self._failure(item, error)
+            values = _as_list(await self._call(self._args, [item.sample for item in items]), len(items))
+        except (CallFailed, InvalidScore) as error:
+            return [self._failure(items[0], error)] if len(items) == 1 else await self._score_alone(items)
+        return [self._checked(item, value) for item, value in zip(items, values)]
+
+    async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def one(item: RewardInput) -> Scores | RewardFailure:
+            async with slots:
+                try:
+                    value = await self._call(self._args, [item.sample] if self._is_batched else item.sample)
+                    return self._checked(item, _as_list(value, 1)[0] if self._is_batched else value)
+                except (CallFailed, InvalidScore) as error:
+                    return self._failure(item, error)
+
+        return list(await asyncio.gather(*map(one, items)))
+
+
+def _as_list(values: Any, count: int) -> Sequence[Any]:
+    """What a batched function returned.
+
+    Raises:
+        InvalidScore: not one value per item.
+    """
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple) or len(values) != count:
+        got = f"{len(values)} of them" if isinstance(values, list | tuple) else f"{values!r:.80}"
+        raise InvalidScore(f"must return a list of {count} scores, one per item; got {got}")
+    return values
 
 
 def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:

@@ -133,6 +133,11 @@ class DataSourceReward(Reward):
             for name, function in self.scorers.items()
         }
 
+    def bind(self, args: Any) -> None:
+        for reward in self._rewards.values():
+            reward.bind(args)
+            self.needs_samples = self.needs_samples or reward.needs_samples
+
     def check(self, data_source: str, where: str) -> None:
         if data_source not in self.scorers:
             raise ConfigError(f"{where}: {self._unknown(data_source)}")

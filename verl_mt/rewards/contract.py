@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_mt.data.sample import Sample
+
 log = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "timeout", "invalid", "unknown_data_source"]
@@ -29,6 +31,8 @@ class RewardInput:
     """The data set's row, all columns."""
     completion: str = ""
     """The text of the last assistant turn."""
+    sample: Sample | None = None
+    """The trajectory as slime's functions know it; there where the reward `needs_samples`."""
 
     @property
     def where(self) -> str:
@@ -55,6 +59,12 @@ Scores = dict[str, float]
 
 class Reward:
     """Scores trajectories. A reward of your own may subclass this, or have one of the three familiar signatures."""
+
+    needs_samples: bool = False
+    """Its items must come with `sample`."""
+
+    def bind(self, args: Any) -> None:
+        """Called once, before anything is scored: `args`, for rewards of slime's signature."""
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         """One result per item, in the order of `items`. Never raises for a single bad item."""

@@ -7,7 +7,7 @@ went away starts the trajectory again, anything else marks it FAILED.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from verl_mt.data.trajectory import Trajectory
@@ -22,8 +22,6 @@ from verl_mt.tools.executor import ToolSession
 class Place:
     """Where an episode stands in its batch."""
 
-    rollout: str = ""
-    """Name of the plan: the step, or the validation pass."""
     group: int = 0
     """Number of the prompt, from 0."""
     sample: int = 0
@@ -43,7 +41,7 @@ class Episode:
     """Opened, and closed by the runner; None where no tools are configured."""
     interaction: InteractionSession | None = None
     """Started, and finished by the runner; None where none is configured."""
-    place: Place = field(default_factory=lambda: Place())
+    place: Place = Place()
     outcome: list[Trajectory] | None = None
     """Set by a door of which several trajectories come; None = the session's own."""
 

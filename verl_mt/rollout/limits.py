@@ -64,4 +64,8 @@ def is_multi_turn(config: Config) -> bool:
     rollout = config.actor_rollout_ref.rollout
     if rollout.multi_turn.enable is not None:
         return rollout.multi_turn.enable
-    return bool(rollout.tool_kwargs.tools_config_file or rollout.interaction_config_file)
+    return bool(
+        rollout.tool_kwargs.tools_config_file
+        or rollout.interaction_config_file
+        or rollout.custom_generate_function_path
+    )

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.sample import samples_of
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, UserCodeError
 from verl_mt.interactions.base import BaseInteraction
@@ -108,7 +109,7 @@ class RolloutRunner:
             for sample in range(plan.n)
         ]
         runs = [
-            self._run_one(context, trajectory, prompt, gate, Place(plan.name, position, order, plan.evaluation))
+            self._run_one(context, trajectory, prompt, gate, Place(position, order, plan.evaluation))
             for order, trajectory in enumerate(trajectories, start=position * plan.n)
         ]
         row, finished = prompt.row, [t for outcome in await asyncio.gather(*runs) for t in outcome]
@@ -215,12 +216,13 @@ class RolloutRunner:
             trajectory.time_spans += interaction.time_spans
 
     async def _score(self, group: TrajectoryGroup, prompt: Prompt) -> None:
-        """Reward every trajectory that was not aborted or failed; a reward that raises fails its own trajectory."""
-        scored = [t for t in group.trajectories if t.status in ("completed", "truncated")]
+        """Reward every trajectory that was not aborted or failed, unless its door has scored it; a reward that raises
+        fails its own trajectory."""
+        scored = [t for t in group.trajectories if t.status in ("completed", "truncated") and t.reward is None]
         if not scored:
             return
         begun = time.monotonic()
-        outcomes = await self.reward.score([_reward_input(t, prompt) for t in scored])
+        outcomes = await self.reward.score([self._reward_input(t, prompt) for t in scored])
         ended = time.monotonic()
         for trajectory, outcome in zip(scored, outcomes):
             trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))
@@ -238,6 +240,15 @@ class RolloutRunner:
                 + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
                 + self.turn_score_weight * sum(trajectory.turn_scores)
             )
+            if trajectory.sample is not None:
+                trajectory.sample.reward = trajectory.reward
+
+    def _reward_input(self, trajectory: Trajectory, prompt: Prompt) -> RewardInput:
+        item = _reward_input(trajectory, prompt)
+        if not self.reward.needs_samples:
+            return item
+        decode, row = self.context.chat.decode, prompt.row
+        return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
 def _refuse_timeouts(trajectory: Trajectory, tools: ToolSession) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import Config, DataConfig
 from verl_mt.data.dataset import load_rows
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.rollout.limits import is_multi_turn
@@ -34,7 +35,7 @@ def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunD
     data = config.data
     prompts = build_prompts(config, chat, tools)
     train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, prompt_key=data.prompt_key
+        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **_columns(data)
     )
     for source in train:
         source.rows = prompts.keep(source.rows)
@@ -62,9 +63,13 @@ def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
     if data.val_files is None:
         return []
     sources = load_rows(
-        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, prompt_key=data.prompt_key
+        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **_columns(data)
     )
     return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
+
+
+def _columns(data: DataConfig) -> dict[str, Any]:
+    return {"prompt_key": data.prompt_key, "label_key": data.label_key, "metadata_key": data.metadata_key}
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:

@@ -16,7 +16,9 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.custom_generate import CustomGenerateDoor
 from verl_mt.rollout.doors import Door, ToolLoopDoor
+from verl_mt.rollout.generate_args import GenerateArgs, Runtime
 from verl_mt.rollout.limits import Limits, is_multi_turn
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -47,8 +49,10 @@ def build_tools(config: Config) -> ToolSet | None:
     return load_tools(path) if path else None
 
 
-def build_door(config: Config) -> Door:
+def build_door(config: Config, args: GenerateArgs) -> Door:
     """Who drives the conversations: the one place that decides it."""
+    if config.actor_rollout_ref.rollout.custom_generate_function_path is not None:
+        return CustomGenerateDoor(config, args)
     return ToolLoopDoor()
 
 
@@ -75,7 +79,11 @@ def build_runner(
     executor = None
     if tools is not None and is_multi_turn(config):
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
-    reward = config.reward
+    reward = load_reward(
+        config.reward.path, name=config.reward.name, kwargs=config.reward.kwargs, timeout_s=config.reward.timeout_s
+    )
+    args = GenerateArgs(config, Runtime(chat, reward, rollout.max_concurrent))
+    reward.bind(args)
     return RolloutRunner(
         context=SessionContext(
             chat=chat,
@@ -88,15 +96,15 @@ def build_runner(
             deterministic=config.trainer.deterministic,
             seed=config.trainer.seed,
         ),
-        reward=load_reward(reward.path, name=reward.name, kwargs=reward.kwargs, timeout_s=reward.timeout_s),
-        door=build_door(config),
+        reward=reward,
+        door=build_door(config, args),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
         max_concurrent=rollout.max_concurrent,
         max_retries=rollout.max_retries,
-        tool_reward_weight=reward.tool_reward_weight,
-        turn_score_weight=reward.turn_score_weight,
+        tool_reward_weight=config.reward.tool_reward_weight,
+        turn_score_weight=config.reward.turn_score_weight,
     )
 
 

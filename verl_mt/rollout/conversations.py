@@ -1,0 +1,349 @@
+"""The conversations that one call of a generate function has with the engine, each with a ledger of its own.
+
+A function sends what it believes the conversation to be: as a text (`prompt + response`) or as ids. The part that was
+recorded is mapped to the recorded ids, whatever ids a tokenizer would choose for it; only what follows is encoded. So
+the engine reads exactly what was sampled before, and nobody's belief about tokens enters a record.
+
+Which conversation is meant? The one whose recorded text the request begins with, the longest first. A request that
+begins otherwise opens a new one; one that cuts the last sampled turn short takes its end back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl_mt.chat.sanity import SanityMode, SanityMonitor
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.sample import Sample
+from verl_mt.data.trajectory import StopReason
+from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
+from verl_mt.rollout.engine_reply import abort_reply, reply_to
+from verl_mt.rollout.generate_args import TurnSampling
+from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.sample_check import align
+from verl_mt.rollout.session import RolloutSession
+
+log = logging.getLogger(__name__)
+
+_KNOWN = ("text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A payload for `/generate`, understood."""
+
+    text: str | None
+    ids: list[int] | None
+    turn: TurnSampling
+    return_logprob: bool
+
+    @classmethod
+    def parse(cls, payload: Mapping[str, Any], session: RolloutSession) -> EngineRequest:
+        """Read SGLang's payload.
+
+        Raises:
+            LedgerError: neither text nor ids, or an option that is not offered.
+        """
+        unknown = [k for k, v in payload.items() if k not in _KNOWN and v not in (None, False)]
+        if unknown:
+            raise LedgerError(f"payload of /generate: {', '.join(unknown)} not offered; there is {', '.join(_KNOWN)}")
+        if payload.get("stream"):
+            raise LedgerError("payload of /generate: stream is not offered; the reply comes when the turn is over")
+        text, ids = payload.get("text"), payload.get("input_ids")
+        if (text is None) == (ids is None):
+            raise LedgerError("payload of /generate: give either text or input_ids")
+        if text is not None and not isinstance(text, str):
+            raise LedgerError(
+                f"payload of /generate: text must be one text, got {type(text).__name__}; render messages first "
+                "(data.apply_chat_template=True gives sample.prompt rendered)"
+            )
+        if ids is not None and not all(isinstance(i, int) for i in ids):
+            raise LedgerError("payload of /generate: input_ids must be the ids of one request")
+        turn = TurnSampling.parse(payload.get("sampling_params"), session.context.sampling)
+        return cls(text, None if ids is None else list(ids), turn, bool(payload.get("return_logprob")))
+
+
+@dataclass
+class Conversation:
+    """A session, and how the function sees it."""
+
+    number: int
+    session: RolloutSession
+    text: str
+    """Everything so far, as it was sent and answered."""
+    last: str = ""
+    """What the function was told of the last sampled turn."""
+    untold: str = ""
+    """The end of that turn that it was not told: an end-of-turn token, a stop string. If it writes it, it is known."""
+    busy: bool = False
+
+
+@dataclass
+class Conversations:
+    """All of one call.
+
+    Args:
+        main: the episode's own session; the first conversation uses it.
+        prompt_text: how the prompt was shown to the function; asked for again it gets the prompt's ids.
+        trust_text: control tokens in text that follows the recorded part stay what they are.
+    """
+
+    main: RolloutSession
+    prompt: Prompt
+    prompt_text: str | None
+    trust_text: bool = False
+    items: list[Conversation] = field(default_factory=list)
+    lost: EngineGoneError | DeadlineError | None = None
+    """The engine went away: nothing of this call counts."""
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def post(self, payload: Mapping[str, Any], own: Sequence[int]) -> tuple[int, dict[str, Any]]:
+        """Answer a request as SGLang would.
+
+        Args:
+            own: numbers of the conversations that the asking task has had; of several that fit, these are preferred.
+
+        Returns:
+            The conversation's number, and the reply.
+
+        Raises:
+            LedgerError: the request cannot be served; says why.
+        """
+        if self.lost is not None:
+            return -1, abort_reply(str(self.lost))
+        request = EngineRequest.parse(payload, self.main)
+        if not self.main.context.engine.capabilities.returns_token_ids:
+            raise EngineError("a generate function needs an engine that returns token ids; this one gives text only")
+        if self.main.context.deterministic and any(c.busy for c in self.items):
+            raise ConfigError(
+                "trainer.deterministic: a generate function that has several requests at once in the engine cannot be "
+                "reproduced bit for bit; await them one after the other, or switch determinism off"
+            )
+        conversation = self._find(request, own)
+        task = asyncio.current_task()
+        assert task is not None
+        conversation.busy = True
+        self._tasks.add(task)
+        try:
+            return conversation.number, await self._sample(conversation, request)
+        except (EngineGoneError, DeadlineError) as error:
+            self.lost = error
+            return conversation.number, abort_reply(str(error))
+        finally:
+            conversation.busy = False
+            self._tasks.discard(task)
+
+    async def close(self) -> None:
+        """End requests that nobody waits for any more, and the engine's sessions."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.main.context.deterministic:
+            for conversation in self.items[1:]:
+                self.main.context.engine.close_session(conversation.session.trajectory.trajectory_id)
+
+    def conversation_of(self, sample: Sample, among: Sequence[Conversation] | None = None) -> Conversation | None:
+        """The conversation whose tokens a Sample holds, the best fitting one; None where none fits."""
+        fits = []
+        for conversation in self.items if among is None else among:
+            record = conversation.session.record
+            try:
+                found = align(sample.tokens, record, self.main.context.chat.decode)
+            except LedgerError:
+                continue
+            missing = len(record.token_ids) - len(found.places)
+            fits.append(((missing, len(sample.tokens) - found.used, conversation.number), conversation))
+        return min(fits, key=lambda fit: fit[0])[1] if fits else None
+
+    # ---- which conversation, and what is new in it
+
+    def _find(self, request: EngineRequest, own: Sequence[int]) -> Conversation:
+        """The conversation that goes on, what is new in it queued; or a new one."""
+        fitting = [c for c in self.items if not c.busy and self._continues(c, request, own)]
+        if fitting:
+            best = max(fitting, key=lambda c: (len(c.session.record.token_ids), c.number in own, c.number))
+            self._extend(best, request)
+            return best
+        cut = [c for c in self.items if not c.busy and c.number in own and self._cut(c, request)]
+        return cut[0] if cut else self._begin(request)
+
+    def _continues(self, conversation: Conversation, request: EngineRequest, own: Sequence[int]) -> bool:
+        if request.ids is not None:
+            known = conversation.session.record.token_ids
+            same = request.ids[: len(known)] == known
+            is_longer = len(request.ids) > len(known)
+        else:
+            assert request.text is not None
+            same = request.text.startswith(conversation.text)
+            is_longer = len(request.text) > len(conversation.text)
+        # Two workers may send the same prompt, and one of them may have been answered with nothing.
+        return same and (is_longer or conversation.number in own)
+
+    def _extend(self, conversation: Conversation, request: EngineRequest) -> None:
+        session = conversation.session
+        if session.ended:
+            return
+        if request.ids is not None:
+            ids = request.ids[len(session.record.token_ids) :]
+            text = session.context.chat.decode(ids)
+        else:
+            assert request.text is not None
+            text = request.text[len(conversation.text) :]
+            ids = self._encode(text.removeprefix(conversation.untold))
+        if ids:
+            session.extend_ids(ids, {"role": "tool", "content": text})
+        conversation.text += text
+
+    def _cut(self, conversation: Conversation, request: EngineRequest) -> bool:
+        """Whether the request keeps a beginning of the last sampled turn; then the rest of that turn is taken back."""
+        session, chat = conversation.session, self.main.context.chat
+        record = session.record
+        start = record.turns[-1].start
+        if record.turns[-1].kind != "assistant":
+            return False
+        before = conversation.text[: len(conversation.text) - len(conversation.last)]
+        if request.ids is not None:
+            if request.ids[:start] != record.token_ids[:start]:
+                return False
+            keep = next(k for k in range(start, len(record.token_ids) + 1) if not _same(request.ids, record, k))
+            ids = request.ids[keep:]
+            text = chat.decode(request.ids[start:])
+        else:
+            assert request.text is not None
+            if not request.text.startswith(before):
+                return False
+            text = request.text[len(before) :]
+            keep = start + _tokens_in(record.token_ids[start:], text, chat)
+            ids = self._encode(text[len(chat.decode(record.token_ids[start:keep])) :])
+        if keep == start:
+            return False
+        if session.ended:
+            return True
+        session.reopen(text, keep=keep, ids=ids)
+        conversation.text = before + text
+        return True
+
+    def _begin(self, request: EngineRequest) -> Conversation:
+        number, main = len(self.items), self.main
+        text = request.text if request.text is not None else main.context.chat.decode(request.ids or [])
+        is_row = text == self.prompt_text
+        ids = request.ids if request.ids is not None else self.prompt.ids if is_row else self._prompt_ids(text)
+        messages = self.prompt.messages if is_row else [{"role": "user", "content": text}]
+        session = main if number == 0 else self._another(number)
+        session.context = replace(
+            main.context, parser=None, sanity=SanityMonitor(SanityMode.OFF), use_inference_chat_template=False
+        )
+        session.verbatim = True
+        session.start(list(ids), messages, self.prompt.tools if is_row else [])
+        conversation = Conversation(number, session, text)
+        self.items.append(conversation)
+        return conversation
+
+    def _another(self, number: int) -> RolloutSession:
+        """A session beside the first one, under the same episode."""
+        main, first = self.main, self.main.trajectory
+        trajectory = replace(
+            first,
+            trajectory_id=f"{first.trajectory_id}.{number}",
+            stop_reason=None, num_turns=0,
+            messages=[], turn_texts=[], tools=[], records=[], counters={}, time_spans=[], info={},
+        )  # fmt: skip
+        shared = first.trajectory_id if main.context.deterministic else None
+        session = RolloutSession(main.context, trajectory, main.order, main.attempt, engine_session=shared)
+        if shared is None:
+            main.context.engine.open_session(trajectory.trajectory_id, main.order)
+        return session
+
+    # ---- text to ids
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        """Ids of a prompt that the function wrote itself."""
+        chat = self.main.context.chat
+        if chat.trust_prompts:
+            return chat.encode_text(text, neutral=False)
+        known = self.prompt_text
+        if not known or known not in text:
+            raise LedgerError(
+                "actor_rollout_ref.model.trust_prompts=False: a prompt of the function's own may not be sent as text, "
+                "nobody could tell its markup from the data's; send input_ids"
+            )
+        before, _, after = text.partition(known)
+        return [*chat.encode_text(before, neutral=True), *self.prompt.ids, *chat.encode_text(after, neutral=True)]
+
+    def _encode(self, text: str) -> list[int]:
+        chat = self.main.context.chat
+        if self.trust_text:
+            return chat.encode_text(text, neutral=False)
+        markup = chat.generation_prompt_text
+        if (
+            markup
+            and text.endswith(markup)
+            and chat.encode_text(markup, neutral=True) != chat.encode_text(markup, neutral=False)
+        ):
+            raise LedgerError(
+                f"the text after the recorded part ends with the template's own markup {markup!r}, which would become "
+                "plain text: say `generate.trust_text = True` behind the function if all that it appends may hold "
+                "control tokens (so no text of a tool or a user), or send input_ids"
+            )
+        return chat.encode_text(text, neutral=True)
+
+    # ---- one turn
+
+    async def _sample(self, conversation: Conversation, request: EngineRequest) -> dict[str, Any]:
+        session, turn = conversation.session, request.turn
+        if session.ended:
+            return self._no_turn(session)
+        limits = self.main.context.limits
+        if turn.max_new_tokens is not None:
+            per_turn = min(turn.max_new_tokens, limits.max_tokens_per_turn or turn.max_new_tokens)
+            limits = replace(limits, max_tokens_per_turn=per_turn)
+        session.context = replace(session.context, sampling=turn.sampling, limits=limits)
+        cached = session.trajectory.counters.get("cached_tokens", 0)
+        answer = await session.generate()
+        if answer is None:
+            return self._no_turn(session)
+        reply = reply_to(session, turn, answer.finish_reason, return_logprob=request.return_logprob)
+        reply["meta_info"]["cached_tokens"] = int(session.trajectory.counters.get("cached_tokens", 0) - cached)
+        conversation.last = reply["text"]
+        conversation.text += reply["text"]
+        said = session.context.chat.decode(reply["output_ids"])
+        conversation.untold = said[len(reply["text"]) :] if said.startswith(reply["text"]) else ""
+        return reply
+
+    @staticmethod
+    def _no_turn(session: RolloutSession) -> dict[str, Any]:
+        """A limit was reached before anything could be sampled: an empty turn, cut by length (or by the clock)."""
+        if session.trajectory.stop_reason is StopReason.TIME_LIMIT:
+            return abort_reply("rollout.max_seconds is over")
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "finish_reason": {"type": "length", "length": 0},
+                "prompt_tokens": len(session.record.token_ids),
+                "completion_tokens": 0,
+                "cached_tokens": 0,
+                "output_token_logprobs": [],
+            },
+        }
+
+
+def _same(ids: Sequence[int], record: Any, k: int) -> bool:
+    return k < len(record.token_ids) and k < len(ids) and ids[k] == record.token_ids[k]
+
+
+def _tokens_in(ids: Sequence[int], text: str, chat: ChatTemplate) -> int:
+    """The largest number of leading ids whose text `text` begins with."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(chat.decode(ids[:middle])):
+            low = middle
+        else:
+            high = middle - 1
+    return low

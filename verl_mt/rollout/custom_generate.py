@@ -1,0 +1,244 @@
+"""The door for generate functions of slime's kind: `async generate(args, sample, sampling_params)` by dotted path.
+
+The function runs as it was written; only its imports change::
+
+    from verl_mt.rollout.custom_generate import GenerateState, Sample, post
+
+`post` finds the session of the call that it is made in (a context variable), so the engine's answer is recorded before
+the function sees it, and what the function returns is checked against the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from verl_mt.config.schema import Config
+from verl_mt.data.sample import Sample
+from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError, UserCodeError
+from verl_mt.plugins import load_object
+from verl_mt.rewards.base import RewardFailure, RewardInput
+from verl_mt.rollout.conversations import Conversations
+from verl_mt.rollout.doors import Episode
+from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
+from verl_mt.rollout.http_post import http_post
+from verl_mt.rollout.sample_outcome import settle
+from verl_mt.user_code import CallTimeout, UserCode
+
+__all__ = ["CustomGenerateDoor", "GenerateArgs", "GenerateState", "Sample", "async_rm", "batched_async_rm", "post"]
+
+log = logging.getLogger(__name__)
+
+_TURNS_OF_TIME = 10
+"""Without `rollout.max_seconds` a call may last as long as so many engine requests may."""
+
+
+class _Call:
+    """One call of the function: where its requests go, across threads."""
+
+    def __init__(self, episode: Episode, conversations: Conversations):
+        self.episode = episode
+        self.conversations = conversations
+        self._loop = asyncio.get_running_loop()
+
+    async def on_rollout_loop(self, coroutine: Any) -> Any:
+        """Await something that belongs to the rollout's loop from the function's."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+_CALL: contextvars.ContextVar[_Call] = contextvars.ContextVar("verl_mt_generate_call")
+_OWN: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("verl_mt_conversations", default=())
+"""The conversations that this task, or the one that started it, has had."""
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """A JSON POST. To the router's `/generate` it is a turn of this call's conversation; elsewhere it is HTTP.
+
+    Args:
+        url: `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate`, or a server of your own.
+        payload: for the engine `text` or `input_ids`, `sampling_params`, `return_logprob`.
+        max_retries: of an HTTP request whose server is down or busy (4xx is never repeated).
+
+    Returns:
+        For the engine the shape of SGLang's reply (`engine_reply.reply_to`); else the JSON, or the text.
+
+    Raises:
+        EngineError: asked outside of a generate function, or not for `/generate`.
+        LedgerError: a payload that cannot be served; says why.
+        UserCodeError: the HTTP request failed for good.
+    """
+    address = urlsplit(url)
+    if address.hostname != ROUTER_HOST:
+        return await http_post(url, payload, max_retries=max_retries, headers=headers)
+    if address.path.rstrip("/") != "/generate":
+        raise EngineError(f"{address.path}: of the router only /generate is offered to generate functions")
+    call = _current("post to the engine")
+    own = _OWN.get()
+    number, reply = await call.on_rollout_loop(call.conversations.post(payload, own))
+    if number >= 0 and number not in own:
+        _OWN.set((*own, number))
+    return reply
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float | dict[str, float]]:
+    """Score samples with the run's reward function, in one call, in their order.
+
+    Raises:
+        UserCodeError: a sample that could not be scored; names it.
+    """
+    if not samples:
+        return []
+    reward, call = runtime_of(args).reward, _current("batched_async_rm")
+    inputs = [_reward_input(sample, call) for sample in samples]
+    results = await call.on_rollout_loop(reward.score(inputs))
+    for result in results:
+        if isinstance(result, RewardFailure):
+            raise UserCodeError(result.error)
+    return [scores["score"] if len(scores) == 1 else dict(scores) for scores in results]
+
+
+async def async_rm(args: Any, sample: Sample) -> float | dict[str, float]:
+    """Score one sample with the run's reward function."""
+    return (await batched_async_rm(args, [sample]))[0]
+
+
+class CustomGenerateDoor:
+    """Drives every episode with one function.
+
+    Args:
+        config: `rollout.custom_generate_*` names the function and its settings.
+        args: what the function gets; a copy for every call.
+
+    Raises:
+        PluginError: nothing there.
+        ConfigError: it is no generate function.
+    """
+
+    def __init__(self, config: Config, args: GenerateArgs):
+        rollout = config.actor_rollout_ref.rollout
+        path = rollout.custom_generate_function_path
+        assert path is not None
+        self._function = _GenerateFunction(path)
+        self._code = UserCode(self._function, object, "verl_mt-generate")
+        self._args = args
+        self._timeout_s = rollout.max_seconds or _TURNS_OF_TIME * rollout.request_timeout_s
+        self._render = config.data.apply_chat_template
+        self._prompt_key = config.data.prompt_key
+
+    async def run(self, episode: Episode) -> None:
+        session = episode.session
+        shown = self._shown_prompt(episode)
+        text = shown if isinstance(shown, str) and self._render else None
+        conversations = Conversations(session, episode.prompt, text, self._function.trust_text)
+        sample, row = self._new_sample(episode, shown), episode.prompt.row
+        sampling = sampling_dict(session.context.sampling, session.context.limits)
+        token = _CALL.set(_Call(episode, conversations))
+        try:
+            result = await self._code.call(
+                "generate",
+                (self._args.copy(), sample, sampling, episode.place.evaluation),
+                {},
+                timeout_s=self._timeout_s,
+            )
+        except DeadlineError:
+            raise
+        except Exception as error:
+            if conversations.lost is not None:
+                raise conversations.lost from error
+            what = (
+                f"gave no Sample within {self._timeout_s:g} s (rollout.max_seconds)"
+                if isinstance(error, CallTimeout)
+                else f"{error!r}"
+            )
+            raise UserCodeError(f"generate function {self._function.path}, row {row.index}: {what}") from error
+        finally:
+            _CALL.reset(token)
+            await conversations.close()
+        if conversations.lost is not None:
+            raise conversations.lost
+        episode.outcome = settle(result, sample, conversations, self._function.path)
+
+    def _shown_prompt(self, episode: Episode) -> str | list[dict[str, Any]]:
+        """What `sample.prompt` is."""
+        prompt, chat = episode.prompt, episode.session.context.chat
+        if not self._render:
+            return prompt.row.raw.get(self._prompt_key, prompt.messages)
+        if prompt.truncated:
+            return chat.decode(prompt.ids)
+        return chat.full_text(prompt.messages, prompt.tools or None, add_generation_prompt=True)
+
+    @staticmethod
+    def _new_sample(episode: Episode, shown: str | list[dict[str, Any]]) -> Sample:
+        row, place = episode.prompt.row, episode.place
+        return Sample(
+            group_index=place.group,
+            index=place.sample,
+            prompt=shown,
+            label=row.label,
+            metadata=dict(row.metadata),
+            session_id=episode.session.trajectory.trajectory_id,
+        )
+
+
+class _GenerateFunction:
+    """The user's function behind one name, however it takes `evaluation`."""
+
+    def __init__(self, path: str):
+        key = "actor_rollout_ref.rollout.custom_generate_function_path"
+        self.path = path
+        self._function = load_object(path, what=key)
+        if not callable(self._function):
+            raise PluginError(f"{key}: {path} is {self._function!r:.80}, expected a function")
+        if not inspect.iscoroutinefunction(inspect.unwrap(self._function)):
+            raise ConfigError(f"{key}: {path} must be an async function: async def generate(args, sample, params)")
+        parameters = inspect.signature(self._function).parameters
+        try:
+            inspect.signature(self._function).bind(None, None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"{key}: {path}({', '.join(map(str, parameters.values()))}) cannot be called as "
+                f"generate(args, sample, sampling_params[, evaluation]): {error}"
+            ) from error
+        self.trust_text = bool(getattr(self._function, "trust_text", False))
+        self._takes_evaluation = "evaluation" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
+        extra = {"evaluation": evaluation} if self._takes_evaluation else {}
+        return await self._function(args, sample, sampling_params, **extra)
+
+
+def _current(what: str) -> _Call:
+    call = _CALL.get(None)
+    if call is None:
+        raise EngineError(
+            f"{what}: there is no conversation here. It works inside a generate function that the rollout called "
+            "(rollout.custom_generate_function_path), in its tasks, and nowhere else"
+        )
+    return call
+
+
+def _reward_input(sample: Sample, call: _Call) -> RewardInput:
+    row, trajectory = call.episode.prompt.row, call.episode.session.trajectory
+    found = call.conversations.conversation_of(sample)
+    texts = found.session.trajectory.turn_texts if found is not None else [sample.response]
+    sample.turn_texts = list(texts)
+    return RewardInput(
+        data_source=row.data_source,
+        solution_str="\n".join(texts),
+        completion=texts[-1] if texts else "",
+        ground_truth=row.ground_truth,
+        extra_info={
+            **row.extra_info,
+            "messages": found.session.messages if found is not None else [],
+            "num_turns": len(texts),
+            "rollout_infos": {},
+            "trajectory_id": trajectory.trajectory_id,
+        },
+        row=row.raw,
+        sample=sample,
+    )

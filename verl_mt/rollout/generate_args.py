@@ -1,0 +1,223 @@
+"""What a generate or reward function of slime's kind is given: `args`, `GenerateState`, `sampling_params`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.schema import Config
+from verl_mt.data.requests import SamplingParams
+from verl_mt.errors import ConfigError, LedgerError
+from verl_mt.plugins import listing, suggest
+from verl_mt.rewards.base import Reward
+from verl_mt.rollout.limits import Limits
+
+ROUTER_HOST = "rollout-session.invalid"
+"""The router's address in `args`. `post` knows it and hands the request to the session; a name under `.invalid` never
+resolves (RFC 2606), so a client of another kind, whose tokens nobody would record, fails at once."""
+ROUTER_PORT = 30000
+
+_FORMAT_ONLY = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "min_new_tokens": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "ignore_eos": (False,),
+    "sampling_seed": (None,),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "stop_regex": (None,),
+    "logit_bias": (None,),
+    "custom_params": (None,),
+}
+"""SGLang's other sampling parameters, with the values at which they do nothing."""
+
+
+class Runtime:
+    """What all calls of a run share; a copy of `args`, deep or not, shares it too."""
+
+    def __init__(self, chat: ChatTemplate, reward: Reward, max_concurrent: int | None):
+        self.chat = chat
+        self.reward = reward
+        self.semaphore = asyncio.Semaphore(max_concurrent or 1_000_000)
+        self._tokenizer: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy: functions run in a thread of their own, and a tokenizer may be set up by one thread only."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = copy.deepcopy(self.chat.tokenizer)
+            return self._tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return self
+
+
+class GenerateArgs:
+    """slime's `args`: the router's address, the config (by section, and under slime's names), the user's own kwargs.
+
+    A function may set further attributes; each call has its own copy.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime):
+        own = config.actor_rollout_ref.rollout.custom_generate_kwargs
+        names = {f.name: getattr(config, f.name) for f in fields(config)} | _slime_names(config)
+        taken = sorted(set(own) & set(names))
+        if taken:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.custom_generate_kwargs: {listing(taken)} would hide what args holds under "
+                "that name; choose another"
+            )
+        vars(self).update(names, **own, _runtime=runtime)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_runtime" not in vars(self):
+            raise AttributeError(name)
+        known = [n for n in vars(self) if not n.startswith("_")]
+        raise AttributeError(
+            f"args has no {name!r}{suggest(name, known)}. Own settings of a function go into "
+            f"actor_rollout_ref.rollout.custom_generate_kwargs; there is: {listing(known)}"
+        )
+
+    def copy(self) -> GenerateArgs:
+        """For one call."""
+        return copy.copy(self)
+
+
+def runtime_of(args: Any) -> Runtime:
+    """What stands behind `args`.
+
+    Raises:
+        TypeError: it is not ours.
+    """
+    runtime = vars(args).get("_runtime") if hasattr(args, "__dict__") else None
+    if not isinstance(runtime, Runtime):
+        raise TypeError(f"expected the args that a generate function is given, got {type(args).__name__}")
+    return runtime
+
+
+class GenerateState:
+    """slime's state object: `tokenizer`, `processor`, `sampling_params`, `semaphore`, `args`. Cheap to make."""
+
+    def __init__(self, args: GenerateArgs):
+        runtime = runtime_of(args)
+        self.args = args
+        self.tokenizer = runtime.tokenizer
+        self.processor = None
+        self.chat = runtime.chat
+        """The chat template, for functions that render messages: `chat.delta_ids`, `chat.prompt_ids`."""
+        self.semaphore = runtime.semaphore
+        config = args.actor_rollout_ref.rollout
+        self.sampling_params = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "max_new_tokens": config.max_tokens_per_turn or config.response_length,
+        } | _texts(config.stop, config.stop_token_ids)
+
+
+def sampling_dict(sampling: SamplingParams, limits: Limits) -> dict[str, Any]:
+    """`sampling_params` as a generate function gets them: a dict of its own for every call."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": limits.max_tokens_per_turn or limits.response_length,
+    } | _texts(sampling.stop, sampling.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class TurnSampling:
+    """The sampling parameters of one request."""
+
+    sampling: SamplingParams
+    max_new_tokens: int | None
+    """None = whatever fits."""
+    skip_special_tokens: bool
+    trim_stop: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None, base: SamplingParams) -> TurnSampling:
+        """Read SGLang's dict.
+
+        Args:
+            base: of the run. What shapes the distribution must agree with it: log-probs are trained at its temperature.
+
+        Raises:
+            LedgerError: a parameter that is not offered, or another distribution than the run's.
+        """
+        given = dict(given or {})
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = given.pop(name, None)
+            if value is not None and value != getattr(base, name):
+                raise LedgerError(
+                    f"sampling_params.{name} is {value}, but this rollout samples with {getattr(base, name)}; set it "
+                    "in actor_rollout_ref.rollout (or val_kwargs), where the trainer sees it too"
+                )
+        for name, values in _NEUTRAL.items():
+            value = given.pop(name, values[0])
+            if value not in values:
+                raise LedgerError(f"sampling_params.{name} is {value!r}: not offered, leave it out")
+        limit = given.pop("max_new_tokens", None)
+        if limit is not None and limit < 1:
+            raise LedgerError(f"sampling_params.max_new_tokens is {limit}, must be at least 1")
+        stop, stop_ids = given.pop("stop", None) or (), given.pop("stop_token_ids", None) or ()
+        skip, keep = bool(given.pop("skip_special_tokens", True)), bool(given.pop("no_stop_trim", False))
+        given.pop("spaces_between_special_tokens", None)
+        if given:
+            name = next(iter(given))
+            known = ["temperature", "max_new_tokens", "stop", "stop_token_ids", *_NEUTRAL, *_FORMAT_ONLY]
+            raise LedgerError(f"unknown sampling parameter {name!r}{suggest(name, known)}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = replace(
+            base,
+            stop=tuple(dict.fromkeys([*base.stop, *stops])),
+            stop_token_ids=tuple(dict.fromkeys([*base.stop_token_ids, *stop_ids])),
+        )
+        return cls(sampling, limit, skip, not keep)
+
+
+def _texts(stop: Any, stop_token_ids: Any) -> dict[str, Any]:
+    """slime's way to look at texts: control tokens and stop strings stay in them."""
+    return {
+        "stop": list(stop) or None,
+        "stop_token_ids": list(stop_token_ids) or None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def _slime_names(config: Config) -> dict[str, Any]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    longest = Limits.from_config(config).max_model_len
+    return {
+        "sglang_router_ip": ROUTER_HOST,
+        "sglang_router_port": ROUTER_PORT,
+        "hf_checkpoint": config.actor_rollout_ref.model.path,
+        "rollout_batch_size": data.train_batch_size,
+        "n_samples_per_prompt": rollout.n,
+        "rollout_max_prompt_len": data.max_prompt_length,
+        "rollout_max_response_len": rollout.response_length,
+        "rollout_max_context_len": longest,
+        "eval_max_context_len": longest,
+        "rollout_temperature": rollout.temperature,
+        "rollout_top_p": rollout.top_p,
+        "rollout_top_k": rollout.top_k,
+        "rollout_stop": list(rollout.stop) or None,
+        "rollout_stop_token_ids": list(rollout.stop_token_ids) or None,
+        "rollout_skip_special_tokens": False,
+        "apply_chat_template": data.apply_chat_template,
+        "custom_rm_path": config.reward.path,
+    }
