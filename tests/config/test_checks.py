@@ -72,6 +72,8 @@ def test_the_schemas_defaults_pass():
         (["data.train_max_samples=-2"], ["train_max_samples is -2"]),
         (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
         (["reward.name=f"], ["reward.path"]),
+        (["actor_rollout_ref.model.lora_alpha=32"], ["lora_alpha is 32", "lora_rank is 0"]),
+        (["actor_rollout_ref.model.target_modules=[q_proj]"], ["lora_target_modules is ['q_proj']", "lora_rank is 0"]),
         (["data.sampler_kwargs.a=1"], ["data.sampler"]),
         ([f"{ACTOR}.optim.betas=[0.9]"], ["betas"]),
         ([f"{ROLLOUT}.val_kwargs.top_k=-5"], ["val_kwargs.top_k is -5"]),
@@ -98,6 +100,8 @@ def test_several_problems_are_one_error():
         [f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.tool_kwargs.tools_config_file=null"],
         [f"{ROLLOUT}.multi_turn=True"],
         ["trainer.deterministic=True"],
+        ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=q_proj"],
+        ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.target_modules=all-linear"],
         ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"],
     ],
 )

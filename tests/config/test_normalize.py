@@ -161,6 +161,18 @@ def test_a_spelling_of_verls_sets_our_key_on_the_command_line_and_in_a_file(word
         assert not outcome.problems
 
 
+@pytest.mark.parametrize("written", ["all-linear", "[q_proj,v_proj]", '\'["q_proj", "v_proj"]\''])
+def test_the_layers_of_low_rank_adapters_may_be_named_as_verl_does(written):
+    model = compose([f"actor_rollout_ref.model.{word}" for word in ("lora_rank=8", f"target_modules={written}")])
+    expected = ["all-linear"] if written == "all-linear" else ["q_proj", "v_proj"]
+    assert model.actor_rollout_ref.model.lora_target_modules == expected
+
+
+def test_dropout_of_adapters_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"lora_dropout.*another one than the one that sampled"):
+        normalize_argv(["actor_rollout_ref.model.lora_dropout=0.1"])
+
+
 def test_a_key_that_is_always_so_here_is_named_and_explained_once(capsys):
     from verl_mt.config import compose as module
 

@@ -349,6 +349,8 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
         ("data.sampler=my.Sampler", ("data.sampler", "my")),
         ("data.sampler_kwargs={key:x}", ("data.sampler_kwargs", "data.sampler")),
         ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator", "gae", "grpo")),
+        (f"{MODEL}.lora_rank=-1", (f"{MODEL}.lora_rank=-1", "at least 0")),
+        (f"{MODEL}.lora_rank=1.5", (f"{MODEL}.lora_rank", "1.5")),
     ],
 )
 def test_a_key_or_value_that_cannot_be(refusal, override, parts):
@@ -367,6 +369,30 @@ def test_determinism_is_refused_where_it_cannot_be_had(refusal):
 def test_all_problems_of_a_command_are_in_one_error(refusal):
     text = refusal("data.train_bach_size=8", "trainer.total_trainign_steps=3", f"{ROLLOUT}.n=0")
     says(text, "3 problems", "data.train_bach_size", "trainer.total_trainign_steps", f"{ROLLOUT}.n")
+
+
+def test_adapters_for_layers_that_the_model_has_not(refusal):
+    text = refusal(f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[q_proj,query]")
+    says(text, f"{MODEL}.lora_target_modules", "'query'", "q_proj", "down_proj", "all-linear")
+
+
+def test_adapters_without_the_library_for_them(refusal, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a))
+    says(refusal(f"{MODEL}.lora_rank=4"), f"{MODEL}.lora_rank", 'pip install "verl_mt[lora]"')
+
+
+def test_a_checkpoint_of_other_adapters(refusal, tmp_path, base):
+    folder = tmp_path / "first"
+    values = {"lora_rank": 4, "target_modules": "[q_proj]"}
+    overrides = [f"{MODEL}.{key}={value}" for key, value in values.items()]
+    trainer = build_trainer(config_from_mapping(base, [f"trainer.default_local_dir={folder}", *overrides]))
+    trainer._save()
+    trainer.close()
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/step_000000")
+    text = refusal(*resume, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]")
+    says(text, "written with lora_rank=4", "says lora_rank=8", "[q_proj]")
+    says(refusal(*resume), "lora_rank=4", "says lora_rank=0 (all weights are trained)")
 
 
 # Where it would write

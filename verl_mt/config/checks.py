@@ -18,7 +18,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
-    groups = (_multi_turn, _sampling, _batches, _lengths, _engine, _placement, _run, _numbers)
+    groups = (_multi_turn, _sampling, _batches, _lengths, _adapters, _engine, _placement, _run, _numbers)
     problems = [text for group in groups for text in group(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -124,6 +124,17 @@ def _lengths(config: Config) -> Iterator[str]:
     for key, limit in passes.items():
         if limit < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    given = {"lora_alpha": (model.lora_alpha, 16), "lora_target_modules": (model.lora_target_modules, ["all-linear"])}
+    for key, (value, default) in given.items():
+        if value != default and not model.lora_rank:
+            yield (
+                f"actor_rollout_ref.model.{key} is {value}, but lora_rank is 0 and all weights are trained: give a "
+                "rank (8 to 64), or leave it out"
+            )
 
 
 def _engine(config: Config) -> Iterator[str]:
