@@ -18,6 +18,7 @@ from typing import Any
 
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sample import Sample
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
@@ -42,8 +43,8 @@ class EngineRequest:
     return_logprob: bool
 
     @classmethod
-    def parse(cls, payload: Mapping[str, Any], session: RolloutSession) -> EngineRequest:
-        """Read SGLang's payload.
+    def parse(cls, payload: Mapping[str, Any], base: SamplingParams) -> EngineRequest:
+        """Read SGLang's payload; `base` is how the run samples.
 
         Raises:
             LedgerError: neither text nor ids, or an option that is not offered.
@@ -63,7 +64,7 @@ class EngineRequest:
             )
         if ids is not None and not all(isinstance(i, int) for i in ids):
             raise LedgerError("payload of /generate: input_ids must be the ids of one request")
-        turn = TurnSampling.parse(payload.get("sampling_params"), session.context.sampling)
+        turn = TurnSampling.parse(payload.get("sampling_params"), base)
         return cls(text, None if ids is None else list(ids), turn, bool(payload.get("return_logprob")))
 
 
@@ -101,6 +102,9 @@ class Conversations:
     """The engine went away: nothing of this call counts."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._run = self.main.context
+
     async def post(self, payload: Mapping[str, Any], own: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """Answer a request as SGLang would.
 
@@ -115,10 +119,10 @@ class Conversations:
         """
         if self.lost is not None:
             return -1, abort_reply(str(self.lost))
-        request = EngineRequest.parse(payload, self.main)
-        if not self.main.context.engine.capabilities.returns_token_ids:
+        request = EngineRequest.parse(payload, self._run.sampling)
+        if not self._run.engine.capabilities.returns_token_ids:
             raise EngineError("a generate function needs an engine that returns token ids; this one gives text only")
-        if self.main.context.deterministic and any(c.busy for c in self.items):
+        if self._run.deterministic and any(c.busy for c in self.items):
             raise ConfigError(
                 "trainer.deterministic: a generate function that has several requests at once in the engine cannot be "
                 "reproduced bit for bit; await them one after the other, or switch determinism off"
@@ -143,9 +147,9 @@ class Conversations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if not self.main.context.deterministic:
+        if not self._run.deterministic:
             for conversation in self.items[1:]:
-                self.main.context.engine.close_session(conversation.session.trajectory.trajectory_id)
+                self._run.engine.close_session(conversation.session.trajectory.trajectory_id)
 
     def conversation_of(self, sample: Sample, among: Sequence[Conversation] | None = None) -> Conversation | None:
         """The conversation whose tokens a Sample holds, the best fitting one; None where none fits."""
@@ -153,7 +157,7 @@ class Conversations:
         for conversation in self.items if among is None else among:
             record = conversation.session.record
             try:
-                found = align(sample.tokens, record, self.main.context.chat.decode)
+                found = align(sample.tokens, record, self._run.chat.decode)
             except LedgerError:
                 continue
             missing = len(record.token_ids) - len(found.places)
@@ -201,7 +205,7 @@ class Conversations:
 
     def _cut(self, conversation: Conversation, request: EngineRequest) -> bool:
         """Whether the request keeps a beginning of the last sampled turn; then the rest of that turn is taken back."""
-        session, chat = conversation.session, self.main.context.chat
+        session, chat = conversation.session, self._run.chat
         record = session.record
         start = record.turns[-1].start
         if record.turns[-1].kind != "assistant":
@@ -230,13 +234,13 @@ class Conversations:
 
     def _begin(self, request: EngineRequest) -> Conversation:
         number, main = len(self.items), self.main
-        text = request.text if request.text is not None else main.context.chat.decode(request.ids or [])
+        text = request.text if request.text is not None else self._run.chat.decode(request.ids or [])
         is_row = text == self.prompt_text
         ids = request.ids if request.ids is not None else self.prompt.ids if is_row else self._prompt_ids(text)
         messages = self.prompt.messages if is_row else [{"role": "user", "content": text}]
         session = main if number == 0 else self._another(number)
         session.context = replace(
-            main.context, parser=None, sanity=SanityMonitor(SanityMode.OFF), use_inference_chat_template=False
+            self._run, parser=None, sanity=SanityMonitor(SanityMode.OFF), use_inference_chat_template=False
         )
         session.verbatim = True
         session.start(list(ids), messages, self.prompt.tools if is_row else [])
@@ -253,17 +257,17 @@ class Conversations:
             stop_reason=None, num_turns=0,
             messages=[], turn_texts=[], tools=[], records=[], counters={}, time_spans=[], info={},
         )  # fmt: skip
-        shared = first.trajectory_id if main.context.deterministic else None
-        session = RolloutSession(main.context, trajectory, main.order, main.attempt, engine_session=shared)
+        shared = first.trajectory_id if self._run.deterministic else None
+        session = RolloutSession(self._run, trajectory, main.order, main.attempt, engine_session=shared)
         if shared is None:
-            main.context.engine.open_session(trajectory.trajectory_id, main.order)
+            self._run.engine.open_session(trajectory.trajectory_id, main.order)
         return session
 
     # ---- text to ids
 
     def _prompt_ids(self, text: str) -> list[int]:
         """Ids of a prompt that the function wrote itself."""
-        chat = self.main.context.chat
+        chat = self._run.chat
         if chat.trust_prompts:
             return chat.encode_text(text, neutral=False)
         known = self.prompt_text
@@ -276,7 +280,7 @@ class Conversations:
         return [*chat.encode_text(before, neutral=True), *self.prompt.ids, *chat.encode_text(after, neutral=True)]
 
     def _encode(self, text: str) -> list[int]:
-        chat = self.main.context.chat
+        chat = self._run.chat
         if self.trust_text:
             return chat.encode_text(text, neutral=False)
         markup = chat.generation_prompt_text
@@ -298,8 +302,8 @@ class Conversations:
         session, turn = conversation.session, request.turn
         if session.ended:
             return self._no_turn(session)
-        limits = self.main.context.limits
-        if turn.max_new_tokens is not None:
+        limits = self._run.limits
+        if turn.max_new_tokens is not None and turn.max_new_tokens < limits.response_length:
             per_turn = min(turn.max_new_tokens, limits.max_tokens_per_turn or turn.max_new_tokens)
             limits = replace(limits, max_tokens_per_turn=per_turn)
         session.context = replace(session.context, sampling=turn.sampling, limits=limits)

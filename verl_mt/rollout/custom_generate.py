@@ -27,6 +27,7 @@ from verl_mt.rollout.conversations import Conversations
 from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
 from verl_mt.rollout.http_post import http_post
+from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.sample_outcome import settle
 from verl_mt.user_code import CallTimeout, UserCode
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _TURNS_OF_TIME = 10
 """Without `rollout.max_seconds` a call may last as long as so many engine requests may."""
+_GRACE = 0.1
+"""Share of `rollout.max_seconds` for a function to end in after it was told that the time is over."""
 
 
 class _Call:
@@ -126,7 +129,6 @@ class CustomGenerateDoor:
         self._function = _GenerateFunction(path)
         self._code = UserCode(self._function, object, "verl_mt-generate")
         self._args = args
-        self._timeout_s = rollout.max_seconds or _TURNS_OF_TIME * rollout.request_timeout_s
         self._render = config.data.apply_chat_template
         self._prompt_key = config.data.prompt_key
 
@@ -138,12 +140,13 @@ class CustomGenerateDoor:
         sample, row = self._new_sample(episode, shown), episode.prompt.row
         sampling = sampling_dict(session.context.sampling, session.context.limits)
         token = _CALL.set(_Call(episode, conversations))
+        timeout_s = _timeout_s(session.context.limits)
         try:
             result = await self._code.call(
                 "generate",
                 (self._args.copy(), sample, sampling, episode.place.evaluation),
                 {},
-                timeout_s=self._timeout_s,
+                timeout_s=timeout_s,
             )
         except DeadlineError:
             raise
@@ -151,7 +154,7 @@ class CustomGenerateDoor:
             if conversations.lost is not None:
                 raise conversations.lost from error
             what = (
-                f"gave no Sample within {self._timeout_s:g} s (rollout.max_seconds)"
+                f"gave no Sample within {timeout_s:g} s (rollout.max_seconds)"
                 if isinstance(error, CallTimeout)
                 else f"{error!r}"
             )
@@ -210,6 +213,12 @@ class _GenerateFunction:
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
         extra = {"evaluation": evaluation} if self._takes_evaluation else {}
         return await self._function(args, sample, sampling_params, **extra)
+
+
+def _timeout_s(limits: Limits) -> float:
+    if limits.max_seconds is None:
+        return _TURNS_OF_TIME * limits.request_timeout_s
+    return limits.max_seconds * (1 + _GRACE) + 0.2
 
 
 def _current(what: str) -> _Call:

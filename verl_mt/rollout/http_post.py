@@ -35,7 +35,7 @@ async def http_post(
         UserCodeError: the last answer, and how often it was asked.
     """
     give_up = time.monotonic() + deadline_s
-    client, wait_s = _client(), 0.25
+    client, wait_s = _client(), 0.1
     for attempt in range(1, max_retries + 2):
         left = give_up - time.monotonic()
         try:

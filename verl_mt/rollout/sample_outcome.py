@@ -78,7 +78,7 @@ def _kept(sample: Sample, conversation: Conversation, conversations: Conversatio
         _take_reward(sample, trajectory)
     except (LedgerError, InvalidScore) as error:
         raise LedgerError(f"{where}: {error}") from error
-    trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason)
+    trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
     _place(sample, trajectory)
     if session is not conversations.main:
         session.finish()
