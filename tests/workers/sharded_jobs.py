@@ -10,9 +10,13 @@ import torch
 from actor_toys import lora_policy, tiny_policy, worker
 from tensordict import TensorDict
 
+from verl_mt.config.actor import RefConfig
 from verl_mt.data import batch as col
+from verl_mt.modeling.lora import is_adapter
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.rank import RankWorker
 from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.sharding import ShardedPolicy, model_of, whole
 from verl_mt.workers.shards import save_shards
 from verl_mt.workers.worker_group import load_actor
@@ -91,3 +95,24 @@ def load_and_train(
 
 def log_probs(ranks: Ranks, batch: TensorDict) -> torch.Tensor:
     return sharded_worker(ranks).compute_log_probs(batch)
+
+
+def lora_reference(ranks: Ranks, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor, set[bool]]:
+    """Reference log-probs before and behind an update, and whether adapters still want gradients."""
+    actor = sharded_worker(ranks, lora_rank=4, use_kl_loss=True)
+    ref = RefWorker(actor.module, RefConfig(), actor=actor.config, temperature=1.0)
+    before = ref.compute_log_probs(batch)
+    actor.update(batch)
+    named = model_of(actor.module).named_parameters()
+    return before, ref.compute_log_probs(batch), {p.requires_grad for name, p in named if is_adapter(name)}
+
+
+def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
+    """All that leaves for an engine, through the calls that a driver makes."""
+    rank = RankWorker.__new__(RankWorker)
+    rank.actor, rank._ranks = sharded_worker(ranks, lora_rank=4), ranks
+    count = len(rank._buckets())
+    packed = [rank.bucket(number, True) for number in range(count)]
+    if ranks.rank:
+        return None
+    return {name: p.tensor() for bucket in packed if bucket is not None for name, p in bucket.items()}
