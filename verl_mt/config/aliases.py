@@ -238,7 +238,6 @@ ALWAYS: dict[str, Always] = {
     REF + "fsdp_config.forward_prefetch": Always(None, _SPEED),
     REF + "fsdp_config.reshard_after_forward": Always(None, _SPEED),
     REF + "fsdp_config.wrap_policy.min_num_params": Always(None, _SPEED),
-    ROLLOUT + "mode": Always(("async",), "rollouts are asynchronous"),
     ROLLOUT + "do_sample": Always((True,), "training samples; greedy would be temperature=0"),
     ROLLOUT + "ignore_eos": Always((False,), "an end-of-turn token ends a turn"),
     ROLLOUT + "over_sample_rate": Always((0, 0.0), "every prompt that was issued is trained"),

@@ -39,6 +39,7 @@ def _multi_turn(config: Config) -> Iterator[str]:
                 f"{_ROLLOUT}.{key} is {file!r} but {_ROLLOUT}.multi_turn.enable is False: "
                 "switch multi-turn on, or leave the file out (=null)"
             )
+    yield from _scheduler(config)
     data = config.data
     if turns.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
         yield (
@@ -49,6 +50,30 @@ def _multi_turn(config: Config) -> Iterator[str]:
         yield (
             f"{_ROLLOUT}.multi_turn.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; "
             "set it to 2 or more, or to null"
+        )
+
+
+def _scheduler(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    turns, function = rollout.multi_turn, rollout.custom_generate_function_path
+    key = f"{_ROLLOUT}.multi_turn.scheduler"
+    if turns.scheduler is None:
+        if turns.scheduler_kwargs:
+            yield f"{key}_kwargs is {turns.scheduler_kwargs} but {key} is null: name the scheduler, or leave them out"
+    else:
+        if turns.enable is False:
+            yield f"{key} is {turns.scheduler!r} but {_ROLLOUT}.multi_turn.enable is False: switch it on"
+        if rollout.interaction_config_file is not None:
+            yield (
+                f"{key} is {turns.scheduler!r} and {_ROLLOUT}.interaction_config_file is given: a scheduler decides "
+                "itself what the model is answered; leave one of them out"
+            )
+        if function is not None:
+            yield f"{key} is {turns.scheduler!r} and {_ROLLOUT}.custom_generate_function_path is {function!r}: give one"
+    if rollout.mode == "sync" and function is not None:
+        yield (
+            f"{_ROLLOUT}.mode=sync waits until every conversation asks for a turn, which agents that wait for each "
+            "other never do: use mode=async with a custom generate function"
         )
 
 

@@ -25,12 +25,35 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = knob(
         8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1
     )
+    max_tool_calls: int | None = knob(
+        None,
+        "Tool calls of one trajectory that are run. The model is told when they are used up; when it calls again in a "
+        "later turn, the trajectory ends (stop reason max_tool_calls). null = no limit.",
+        min=1,
+    )
     max_tool_response_tokens: int = knob(512, "Longest tool result in tokens; longer ones are cut and counted.", min=8)
     tool_response_keep: str = knob(
         "both", "Which part of an over-long tool result is kept.", choices=("head", "tail", "both")
     )
     tool_timeout_s: float = knob(30.0, "Deadline of one tool call in seconds, retries included.", min=0.001)
-    interaction_timeout_s: float = knob(60.0, "Deadline of each call of the interaction in seconds.", min=0.001)
+    interaction_timeout_s: float = knob(
+        60.0, "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.", min=0.001
+    )
+    scheduler: str | None = knob(
+        None,
+        "A MultiTurnScheduler that drives every conversation instead of the tool loop: a registered name, a dotted "
+        "path or file.py:Name; null = the tool loop.",
+    )
+    scheduler_kwargs: dict[str, Any] = knob({}, "Arguments of its constructor, beside max_turns.")
+    loss_scale: str | None = knob(
+        None,
+        "Which sampled tokens are trained: default (every assistant turn), last_round, a registered name or dotted "
+        "path of a LossScale, several joined by +; `all` trains every token, prompts and observations too. null = "
+        "default with several turns, else last_round.",
+    )
+    train_prompt_assistants: bool = knob(
+        False, "Also train the assistant messages of the data set's prompts (few-shot turns), which nobody sampled."
+    )
     tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0)
     tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1)
     tool_parser: str = knob(
@@ -82,6 +105,11 @@ class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`."""
 
     name: str = knob("local", "Inference engine.", choices=("local", "sglang", "scripted"))
+    mode: str = knob(
+        "async",
+        "async = a conversation's next turn begins as soon as it is asked for; sync = turns in lock-step batches.",
+        choices=("async", "sync"),
+    )
     n: int = knob(8, "Samples per prompt (the group).", min=1)
     temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
     top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)

@@ -13,6 +13,7 @@ sampled, E0 the tool's answer as the template renders it (the next generation pr
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +48,8 @@ class StopReason(enum.StrEnum):
     """No assistant turn remains; a tool call in the last turn is not executed."""
     MAX_USER_TURNS = "max_user_turns"
     """The interaction wanted another turn and none remains."""
+    MAX_TOOL_CALLS = "max_tool_calls"
+    """The model called again after it was told that `max_tool_calls` are used up; those calls were not run."""
     MAX_TOKENS_PER_TURN = "max_tokens_per_turn"
     """A turn was cut at `max_tokens_per_turn`; its tools are not run."""
     RESPONSE_LENGTH = "response_length"
@@ -150,6 +153,15 @@ class TrajectoryRecord:
         for p in positions:
             self.loss_mask[p] = 0
         return cleared
+
+    def set_mask(self, positions: Iterable[int]) -> int:
+        """Put tokens into the loss, sampled or not: an explicit request of the user. Returns how many of them that
+        nobody sampled were not in it before."""
+        added = 0
+        for p in positions:
+            added += not self.loss_mask[p] and not self.sampled[p]
+            self.loss_mask[p] = 1
+        return added
 
     def cut(self, end: int) -> int:
         """Drop the tokens from position `end` on. Returns how many of them were sampled."""

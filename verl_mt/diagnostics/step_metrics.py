@@ -10,6 +10,13 @@ from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGr
 from verl_mt.tools.results import EVENTS
 
 
+_COUNTED = (
+    "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
+    "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",
+)  # fmt: skip
+"""Counters of trajectories that are summed under `rollout/`."""
+
+
 def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
     """Metrics of the training rollouts of one step.
 
@@ -128,7 +135,7 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     totals: Counter[str] = Counter()
     for trajectory in trajectories:
         totals.update({k: v for k, v in trajectory.counters.items() if "/" not in k})
-    for name in ("retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks"):
+    for name in _COUNTED:
         if totals[name]:
             metrics[f"rollout/{name}"] = totals[name]
     if totals["input_tokens"]:

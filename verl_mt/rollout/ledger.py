@@ -41,6 +41,10 @@ class Ledger:
     rounds: list[int] = field(default_factory=list)
     """For each assistant turn, the number of its message among the assistant messages, from 0: turns that go on inside
     one message share it."""
+    mask_given: bool = False
+    """A loop decided itself what is trained (`response_loss_mask`): the run's loss scale is not applied."""
+    message_rounds: dict[int, int] = field(default_factory=dict)
+    """Place of a message that this record's turns wrote -> its round."""
     message_prefix: str = ""
     """How the last assistant message began before its first sampled token in this record."""
     _pending: list[Message] = field(default_factory=list)
@@ -57,6 +61,7 @@ class Ledger:
     _started_s: float = field(default_factory=time.monotonic)
     _given: list[Message] = field(default_factory=list)
     """The data set's prompt."""
+    _given_tools: list[dict[str, Any]] = field(default_factory=list)
     _num_given: int = 0
     """How many messages of it the current record begins with: the ones that are trusted."""
     _prompt_messages: int = 0
@@ -68,7 +73,7 @@ class Ledger:
         trajectory.messages = [dict(m) for m in messages]
         trajectory.tools = list(tools)
         trajectory.records = [TrajectoryRecord()]
-        self._given = list(trajectory.messages)
+        self._given, self._given_tools = list(trajectory.messages), list(tools)
         self._num_given = self._prompt_messages = len(trajectory.messages)
         self.record.append_given(list(prompt_ids), kind="prompt", turn=0)
 
@@ -183,6 +188,7 @@ class Ledger:
             trusted += 1
         trajectory.messages, trajectory.tools = list(messages), list(tools)
         self._num_given, self._pending, self._tail_ids = trusted, [], []
+        self.message_rounds = {}
         self._prefill, self._prefill_ids = "", []
         self._new_prompt = chat.mixed_prompt_ids(shown[:trusted], shown[trusted:], tools or None)
         if self._continues:

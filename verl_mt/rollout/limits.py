@@ -68,4 +68,5 @@ def is_multi_turn(config: Config) -> bool:
         rollout.tool_kwargs.tools_config_file
         or rollout.interaction_config_file
         or rollout.custom_generate_function_path
+        or rollout.multi_turn.scheduler
     )

@@ -21,6 +21,7 @@ from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import StopReason, TimeSpan
 from verl_mt.errors import EngineGoneError
 from verl_mt.rollout.ledger import Ledger
+from verl_mt.rollout.mask import apply_loss_scale, train_prompt_assistants
 from verl_mt.rollout.session_context import AssistantTurn, SessionContext, deadline_error, session_error
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
@@ -93,9 +94,19 @@ class RolloutSession(Ledger):
                 prompt_truncated=self.prompt_truncated and k == 0,
             )
             findings.append(finding)
+        self._set_masks()
         found = combine(findings)
         self.context.sanity.observe(found)
         trajectory.sanity = found.to_row() if found is not None else None
+
+    def _set_masks(self) -> None:
+        context, trajectory = self.context, self.trajectory
+        first = trajectory.records[0]
+        if context.train_prompt_assistants and not self.prompt_truncated:
+            added = train_prompt_assistants(context.chat, first, self._given, self._given_tools or None)
+            self.count("trained_given_tokens", added)
+        if context.loss_scale is not None and not self.mask_given and self.rounds:
+            apply_loss_scale(context.loss_scale, context.chat, trajectory, self.rounds)
 
     async def _ask(
         self, turn: int, max_new_tokens: int, remaining_s: float | None, stop: Sequence[str]
@@ -173,6 +184,7 @@ class RolloutSession(Ledger):
             self.message_prefix, self._prefill = self._prefill, ""
             messages.append(self._message(self.message_prefix + text, parsed))
         self._continues = False
+        self.message_rounds[len(messages) - 1] = self.rounds[-1]
         return messages[-1]
 
     def _message(self, text: str, parsed: ParsedTurn) -> Message:

@@ -13,6 +13,7 @@ from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import DeadlineError, VerlMTError
 from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class SessionContext:
     use_inference_chat_template: bool = False
     deterministic: bool = False
     seed: int = 0
+    loss_scale: LossScale | None = None
+    """None = every sampled token is trained."""
+    train_prompt_assistants: bool = False
+    """Assistant messages of the data set's prompt are trained too."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,17 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.base import InferenceEngine
+from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
 from verl_mt.rollout.doors import Door, ToolLoopDoor
 from verl_mt.rollout.generate_args import GenerateArgs, Runtime
 from verl_mt.rollout.limits import Limits, is_multi_turn
+from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
+from verl_mt.rollout.scheduler import load_scheduler
+from verl_mt.rollout.scheduler_door import SchedulerDoor
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
@@ -53,7 +57,19 @@ def build_door(config: Config, args: GenerateArgs) -> Door:
     """Who drives the conversations: the one place that decides it."""
     if config.actor_rollout_ref.rollout.custom_generate_function_path is not None:
         return CustomGenerateDoor(config, args)
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    if multi_turn.scheduler is not None:
+        scheduler = load_scheduler(
+            multi_turn.scheduler, max_turns=multi_turn.max_assistant_turns, kwargs=multi_turn.scheduler_kwargs
+        )
+        return SchedulerDoor(scheduler, timeout_s=multi_turn.interaction_timeout_s)
     return ToolLoopDoor()
+
+
+def loss_scale_of(config: Config) -> LossScale:
+    """The run's loss scale; with none named, `default` where there are several turns and `last_round` where not."""
+    named = config.actor_rollout_ref.rollout.multi_turn.loss_scale
+    return load_loss_scale(named or ("default" if is_multi_turn(config) else "last_round"))
 
 
 def build_runner(
@@ -76,6 +92,8 @@ def build_runner(
         deterministic=config.trainer.deterministic,
         seed=config.trainer.seed,
     )
+    if rollout.mode == "sync":
+        engine = LockStepEngine(engine)
     executor = None
     if tools is not None and is_multi_turn(config):
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
@@ -95,6 +113,8 @@ def build_runner(
             use_inference_chat_template=multi_turn.use_inference_chat_template,
             deterministic=config.trainer.deterministic,
             seed=config.trainer.seed,
+            loss_scale=loss_scale_of(config),
+            train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
         door=build_door(config, args),

@@ -111,7 +111,6 @@ class Conversation:
     request: RolloutInferRequest | None = None
     """As the last hook left it."""
     infos: dict[str, Any] = field(default_factory=dict)
-    mask_given: bool = False
     engine_error: Exception | None = None
     """User code may swallow it; the trajectory is lost all the same."""
     waiting_since: float | None = None
@@ -183,7 +182,7 @@ class Conversation:
             return
         self._ids = [int(i) for i in ids]
         if mask is not None:
-            self.mask_given = True
+            self.session.mask_given = True
             clear_bits(self.session, self._start, self._ids, [int(bool(bit)) for bit in mask])
         num_trained = len(self._ids) if mask is None else sum(map(bool, mask))
         if log_probs is not None and len(log_probs) not in (len(self._ids), num_trained):

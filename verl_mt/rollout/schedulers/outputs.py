@@ -94,7 +94,7 @@ def _mask(conversation: Conversation, record: TrajectoryRecord, own: Sequence[Tu
     matched = _match(ids, [record.token_ids[p] for p in positions], conversation.session.context.chat.end_token_ids)
     if mask is None:
         return
-    conversation.mask_given = True
+    conversation.session.mask_given = True
     foreign = [j for j, p in matched.items() if mask[j] and not record.sampled[positions[p]]]
     if foreign:
         raise LedgerError(f"response_loss_mask sets {len(foreign)} bits on ids that the engine did not sample")

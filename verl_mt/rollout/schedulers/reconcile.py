@@ -69,10 +69,16 @@ def take_over(
 
 
 def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> None:
-    """Take over `loss: False` of a message, which takes what the model wrote there out of the loss."""
+    """`loss: False` of a message takes what the model wrote there out of the loss."""
     for place, message in enumerate(messages[: len(session.messages)]):
-        if message.get("loss") is not None:
-            session.messages[place] = {**session.messages[place], "loss": message["loss"]}
+        if message.get("loss") is None:
+            continue
+        session.messages[place] = {**session.messages[place], "loss": message["loss"]}
+        if message["loss"] is False and place in session.message_rounds:
+            wanted = session.message_rounds[place]
+            spans = [s for s in session.record.turns if s.kind == "assistant" and session.rounds[s.turn - 1] == wanted]
+            cleared = session.record.clear_mask([p for s in spans for p in range(s.start, s.end)])
+            session.count("masked_tokens", cleared)
 
 
 def clear_bits(session: RolloutSession, start: int, ids: Sequence[int], mask: Sequence[int]) -> None:
