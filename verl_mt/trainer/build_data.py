@@ -73,13 +73,17 @@ def _columns(data: DataConfig) -> dict[str, Any]:
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
-    """What a person should know about the rows before the first step, a line each."""
+    """What a person should know before the first step, a line each."""
     rollout = config.actor_rollout_ref.rollout
     tools, interaction = rollout.tool_kwargs.tools_config_file, rollout.interaction_config_file
     if prompts.num_filtered:
         yield f"{prompts.num_filtered} prompt(s) longer than {prompts.max_prompt_length} tokens left out"
     if prompts.num_truncated:
         yield f"{prompts.num_truncated} prompt(s) cut to {prompts.max_prompt_length} tokens ({prompts.truncation})"
+    actor_and_ref = config.actor_rollout_ref
+    if actor_and_ref.model.lora_rank and actor_and_ref.ref.offload:
+        # verl's launch scripts set both.
+        yield "ref.offload has nothing to move: with low-rank adapters the reference policy is the actor's frozen base"
     # Common in verl's data, whose rows serve runs with and without an interaction: said, not refused.
     named = sum("name" in row.interaction_kwargs for row in prompts.rows())
     if named and not interaction:
