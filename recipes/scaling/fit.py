@@ -1,0 +1,109 @@
+"""Rates of a machine from steps that were measured: least squares of relative errors, no rate below zero.
+
+Without waits for tools every phase is linear in what a `Machine` holds (in seconds per unit), so each phase is one
+small non-negative least-squares problem. Steps with waits are predicted well by what the others say, and are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from step_time import Machine, Observed, decoding_steps, engine_flops
+
+
+def fit(observed: Sequence[Observed]) -> Machine:
+    """The rates under which the measured steps take as long as they took, as nearly as can be.
+
+    What the steps do not tell apart (one model only: overheads per step and per layer) is given to one of the terms;
+    predictions for work of the same kind do not depend on it.
+
+    Raises:
+        SystemExit: fewer than three steps without waits.
+    """
+    steps = [step for step in observed if step.work.calls * step.work.tool_latency_s < 0.02 * step.times.rollout_s]
+    if len(steps) < 3:
+        raise SystemExit(f"only {len(steps)} of {len(observed)} steps are without waits for tools; a fit needs three")
+    rollout = non_negative(
+        [
+            [
+                decoding_steps(s.work),
+                decoding_steps(s.work) * s.model.layers,
+                decoding_steps(s.work) * s.model.matmul_parameters * s.model.bytes_per_parameter
+                + s.work.trajectories * s.work.sampled_tokens * s.model.kv_bytes * s.work.context,
+                s.work.trajectories * s.work.sampled_tokens,
+                s.work.trajectories * s.work.turns,
+                engine_flops(s.model, s.work),
+            ]
+            for s in steps
+        ],
+        [s.times.rollout_s for s in steps],
+    )
+    update = non_negative(
+        [
+            [
+                s.work.trained_tokens * 3 * s.model.flops(s.work.prompt_tokens + s.work.response_tokens / 2),
+                s.work.trained_tokens,
+                s.work.passes * s.model.layers,
+                s.work.updates * s.model.parameters,
+            ]
+            for s in steps
+            if s.work.ranks == 1 and s.work.updates
+        ],
+        [s.times.update_s for s in steps if s.work.ranks == 1 and s.work.updates],
+    )
+    weights = non_negative(
+        [[1.0, s.model.parameters * s.model.bytes_per_parameter] for s in steps], [s.times.weights_s for s in steps]
+    )
+    rest = non_negative(
+        [[1.0, s.work.trajectories * (s.work.prompt_tokens + s.work.response_tokens)] for s in steps],
+        [s.times.rest_s for s in steps],
+    )
+    return Machine(
+        step_overhead_s=rollout[0],
+        layer_overhead_s=rollout[1],
+        memory_bandwidth=_per_second(rollout[2]),
+        token_overhead_s=rollout[3],
+        turn_overhead_s=rollout[4],
+        engine_flops=_per_second(rollout[5]),
+        train_flops=_per_second(update[0]),
+        train_token_overhead_s=update[1],
+        train_layer_overhead_s=update[2],
+        optimizer_bandwidth=_per_second(update[3]),
+        sync_overhead_s=weights[0],
+        sync_bandwidth=_per_second(weights[1]),
+        rest_overhead_s=rest[0],
+        rest_token_s=rest[1],
+    )
+
+
+def non_negative(quantities: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """x >= 0 that minimizes the sum of ((quantities x - seconds) / seconds)^2: the best of all supports, which are few.
+
+    Args:
+        quantities: [N, K].
+        seconds: [N], above zero.
+    """
+    if not len(seconds):
+        return [0.0] * 4
+    target = np.asarray(seconds)
+    matrix = np.asarray(quantities, dtype=float) / np.maximum(target, 1e-9)[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    matrix = matrix / scale
+    best, found = math.inf, np.zeros(matrix.shape[1])
+    for size in range(1, matrix.shape[1] + 1):
+        for support in itertools.combinations(range(matrix.shape[1]), size):
+            chosen = list(support)
+            x, *_ = np.linalg.lstsq(matrix[:, chosen], np.ones(len(target)), rcond=None)
+            error = float(((matrix[:, chosen] @ x - 1) ** 2).sum())
+            # A larger support has to earn its place: terms that nothing tells apart stay at zero.
+            if (x >= 0).all() and error < best * (1 - 1e-3):
+                best, found = error, np.zeros(matrix.shape[1])
+                found[chosen] = x
+    return [float(value) for value in found / scale]
+
+
+def _per_second(seconds_per_unit: float) -> float:
+    return 1 / seconds_per_unit if seconds_per_unit > 0 else math.inf

@@ -1,0 +1,129 @@
+"""What the steps of a run did and how long they took, from the files that it wrote."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+from step_time import Model, Observed, StepTime, Work
+from transformers import AutoConfig
+
+from verl_mt.config.compose import to_config
+from verl_mt.config.schema import Config
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.run_files import read_jsonl_tolerant
+from verl_mt.modeling.weights import model_shape
+
+
+@cache
+def model_of(path: str, dtype: str = "float32") -> Model:
+    """Sizes of a model, by its config; no weight is read."""
+    config = AutoConfig.from_pretrained(resolve_model_path(path)).get_text_config()
+    sizes = {name: math.prod(shape) for name, shape in model_shape(path).weights.items()}
+    matrices = {name: size for name, size in sizes.items() if len(model_shape(path).weights[name]) > 1}
+    if any(name.startswith("lm_head") for name in matrices):
+        matrices = {name: size for name, size in matrices.items() if "embed_tokens" not in name}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Model(
+        parameters=sum(sizes.values()),
+        matmul_parameters=sum(matrices.values()),
+        layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads * head,
+        kv_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head,
+        bytes_per_parameter={"float32": 4}.get(dtype, 2),
+    )
+
+
+def observe_run(run: Path) -> list[Observed]:
+    """All steps of a run directory but the first, which warms up.
+
+    Raises:
+        SystemExit: the run wrote no rollout rows (`trainer.rollout_rows=False`) or no times.
+    """
+    config = to_config(yaml.safe_load((run / "config.yaml").read_text()))
+    lines = {line["step"]: line for line in read_jsonl_tolerant(run / "metrics.jsonl")}
+    if (run / "timings.jsonl").exists():
+        for line in read_jsonl_tolerant(run / "timings.jsonl"):
+            lines[line["step"]] = lines.get(line["step"], {}) | line
+    steps = []
+    for number in sorted(lines)[1:]:
+        rows = run / "rollouts" / f"step_{number:06d}.jsonl"
+        if "time/step_s" in lines[number] and rows.exists():
+            steps.append(observe_step(config, lines[number], read_jsonl_tolerant(rows)))
+    if not steps:
+        raise SystemExit(f"{run}: no step with times and rollout rows but the first; the formula needs both")
+    return steps
+
+
+def observe_step(config: Config, metrics: Mapping[str, float], rows: list[dict[str, Any]]) -> Observed:
+    """One step.
+
+    Args:
+        config: the run's.
+        metrics: the step's, with `time/...`.
+        rows: its trajectories as written.
+    """
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    sampled = [sum(sum(record["sampled"]) for record in row["records"]) for row in rows]
+    length = [sum(len(record["token_ids"]) for record in row["records"]) for row in rows]
+    prompt = [row["records"][0]["turns"][0]["end"] for row in rows]
+    waits = [list(_waits(row)) for row in rows]
+    work = Work(
+        trajectories=len(rows),
+        prompt_tokens=fmean(prompt),
+        sampled_tokens=fmean(sampled),
+        longest_tokens=max(sampled),
+        turns=fmean(row["num_turns"] for row in rows),
+        observation_tokens=fmean(total - p - s for total, p, s in zip(length, prompt, sampled)),
+        calls=fmean(len(wait) for wait in waits),
+        last=_last(sampled, [len(wait) for wait in waits]),
+        tool_latency_s=median([seconds for wait in waits for seconds in wait] or [0.0]),
+        concurrency=policy.rollout.max_concurrent,
+        samples_per_prompt=policy.rollout.n,
+        trained_share=_trained_share(rows),
+        updates=metrics.get("actor/num_updates", 0.0),
+        max_tokens_per_pass=policy.actor.ppo_max_token_len,
+        ref=policy.actor.use_kl_loss,
+        ranks=trainer.nnodes * trainer.n_workers_per_node,
+    )
+    parts = {name: metrics[f"time/{name}_s"] for name in ("step", "rollout", "ref", "update", "weights")}
+    times = StepTime(
+        rollout_s=parts["rollout"],
+        ref_s=parts["ref"],
+        update_s=parts["update"],
+        weights_s=parts["weights"],
+        rest_s=2 * parts["step"] - sum(parts.values()),
+        waiting_s=0.0,
+    )
+    return Observed(model_of(policy.model.path, policy.rollout.dtype or policy.model.dtype), work, times)
+
+
+def _last(tokens: list[int], waits: list[int]) -> tuple[tuple[float, float], ...]:
+    """Trajectories that none has more tokens than at as many waits."""
+    most = {number: max(t for t, w in zip(tokens, waits) if w == number) for number in waits}
+    return tuple((float(t), float(w)) for w, t in sorted(most.items()))
+
+
+def _waits(row: Mapping[str, Any]) -> Iterator[float]:
+    """Seconds of each wait for tools or a user; calls of one turn run side by side."""
+    turns: dict[int, list[Any]] = defaultdict(list)
+    for span in row["time_spans"]:
+        if span["phase"] in ("tool", "interaction"):
+            turns[span["turn"]].append(span)
+    for spans in turns.values():
+        yield max(span["end_s"] for span in spans) - min(span["start_s"] for span in spans)
+
+
+def _trained_share(rows: list[dict[str, Any]]) -> float:
+    """Trajectories of groups whose rewards differ; where none do, one pass without gradient measures all."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["reward"] is not None:
+            groups[row["group_id"]].append(row["reward"])
+    return sum(len(rewards) for rewards in groups.values() if max(rewards) > min(rewards)) / len(rows)
