@@ -191,3 +191,5 @@ class RolloutOutput:
     rollout_infos: dict[str, Any] = field(default_factory=dict)
     rollout_logprobs: list[Any] | None = None
     """Accepted and not needed: what the engine reported is recorded."""
+    whole: bool = False
+    """It stands for everything that was recorded, in however many records; the default loop's does."""

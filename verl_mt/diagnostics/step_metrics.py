@@ -13,6 +13,7 @@ from verl_mt.tools.results import EVENTS
 _COUNTED = (
     "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
     "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",
+    "differing_response_ids",
 )  # fmt: skip
 """Counters of trajectories that are summed under `rollout/`."""
 

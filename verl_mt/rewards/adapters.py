@@ -274,10 +274,18 @@ def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:
     columns["rollout_infos"] = infos
     columns["request_id"] = ids
     columns["trajectory_inputs"] = {
-        ids[k]: item.extra_info.get("trajectory_inputs") or [{"messages": messages[k], "rollout_infos": infos[k]}]
+        ids[k]: [
+            {**_columns_of(item), "rollout_infos": infos[k], "request_id": ids[k], **record}
+            for record in item.extra_info.get("trajectory_inputs") or [{"messages": messages[k]}]
+        ]
         for k, item in enumerate(items)
     }
     return columns
+
+
+def _columns_of(item: RewardInput) -> dict[str, Any]:
+    """The row's columns, with the ground truth where they have none of that name."""
+    return {"solution": item.ground_truth, "ground_truth": item.ground_truth, **item.row}
 
 
 def _messages(item: RewardInput) -> list[dict[str, Any]]:

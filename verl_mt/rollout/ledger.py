@@ -156,9 +156,7 @@ class Ledger:
                 f"{self.trajectory.trajectory_id}: cannot keep {keep} tokens: the last assistant message is "
                 f"[{first}, {len(self.record.token_ids)}) of the record"
             )
-        before = len(self.record.token_ids)
-        self.count("cut_tokens", self.record.cut(keep))
-        self._num_cut_tokens += before - keep
+        self._cut(keep)
         self._tail_ids = list(ids)
         self._continues = True
         self.messages[-1] = {**self.messages[-1], "content": content}
@@ -258,6 +256,15 @@ class Ledger:
         self._prompt_messages = len(trajectory.messages)
         self._pending, self._new_prompt = [], None
         return True
+
+    def _cut(self, keep: int) -> None:
+        record, texts = self.record, self.trajectory.turn_texts
+        turns = [s.turn for s in record.turns if s.kind == "assistant" and s.end > keep]
+        self._num_cut_tokens += len(record.token_ids) - keep
+        self.count("cut_tokens", record.cut(keep))
+        left = {s.turn: record.token_ids[s.start : s.end] for s in record.turns if s.kind == "assistant"}
+        for turn in turns:
+            texts[turn - 1] = self.context.chat.turn_text(left.get(turn, []))
 
     def _after_the_end(self, verb: str) -> LedgerError:
         trajectory = self.trajectory

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sample import samples_of
@@ -301,7 +302,7 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
     return RewardInput(
         data_source=row.data_source,
         solution_str="\n".join(texts),
-        completion=texts[-1] if texts else "",
+        completion=_last_answer(trajectory),
         ground_truth=row.ground_truth,
         extra_info={
             **row.extra_info,
@@ -312,6 +313,25 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
             "stop_reason": str(trajectory.stop_reason),
             "rollout_infos": trajectory.info,
             "trajectory_id": trajectory.trajectory_id,
+            **({"trajectory_inputs": _records(trajectory)} if len(trajectory.records) > 1 else {}),
         },
         row=row.raw,
     )
+
+
+def _last_answer(trajectory: Trajectory) -> str:
+    """What the last turn says; all of its message, where the turn went on inside one that stands there as written."""
+    text = trajectory.turn_texts[-1] if trajectory.turn_texts else ""
+    said = [m.get("content") for m in trajectory.messages if m["role"] == "assistant"]
+    return said[-1] if said and isinstance(said[-1], str) and said[-1].endswith(text) else text
+
+
+def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """What each record has seen, and its ids, in order."""
+    return [
+        {
+            "messages": [dict(m) for m in record.messages or trajectory.messages],
+            "response_token_ids": record.token_ids[record.num_prompt_tokens :],
+        }
+        for record in trajectory.records
+    ]

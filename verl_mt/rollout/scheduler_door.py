@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import time
 from typing import Any
 
@@ -107,5 +108,8 @@ class SchedulerDoor:
         request = conversation.request
         if type(self.scheduler).on_trajectory_end is MultiTurnScheduler.on_trajectory_end:
             return
-        call = conversation.hook("on_trajectory_end", copy.copy(request), reason)
+        takes = inspect.signature(self.scheduler.on_trajectory_end).parameters.values()
+        positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        args = (reason,) if len(positional) == 1 else (copy.copy(request), reason)
+        call = conversation.hook("on_trajectory_end", *args)
         await asyncio.shield(asyncio.ensure_future(call))

@@ -101,7 +101,7 @@ class MultiTurnScheduler:
                 return output
             choice = response.choices[0]
             append_completion(infer_request.messages, choice.message.content or "")
-            output = RolloutOutput(response, infer_request.messages)
+            output = RolloutOutput(response, infer_request.messages, whole=True)
             if choice.finish_reason == "abort" or await self._is_over(infer_request, choice, turn):
                 return output
             result = await conversation.hook("step", infer_request, choice, turn)

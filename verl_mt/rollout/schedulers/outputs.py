@@ -34,10 +34,12 @@ def take_outputs(conversation: Conversation, returned: Any) -> None:
             raise conversation.error(
                 "run", f"its outputs must end in turns of their own, in order; got turn {turn} after turn {last}"
             )
-        _take(conversation, output, last, turn)
+        if not output.whole:
+            _take(conversation, output, last, turn)
         last = turn
         conversation.add_infos(output.rollout_infos, "run")
-    _discard_uncovered(conversation, {_turn_of(conversation, o) for o in outputs})
+    if not any(output.whole for output in outputs):
+        _discard_uncovered(conversation, {_turn_of(conversation, o) for o in outputs})
 
 
 def _turn_of(conversation: Conversation, output: RolloutOutput) -> int:

@@ -15,6 +15,7 @@ what was put behind it.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from verl_mt.data.conversation import Message
 from verl_mt.errors import LedgerError
 from verl_mt.rollout.session import RolloutSession
 
+logger = logging.getLogger(__name__)
+
+_said: set[str] = set()
 _NOT_SHOWN = ("loss",)
 """Keys of a message that no template reads."""
 
@@ -151,18 +155,41 @@ def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, 
         return False
     if not goes_on and not content.startswith(old):
         return False
-    if ids is not None:
-        _reopen(session, content, ids, goes_on=True)
-        return True
     prefix, record, chat = session.message_prefix, session.record, session.context.chat
+    start = session.message_start
+    if ids is not None:
+        keep = _last_turn(session) + common_prefix(list(ids), record.token_ids[_last_turn(session) :])
+        behind = list(ids[keep - _last_turn(session) :])
+        keep = min(keep, _end_of_text(session))
+        shown = prefix + chat.decode(record.token_ids[start:keep])
+        if not behind and content.startswith(shown):
+            behind = chat.continuation_ids(content[len(shown) :]) if content != shown else []
+        elif shown + chat.decode(behind) != content:
+            _say_once(session, shown + chat.decode(behind), content)
+        session.reopen(content, keep=keep, ids=behind)
+        return True
     if not content.startswith(prefix):
         return False
-    start = session.message_start
     kept, text = _kept(chat, record.token_ids[start : _end_of_text(session)], content[len(prefix) :])
     if kept == 0:
         return False
     session.reopen(content, keep=start + kept, ids=chat.continuation_ids(content[len(prefix) + len(text) :]))
     return True
+
+
+def _say_once(session: RolloutSession, spelled: str, content: str) -> None:
+    """Ids and text of a message differ: the model reads the ids."""
+    session.count("differing_response_ids", 1)
+    if "differs" not in _said:
+        _said.add("differs")
+        at = common_prefix(spelled, content)
+        logger.warning(
+            "%s: response_token_ids spell another text than the message has (%r where it says %r): the model reads the "
+            "ids. Said once; rollout/differing_response_ids counts them",
+            session.trajectory.trajectory_id,
+            spelled[at : at + 60],
+            content[at : at + 60],
+        )
 
 
 def _reopen(session: RolloutSession, content: str, ids: Sequence[int] | None, *, goes_on: bool) -> None:
