@@ -67,7 +67,11 @@ def test_text_between_and_after_calls_is_not_lost():
         ('{"arguments": {}}', None, '"name" must be the name of a tool'),
         ('{"name": 3, "arguments": {}}', None, "it is a number"),
         ('[{"name": "search", "arguments": {}}]', "search", "the call is a list"),
-        ('{"name": "search", "arguments": {}}}', "search", "extra text after the JSON object: '}"),
+        (
+            '{"name": "search", "arguments": {}}}',
+            "search",
+            "behind the JSON object it should be closed, but it says '}",
+        ),
         ("[" * 100_000, None, "nested too deeply"),
         ("", None, "not valid JSON"),
     ],
@@ -133,7 +137,7 @@ def test_every_parser_exists_under_its_names():
 
 
 def test_an_unknown_parser_is_refused_with_the_names_that_exist():
-    with pytest.raises(PluginError, match=r"hermess.*did you mean 'hermes'.*hermes, llama3_json, qwen, search_r1"):
+    with pytest.raises(PluginError, match=r"hermess.*did you mean 'hermes'.*hermes, kimi_k2, llama3_json, mis"):
         get_parser("hermess")
     with pytest.raises(PluginError, match="expected a subclass"):
         get_parser("json.dumps")
@@ -170,7 +174,7 @@ def test_a_closing_think_tag_that_nothing_opened_ends_a_reasoning(call):
     assert turn == ParsedTurn("final", reasoning=f"maybe {call}")
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "search_r1"])
+@pytest.mark.parametrize("parser", sorted(set(tool_parsers) - {"gpt_oss", "mistral", "seed_oss"}))
 def test_unclosed_reasoning_means_no_calls(parser):
     text = f"I wonder {CALL} <search>q</search>\n" + '{"name": "search", "parameters": {}}'
     for turn in (
@@ -347,16 +351,25 @@ def test_parsing_what_was_rendered_the_hermes_way_gives_it_back(content, calls, 
 
 _fragments = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {}}', '{"name": "f"', "\n", "hi",
-     "<search>", "</search>", "<answer>", "</answer>", "<|python_tag|>", ";", "{", "}", "[", "<|im_end|>"]
+     "<search>", "</search>", "<answer>", "</answer>", "<|python_tag|>", ";", "{", "}", "[", "<|im_end|>", " ",
+     "<function=search>", "<parameter=q>", "</parameter>", "</function>", "<seed:tool_call>", "</seed:tool_call>",
+     "search", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+     "<｜tool▁calls▁end｜>", "```json\n", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">',
+     '<｜DSML｜parameter name="q" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>",
+     "</｜DSML｜function_calls>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0",
+     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|start|>", "assistant",
+     "<|channel|>", "analysis", "commentary to=functions.f", "<|message|>", "<|call|>", "<|end|>", "final",
+     "Action: f\n", "Action Input: ", "Observation:", "Final Answer:"]
 )  # fmt: skip
 
 
-@given(text=st.lists(_fragments, max_size=12).map("".join), in_reasoning=st.booleans())
-@settings(max_examples=150, deadline=None)
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "search_r1"])
+@given(text=st.lists(_fragments, max_size=14).map("".join), in_reasoning=st.booleans())
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("parser", sorted(tool_parsers))
 def test_no_text_of_a_model_makes_a_parser_raise_or_lose_a_malformed_call(parser, text, in_reasoning):
     turn = get_parser(parser).parse(text, TOOLS, in_reasoning=in_reasoning)
     for bad in turn.malformed:
         assert bad.text in turn.content and bad.error
-    if in_reasoning and "</think>" not in text:
+    if in_reasoning and "</think>" not in text and parser not in ("gpt_oss", "mistral", "seed_oss"):
         assert turn.calls == [] and turn.content == ""

@@ -10,18 +10,34 @@ from __future__ import annotations
 from typing import Any
 
 from verl_mt.chat.parsers.base import FoundCalls, ToolParser, tool_names
+from verl_mt.chat.parsers.glm import GlmParser
+from verl_mt.chat.parsers.harmony import HarmonyParser
 from verl_mt.chat.parsers.hermes import HermesParser
 from verl_mt.chat.parsers.llama3_json import Llama3JsonParser
+from verl_mt.chat.parsers.mistral import MistralParser
+from verl_mt.chat.parsers.qwen3_coder import Qwen3CoderParser, SeedOssParser
+from verl_mt.chat.parsers.react import ReactParser
 from verl_mt.chat.parsers.search_r1 import SearchR1Parser
+from verl_mt.chat.parsers.sectioned import DeepSeekDsmlParser, DeepSeekParser, KimiK2Parser
 from verl_mt.errors import PluginError
 from verl_mt.plugins import Registry, load_object
 
 __all__ = [
+    "DeepSeekDsmlParser",
+    "DeepSeekParser",
     "FoundCalls",
+    "GlmParser",
+    "HarmonyParser",
     "HermesParser",
+    "KimiK2Parser",
     "Llama3JsonParser",
+    "MistralParser",
+    "Qwen3CoderParser",
+    "ReactParser",
     "SearchR1Parser",
+    "SeedOssParser",
     "ToolParser",
+    "aliases",
     "get_parser",
     "tool_names",
     "tool_parsers",
@@ -32,18 +48,55 @@ tool_parsers: Registry[type[ToolParser]] = Registry(
     {
         "hermes": HermesParser,
         "qwen": HermesParser,
+        "qwen3_coder": Qwen3CoderParser,
         "llama3_json": Llama3JsonParser,
+        "mistral": MistralParser,
+        "deepseek_v3": DeepSeekParser,
+        "deepseek_v32": DeepSeekDsmlParser,
+        "kimi_k2": KimiK2Parser,
+        "glm45": GlmParser,
+        "gpt_oss": HarmonyParser,
+        "seed_oss": SeedOssParser,
+        "react": ReactParser,
         "search_r1": SearchR1Parser,
     },
 )
+
+aliases: dict[str, str] = {
+    "qwen25": "hermes",
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "qwen3_5": "qwen3_coder",
+    "llama3": "llama3_json",
+    "deepseek": "deepseek_v3",
+    "deepseekv3": "deepseek_v3",
+    "deepseek_r1": "deepseek_v3",
+    "deepseekv31": "deepseek_v3",
+    "deepseek_v31": "deepseek_v3",
+    "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v32",
+    "deepseek_v4": "deepseek_v32",
+    "kimi": "kimi_k2",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "harmony": "gpt_oss",
+    "openai": "gpt_oss",
+    "gptoss": "gpt_oss",
+}
+"""What verl, SGLang and vLLM call these parsers. A hyphen may stand for an underscore."""
 
 
 def get_parser(name_or_dotted_path: str, **kwargs: Any) -> ToolParser:
     """The parser of that name, made with `kwargs`.
 
+    Args:
+        name_or_dotted_path: a registered name, one of `aliases`, a dotted path or `file.py:Name`.
+
     Raises:
         PluginError: unknown name (lists what exists), not a `ToolParser`, or arguments that it does not take.
     """
+    name_or_dotted_path = _canonical(name_or_dotted_path)
     target = load_object(name_or_dotted_path, what="tool_parser", registry=tool_parsers)
     if not (isinstance(target, type) and issubclass(target, ToolParser)):
         raise PluginError(
@@ -54,3 +107,11 @@ def get_parser(name_or_dotted_path: str, **kwargs: Any) -> ToolParser:
         return target(**kwargs)
     except TypeError as error:
         raise PluginError(f"tool_parser {name_or_dotted_path!r} with arguments {sorted(kwargs)}: {error}") from error
+
+
+def _canonical(name: str) -> str:
+    """The registered name that `name` means; a path, or what is not known, as it is."""
+    if not isinstance(name, str) or name in tool_parsers or "." in name or ":" in name:
+        return name
+    plain = name.lower().replace("-", "_")
+    return plain if plain in tool_parsers else aliases.get(plain, name)

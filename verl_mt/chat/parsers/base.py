@@ -6,11 +6,14 @@ parsed here only decides what runs next and what stands in `messages`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
+
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class ToolParser:
     - A call inside `<think>...</think>` is a thought, not a call. An unclosed `<think>` swallows the rest of the turn.
       A `</think>` that nothing opened ends a reasoning that the generation prompt began.
     - Text that tries to be a call and cannot be read becomes a `MalformedCall`, and its raw text stays in `content`.
-    - Of the text around a call only the one newline that templates write before it is dropped, so that rendering
+    - Of the text around a call only what templates write before it (`separators`) is dropped, so that rendering
       content and calls again gives the text that was sampled.
+    - An id that the model wrote stands, unless another call of the turn has the same one.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -47,6 +51,10 @@ class ToolParser:
     end_markers: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "</s>")
     """End-of-turn control text; taken off the end of the turn where it is present."""
     reasoning_tags: tuple[str, str] = ("<think>", "</think>")
+    reasoning_key: str = "reasoning_content"
+    """The key of a message under which templates of this grammar take the reasoning."""
+    separators: tuple[str, ...] = ("\n",)
+    """What templates of this grammar write between text and a call; the first that fits is dropped."""
     calls_in_content: bool = False
     """True: the text of a call stays in `content`, as chat templates cannot write this grammar from `tool_calls`."""
 
@@ -77,8 +85,9 @@ class ToolParser:
         if in_reasoning:
             start = self._take_thought(text, 0, scan)
         self._scan(text, start, tools, scan)
-        content = _join(scan.pieces)
-        turn = ParsedTurn(content, "\n".join(scan.thoughts) if scan.thoughts else None, scan.actions)
+        content = _join(scan.pieces, self.separators)
+        actions = _without_double_ids(scan.actions)
+        turn = ParsedTurn(content, "\n".join(scan.thoughts) if scan.thoughts else None, actions)
         if turn.calls and not content.strip():
             turn = replace(turn, content="")
         return turn
@@ -98,7 +107,8 @@ class ToolParser:
                     self._scan_after_thought(text, orphan, tools, scan)
                     return
             if thought >= 0:
-                scan.pieces.append(text[position:thought])
+                if scan.pieces or text[position:thought].strip():
+                    scan.pieces.append(text[position:thought])
                 position = self._take_thought(text, thought + len(opening), scan)
                 if found and found.start < position:
                     found = self.find_calls(text, position, tools)
@@ -145,14 +155,33 @@ def tool_names(tools: Sequence[ToolSchema | dict[str, Any]]) -> set[str]:
     return {tool.get("function", tool).get("name", "") if isinstance(tool, dict) else tool.name for tool in tools}
 
 
+def skip_space(text: str, position: int) -> int:
+    """Where `text` goes on after the white space at `position`."""
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
 def _skip_newlines(text: str, position: int) -> int:
     return len(text) - len(text[position:].lstrip("\n"))
 
 
-def _join(pieces: Sequence[str | None]) -> str:
+def _join(pieces: Sequence[str | None], separators: Sequence[str]) -> str:
     kept = []
     for before, piece, after in zip(["", *pieces], pieces, [*pieces[1:], ""]):
         if piece is None or (before is None and not piece.strip()):
             continue
-        kept.append(piece.removesuffix("\n") if after is None else piece)
+        separator = next((s for s in separators if piece.endswith(s)), "") if after is None else ""
+        kept.append(piece.removesuffix(separator))
     return "".join(kept)
+
+
+def _without_double_ids(actions: Sequence[ToolCall | MalformedCall]) -> list[ToolCall | MalformedCall]:
+    """An id that stands for two calls names none: the later ones lose it, and get one of ours."""
+    seen: set[str] = set()
+    kept: list[ToolCall | MalformedCall] = []
+    for action in actions:
+        if isinstance(action, ToolCall) and action.id:
+            action = replace(action, id="") if action.id in seen else action
+            seen.add(action.id)
+        kept.append(action)
+    return kept

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.chat.parsers.base import FoundCalls, ToolParser
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, malformed, read_call
+from verl_mt.chat.parsers.tagged import end_of_broken, found_instead
 from verl_mt.data.conversation import ToolSchema
-
-_SPACE = re.compile(r"\s*")
 
 
 class HermesParser(ToolParser):
@@ -26,35 +24,22 @@ class HermesParser(ToolParser):
         begin = text.find(self.open_tag, start)
         if begin < 0:
             return None
-        inside = _skip_space(text, begin + len(self.open_tag))
+        inside = skip_space(text, begin + len(self.open_tag))
         try:
             value, after = decode_json(text, inside)
         except BadJSON as error:
-            end = self._end_of_broken(text, inside)
+            end = end_of_broken(text, inside, self.open_tag, self.close_tag)
             closed = text.endswith(self.close_tag, begin, end)
             problem = f"it is not valid JSON ({error})" if closed else f"it is not closed ({error})"
             return FoundCalls(begin, end, (malformed(text[begin:end], problem),))
-        after = _skip_space(text, after)
+        after = skip_space(text, after)
         if text.startswith(self.close_tag, after):
             end = after + len(self.close_tag)
             return FoundCalls(begin, end, (read_call(value, text[begin:end]),))
-        end = self._end_of_broken(text, after)
+        end = end_of_broken(text, after, self.open_tag, self.close_tag)
         problem = (
-            f"there is extra text after the JSON object: {text[after:end][:40]!r}"
+            f"behind the JSON object it should be closed, but {found_instead(text[:end], after)}"
             if text.endswith(self.close_tag, begin, end)
             else "it is not closed"
         )
         return FoundCalls(begin, end, (malformed(text[begin:end], problem),))
-
-    def _end_of_broken(self, text: str, position: int) -> int:
-        """After the next closing tag, before the next opening tag, or the end of the turn: whichever comes first."""
-        closing = text.find(self.close_tag, position)
-        opening = text.find(self.open_tag, position)
-        if closing >= 0 and (opening < 0 or closing < opening):
-            return closing + len(self.close_tag)
-        return opening if opening >= 0 else len(text)
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    return match.end() if match else position

@@ -53,10 +53,10 @@ def read_call(value: Any, text: str, argument_keys: tuple[str, ...] = ("argument
     """
     key = argument_keys[0]
     if not isinstance(value, dict):
-        return malformed(text, f"the call is {_kind(value)}, not an object", key)
+        return malformed(text, f"the call is {kind_of(value)}, not an object", key)
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        got = f"it is {_kind(name)}" if "name" in value else "it is missing"
+        got = f"it is {kind_of(name)}" if "name" in value else "it is missing"
         return malformed(text, f'"name" must be the name of a tool as a string; {got}', key)
     found = next((k for k in argument_keys if k in value), None)
     if found is None:
@@ -64,13 +64,13 @@ def read_call(value: Any, text: str, argument_keys: tuple[str, ...] = ("argument
     arguments = value[found]
     if isinstance(arguments, str):
         try:
-            arguments = _decode_whole(arguments) if arguments.strip() else None
+            arguments = decode_whole(arguments) if arguments.strip() else None
         except BadJSON as error:
             return malformed(text, f'"{found}" is a string that is not valid JSON: {error}', key, name)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        return malformed(text, f'"{found}" must be an object; it is {_kind(arguments)}', key, name)
+        return malformed(text, f'"{found}" must be an object; it is {kind_of(arguments)}', key, name)
     return ToolCall(name=name.strip(), arguments=arguments)
 
 
@@ -88,7 +88,12 @@ def malformed(text: str, problem: str, argument_key: str = "arguments", name: st
     )
 
 
-def _decode_whole(text: str) -> Any:
+def decode_whole(text: str) -> Any:
+    """The JSON value that is all of `text` but white space.
+
+    Raises:
+        BadJSON: as `decode_json`; or more text follows.
+    """
     start = len(text) - len(text.lstrip())
     value, end = decode_json(text, start)
     if text[end:].strip():
@@ -107,7 +112,8 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a JSON value is, for an error text."""
     if value is None:
         return "null"
     kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}

@@ -1,0 +1,74 @@
+"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 and later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
+from verl_mt.chat.parsers.tagged import (
+    BadCall,
+    end_of_broken,
+    found_instead,
+    not_run,
+    parameters_of,
+    read_argument,
+    value_end,
+)
+from verl_mt.data.conversation import ToolCall, ToolSchema
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
+_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_CLOSE_VALUE = "</arg_value>"
+_GOES_ON = re.compile(r"\s*(?:<arg_key>|</tool_call>)")
+_CALL_ENDS = re.compile(r"</tool_call>\s*(?:\Z|<tool_call>)|<tool_call>[^\s<>]+\s*<arg_key>")
+_ADVICE = (
+    "Write it in the format of your instructions: the name of a tool behind the opening tag, then a key tag and a "
+    "value tag per argument, every tag closed."
+)
+
+
+class GlmParser(ToolParser):
+    """Calls whose keys and values stand between tags: strings as they are, everything else as JSON.
+
+    The types come from the tool's JSON schema (`read_argument`). A closing tag inside a value is harmless unless a new
+    argument or the end of the call follows it there.
+    """
+
+    end_markers = (*ToolParser.end_markers, "<|user|>", "<|observation|>")
+
+    def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
+        begin = text.find(_OPEN, start)
+        if begin < 0:
+            return None
+        try:
+            call, end = _read(text, begin + len(_OPEN), tools)
+        except BadCall as error:
+            end = end_of_broken(text, begin + len(_OPEN), _OPEN, _CLOSE)
+            problem = str(error) if text.endswith(_CLOSE, begin, end) else f"it is not closed ({error})"
+            return FoundCalls(begin, end, (not_run(text[begin:end], problem, _ADVICE, error.name),))
+        return FoundCalls(begin, end, (call,))
+
+
+def _read(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
+    head = _NAME.match(text, start)
+    if head is None:
+        raise BadCall(f"the name of a tool and its arguments should come where {found_instead(text, start)}")
+    name, position = head[1], head.end()
+    parameters = parameters_of(tools, name)
+    arguments: dict[str, Any] = {}
+    while not text.startswith(_CLOSE, position):
+        opening = _KEY.match(text, position)
+        key = opening[1].strip() if opening else ""
+        if opening is None or not key:
+            raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name)
+        if key in arguments:
+            raise BadCall(f"the argument {key!r} is given twice", name)
+        end = value_end(text, opening.end(), _CLOSE_VALUE, _GOES_ON, _CALL_ENDS)
+        if end < 0:
+            raise BadCall(f"the value of {key!r} is not closed", name)
+        arguments[key] = read_argument(text[opening.end() : end], key, parameters)
+        position = skip_space(text, end + len(_CLOSE_VALUE))
+    return ToolCall(name, arguments), position + len(_CLOSE)

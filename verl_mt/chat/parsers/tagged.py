@@ -1,0 +1,181 @@
+"""Arguments between tags: where a raw value ends, and what type it has.
+
+Values are written without escapes, so a closing tag inside a string looks like the end of the value. The end is the
+first closing tag behind which the grammar goes on. Values carry no types either: the tool's JSON schema says what
+they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_mt.chat.parsers.base import skip_space
+from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, decode_whole
+from verl_mt.data.conversation import MalformedCall, ToolSchema
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+_TAG_BEGINS = re.compile(r"[<\[]")
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_LONGEST_PYTHON = 20_000
+_DEEPEST_SCHEMA = 16
+_EXACT = 2.0**53
+
+
+class BadCall(ValueError):
+    """A call that cannot be read; the message is the end of "The tool call was not run: ..."."""
+
+    def __init__(self, problem: str, name: str | None = None):
+        super().__init__(problem)
+        self.name = name
+
+
+def not_run(text: str, problem: str, advice: str, name: str | None = None) -> MalformedCall:
+    """A call that was not understood, with the sentence that the model gets back."""
+    return MalformedCall(text=text, error=f"The tool call was not run: {problem}. {advice}", name=name or None)
+
+
+def found_instead(text: str, position: int) -> str:
+    """What stands at `position`, for an error text: no tags, for the model would see them as its own."""
+    if position >= len(text):
+        return "the text ends"
+    shown = _TAG_BEGINS.split(text[position : position + 30])[0].strip()
+    return f"it says {shown!r}" if shown else "another tag stands"
+
+
+def end_of_broken(text: str, position: int, opening: str, closing: str) -> int:
+    """After the next closing tag, before the next opening tag, or the end of the turn: whichever comes first."""
+    close, open_ = text.find(closing, position), text.find(opening, position)
+    if close >= 0 and (open_ < 0 or close < open_):
+        return close + len(closing)
+    return open_ if open_ >= 0 else len(text)
+
+
+def value_end(text: str, start: int, closing: str, goes_on: re.Pattern[str], call_ends: re.Pattern[str]) -> int:
+    """Where the value that begins at `start` ends: before the first `closing` that `goes_on` follows; -1 if none does.
+
+    A value that is a JSON object or list ends where it ends as JSON, whatever its strings hold.
+
+    Args:
+        call_ends: where the call ends for certain; the closing tag must begin before that. Without it a value that
+            is not closed would swallow the calls after it.
+    """
+    if text.startswith(("{", "["), inside := skip_space(text, start)):
+        with contextlib.suppress(BadJSON):
+            _, after = decode_json(text, inside)
+            end = text.find(closing, after)
+            if end >= 0 and not text[after:end].strip() and goes_on.match(text, end + len(closing)):
+                return end
+    stop = call_ends.search(text, start)
+    limit = stop.start() if stop else len(text)
+    end = text.find(closing, start, limit)
+    while end >= 0 and not goes_on.match(text, end + len(closing)):
+        end = text.find(closing, end + 1, limit)
+    return end
+
+
+def parameters_of(tools: Sequence[ToolSchema | dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The JSON schema of a tool's parameters; None = there is no such tool."""
+    for tool in tools:
+        schema = tool if isinstance(tool, dict) else tool.to_template()
+        function = schema.get("function", schema)
+        if function.get("name") == name:
+            return function.get("parameters") or {}
+    return None
+
+
+def read_argument(text: str, key: str, parameters: Mapping[str, Any] | None, *, null_word: bool = False) -> Any:
+    """A raw value as the type that the tool's schema gives the argument.
+
+    - A string stays as it was written, white space included.
+    - Other types are read as JSON, lists and objects also as Python writes them, and `True`, `False`, `None` count
+      where the schema has that type. What cannot be read stays text: checking against the schema then tells the model.
+    - Of several types the strictest that fits counts, so `3` for string-or-integer is a number.
+    - Without a schema: JSON if it is JSON, but never a quoted string; else text.
+
+    Args:
+        parameters: the schema of all arguments; None = the tool is unknown.
+        null_word: `null` means null whatever the schema says.
+    """
+    if null_word and text.strip() == "null":
+        return None
+    properties = (parameters or {}).get("properties")
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    types = frozenset(_types(schema, parameters or {}, 0)) if isinstance(schema, dict) else frozenset()
+    if types == {"string"}:
+        return text
+    for value in _readings(text, types):
+        if not types and not isinstance(value, str):
+            return value
+        for name in types - {"string"}:
+            if _fits(value, name):
+                return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
+        if types and "string" not in types:
+            return value
+    return text
+
+
+def _readings(text: str, types: frozenset[str]) -> Iterator[Any]:
+    try:
+        yield decode_whole(text)
+        return
+    except BadJSON:
+        pass
+    word = text.strip()
+    if word in _PYTHON_WORDS and types & {"boolean", "null"}:
+        yield _PYTHON_WORDS[word]
+    elif word[:1] in ("[", "{", "(") and types & {"array", "object"} and len(word) <= _LONGEST_PYTHON:
+        try:
+            value = ast.literal_eval(word)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return
+        yield list(value) if isinstance(value, tuple) else value
+
+
+def _fits(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _TYPES.get(name, ()))
+
+
+def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> set[str]:
+    """Names of the types that a schema allows; empty = any."""
+    if depth > _DEEPEST_SCHEMA:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return _types(target, root, depth + 1) if isinstance(target, Mapping) else set()
+    declared = schema.get("type")
+    if declared:
+        found = {declared} if isinstance(declared, str) else {t for t in declared if isinstance(t, str)}
+    elif isinstance(schema.get("enum"), list) or "const" in schema:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
+        found = {name for value in values for name in _TYPES if _fits(value, name)} - {"number"} | (
+            {"number"} if any(isinstance(value, float) for value in values) else set()
+        )
+    else:
+        found = set()
+        for key in ("anyOf", "oneOf", "allOf"):
+            for one in schema.get(key) or ():
+                inner = _types(one, root, depth + 1) if isinstance(one, Mapping) else set()
+                if not inner and key != "allOf":
+                    return set()
+                found |= inner
+    return found | ({"null"} if found and schema.get("nullable") is True else set())
