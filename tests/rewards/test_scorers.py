@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.rewards import arithmetic, exact_match, gsm8k
+from verl_mt.rewards import arithmetic, default_scorers, exact_match, gsm8k
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -170,6 +170,11 @@ def test_normalisation_lowers_strips_and_collapses_in_that_order(text, expected)
 )
 def test_exact_match_reference_rows(text, truth, scores, expected):
     assert exact_match.compute_score(text, truth, **scores) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"])
+def test_verls_search_rows_are_scored_by_exact_match_without_a_reward_in_the_config(name):
+    assert default_scorers[f"searchR1_{name}"] is exact_match.compute_score
 
 
 def test_retrieved_text_comes_from_tool_messages_where_there_are_any():

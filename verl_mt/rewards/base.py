@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
-from verl_mt.rewards import arithmetic, exact_match, gsm8k
+from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
 from verl_mt.rewards.adapters import ORM, adapt
 from verl_mt.rewards.contract import (
     Reward,
@@ -38,6 +38,9 @@ rewards: Registry[Any] = Registry(
         "gsm8k": gsm8k.compute_score,
         "exact_match": exact_match.compute_score,
         "arithmetic": arithmetic.compute_score,
+        "accuracy": math_answer.MathAccuracy,
+        "thinking_tips": math_answer.MultiTurnThinkingTips,
+        "gym": math_answer.GymReward,
     },
 )
 orms = rewards
@@ -47,6 +50,10 @@ default_scorers: dict[str, Any] = {
     "openai/gsm8k": gsm8k.compute_score,
     "gsm8k": gsm8k.compute_score,
     "verl_mt/arithmetic": arithmetic.compute_score,
+    **{
+        f"searchR1_{name}": exact_match.compute_score
+        for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    },
 }
 """`data_source` -> scorer, where the config names no reward."""
 
