@@ -27,28 +27,52 @@ from verl_mt.data.requests import (
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import Registry, load_object
 from verl_mt.rewards.base import ORM, orms
+from verl_mt.rollout.loss_scale import ContextType, LossScale, loss_scale_map
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler, missing_methods
 from verl_mt.rollout.schedulers.conversation import TrajectoryOver
+from verl_mt.rollout.schedulers.gym import Env, GymScheduler, envs
+from verl_mt.rollout.schedulers.math_tips import MathTipsMultiTurnScheduler, MathTipsScheduler
+from verl_mt.rollout.schedulers.thinking_tips import ThinkingModelTipsScheduler
+from verl_mt.rollout.schedulers.tool_call import ToolCallScheduler
 
 __all__ = [
     "ORM",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",
     "ChatMessage",
+    "ContextType",
+    "Env",
+    "GymScheduler",
+    "LossScale",
+    "MathTipsMultiTurnScheduler",
+    "MathTipsScheduler",
     "MultiTurnScheduler",
     "RequestConfig",
     "RolloutInferRequest",
     "RolloutOutput",
     "RolloutResponseChoice",
+    "ThinkingModelTipsScheduler",
+    "ToolCallScheduler",
     "TrajectoryOver",
+    "envs",
     "load_scheduler",
+    "loss_scale_map",
     "multi_turns",
     "orms",
 ]
 
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler"
 
-multi_turns: Registry[Any] = Registry("multi-turn scheduler")
+multi_turns: Registry[Any] = Registry(
+    "multi-turn scheduler",
+    {
+        "math_tip_trick": MathTipsScheduler,
+        "math_tip_trick_multi_turn": MathTipsMultiTurnScheduler,
+        "thinking_tips_scheduler": ThinkingModelTipsScheduler,
+        "tool_call_scheduler": ToolCallScheduler,
+        "gym_scheduler": GymScheduler,
+    },
+)
 """`multi_turns['mine'] = MyScheduler` registers a scheduler by name."""
 
 

@@ -1,0 +1,52 @@
+"""Final answers of mathematical solutions."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_mt.rewards.math_answer import MathAccuracy, final_answer, is_right, same_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{12}", "12"),
+        (r"\boxed{\frac{1}{2}} and", r"\frac{1}{2}"),
+        ("<answer> 3 </answer> <answer>4</answer>", "4"),
+        (r"<answer>\boxed{5}</answer>", "5"),
+        ("a\n#### 1,000", "1,000"),
+        ("it is 3, no, 4.", "4"),
+        ("nothing", None),
+        (r"\boxed{unclosed", None),
+    ],
+)
+def test_final_answers(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1/2", "0.5", True),
+        (r"\frac{1}{2}", "0.50", True),
+        ("1,000", "1000", True),
+        ("$12$", "12.", True),
+        ("12", "-12", False),
+        ("x+1", "x + 1", True),
+        ("x", "y", False),
+        ("1/0", "0", False),
+        ("", "", False),
+    ],
+)
+def test_answers_that_are_the_same(one, other, same):
+    assert same_answer(one, other) is same
+
+
+def test_a_worked_solution_is_a_truth_too():
+    assert is_right("I get 12.", r"Let x ... 36 ... thus \boxed{12}.")
+    assert not is_right("I get 36.", r"Let x ... 36 ... thus \boxed{12}.")
+
+
+@pytest.mark.cap("C39")
+def test_the_accuracy_reward_reads_a_column():
+    assert MathAccuracy()(["it is 4", "it is 5"], solution=["4", 4]) == [1.0, 0.0]
