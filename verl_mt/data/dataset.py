@@ -44,7 +44,7 @@ class DataRow:
     label: Any = None
     """What a generate or reward function of slime's kind sees: the label column as it is, else the ground truth."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The same: the metadata column, else `extra_info`."""
+    """The same: the column `metadata`, else `extra_info`."""
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
@@ -89,7 +89,6 @@ class _Columns:
 
     prompt: str
     label: str | None
-    metadata: str | None
 
 
 def load_rows(
@@ -100,7 +99,6 @@ def load_rows(
     seed: int = 0,
     prompt_key: str = "prompt",
     label_key: str | None = None,
-    metadata_key: str | None = None,
 ) -> list[DataSource]:
     """Load and check all rows of `data.train_files` or `data.val_files`.
 
@@ -113,7 +111,6 @@ def load_rows(
         seed: for generators.
         prompt_key: column of the messages.
         label_key: column of the label; rows may then do without `data_source`, which is the entry's name.
-        metadata_key: column of the metadata, a mapping.
 
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
@@ -126,12 +123,25 @@ def load_rows(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        columns = _Columns(prompt_key, label_key, metadata_key)
+        columns = _Columns(prompt_key, label_key)
         rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
         sources.append(DataSource(entry.name, rows, entry.weight))
     return sources
+
+
+def read_rows(path: str | Path, key: str) -> list[dict[str, Any]]:
+    """Rows of a parquet, JSON or JSON Lines file as they are, of any schema.
+
+    Args:
+        path: the file.
+        key: where the path came from, for the errors.
+
+    Raises:
+        DataError: no such file, or one that cannot be read; names file and line.
+    """
+    return _read(str(path), key, num_rows=-1, seed=0, split="train")
 
 
 def drop_nulls(value: Any) -> Any:
@@ -289,7 +299,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
         ground_truth=label["ground_truth"] if isinstance(label, dict) and "ground_truth" in label else label,
         extra_info=dict(extra_info or {}),
         label=label,
-        metadata=_metadata(raw, columns.metadata, extra_info, where),
+        metadata=_metadata(raw, extra_info, where),
         raw=raw,
         index=index,
         file=entry.path,
@@ -322,12 +332,12 @@ def _ground_truth(raw: dict[str, Any], where: str) -> Any:
     return model["ground_truth"]
 
 
-def _metadata(raw: dict[str, Any], column: str | None, extra_info: Any, where: str) -> dict[str, Any]:
-    """The metadata column, else `extra_info`."""
-    value = raw.get("metadata") if column is None else _column(raw, column, where)
-    if column is not None and not isinstance(value, dict):
-        raise DataError(f"{where}: column {column} must be a mapping, got {type(value).__name__} {_short(value)}")
-    return dict(value if isinstance(value, dict) else extra_info or {})
+def _metadata(raw: dict[str, Any], extra_info: Any, where: str) -> dict[str, Any]:
+    """The column `metadata`, else `extra_info`."""
+    value = raw.get("metadata")
+    if value is not None and not isinstance(value, dict):
+        raise DataError(f"{where}: column metadata must be a mapping, got {type(value).__name__} {_short(value)}")
+    return dict(value if value is not None else extra_info or {})
 
 
 def _messages(value: Any, where: str) -> list[Message]:

@@ -6,7 +6,7 @@ import copy
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,16 @@ from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build_data import load_data, notes
-from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools, training_sampling, validation_sampling
+from verl_mt.trainer.build_rollout import (
+    build_chat,
+    build_runner,
+    build_tools,
+    check_parser,
+    training_sampling,
+    validation_sampling,
+)
 from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory
@@ -62,6 +70,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     prepare_process(config)
     chat = build_chat(config)
     tools = build_tools(config)
+    check_parser(config, chat, tools)
     data = load_data(config, chat, tools)
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
@@ -78,13 +87,13 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         model = _describe_model(config)
         state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
         resume_step = None if state is None else state["step"]
-        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step)
+        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step, decode=chat.decode)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
             sampler=data.sampler,
             prompts=data.prompts,
-            val_prompts=data.val_prompts,
+            val_prompts=[] if config.trainer.debug_mode == "train_only" else data.val_prompts,
             prompt_counts=data.counts,
             stream=stream,
             engine=runner.context.engine,
@@ -94,7 +103,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
             sanity=runner.context.sanity,
             log=log,
-            pad_token_id=_pad_token_id(chat),
+            pad_token_id=pad_token_id(chat),
             model=model,
         )
         if config.trainer.export_at_end:
@@ -173,6 +182,7 @@ def _build_log(
     tools: ToolSet | None,
     *,
     resume_step: int | None,
+    decode: Callable[[Sequence[int]], str],
 ) -> RunLog:
     trainer = config.trainer
     # A run that is resumed at step 0 validates again: its old line goes.
@@ -192,6 +202,7 @@ def _build_log(
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),
         write_rollouts=trainer.rollout_rows,
+        debug=DebugData(trainer.debug_rollout_data, decode, replays=trainer.debug_mode == "train_only"),
     )
 
 
@@ -229,6 +240,8 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
     for text in notes(config, trainer.prompts):
+        note(f"[yellow]{text}[/]")
+    for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")
 
 
@@ -270,7 +283,8 @@ def tokenizer_as_trained(chat: ChatTemplate) -> Any:
     return tokenizer
 
 
-def _pad_token_id(chat: ChatTemplate) -> int:
+def pad_token_id(chat: ChatTemplate) -> int:
+    """Fills rows beyond their end; some end token where the tokenizer has no own one for it."""
     pad = chat.tokenizer.pad_token_id
     return pad if pad is not None else min(chat.end_token_ids)
 

@@ -1,0 +1,206 @@
+"""The cold start: supervised training through the masks and workers of RL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from verl_mt import sft
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.config_paths import configs_root
+from verl_mt.data.run_files import read_jsonl_tolerant, trajectory_to_row, write_rows
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
+from verl_mt.errors import ConfigError, DataError
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.tiny.problems import SYSTEM, generate
+from verl_mt.trainer import build, build_rollout
+
+TINY = "verl_mt://tiny"
+
+
+def conversations(seed: int, count: int) -> list[dict[str, Any]]:
+    declared = yaml.safe_load((configs_root() / "tools_configs" / "calculator.yaml").read_text())
+    tools = [entry["tool_schema"] for entry in declared["tools"]]
+    rows = []
+    for problem, _ in zip(generate(seed, "warm_start"), range(count)):
+        call = {"name": "calculator", "arguments": {"expression": problem.expression}}
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": problem.question},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "name": "calculator", "content": str(problem.answer)},
+            {"role": "assistant", "content": f"#### {problem.answer}"},
+        ]
+        rows.append({"messages": messages, "tools": tools})
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTemplate:
+    return build_rollout.build_chat(sft._config("x.jsonl", []))
+
+
+def trainer_of(overrides: list[str], num_rows: int) -> sft.SupervisedTrainer:
+    config = sft._config("x.jsonl", overrides)
+    steps = sft.total_steps(config, num_rows)
+    workers = build.build_workers(config, total_steps=steps)
+    return sft.SupervisedTrainer(config, workers, 0, steps)
+
+
+def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
+    """Mean cross-entropy, one conversation at a time."""
+    losses = []
+    for trajectory in trajectories:
+        (record,) = trajectory.records
+        logits = module(input_ids=torch.tensor([record.token_ids])).logits[0, :-1].double()
+        targets = torch.tensor(record.token_ids[1:])
+        each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        losses.append(each[torch.tensor(record.loss_mask[1:], dtype=torch.bool)])
+    return torch.cat(losses).mean()
+
+
+def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
+    file = write(tmp_path / "rows.jsonl", conversations(3, 6))
+    rows = sft.load_demonstrations(file, chat, "--data").trajectories
+    trainer = trainer_of(["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"], 6)
+    other = load_causal_lm(TINY)
+    expected = naive_loss(other, rows)
+    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    optim = trainer.config.actor_rollout_ref.actor.optim
+    torch.optim.AdamW(other.parameters(), lr=1e-3, betas=tuple(optim.betas), weight_decay=optim.weight_decay).step()
+    (metrics,) = trainer.fit(rows)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    ours = dict(trainer.workers.policy_module.named_parameters())
+    for name, parameter in other.named_parameters():
+        # Adam's first step is lr * sign(gradient): where that is rounding noise the sign may differ.
+        firm = parameter.grad.abs() > 1e-6
+        assert torch.allclose(ours[name][firm], parameter[firm], atol=2e-5), name
+
+
+def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
+    file = write(tmp_path / "rows.jsonl", conversations(4, 5))
+    rows = sft.load_demonstrations(file, chat, "--data").trajectories
+    trainer = trainer_of(["data.train_batch_size=2", "trainer.total_epochs=2"], 5)
+    batches = [[t.trajectory_id for t in batch] for batch in trainer._batches(rows)]
+    assert [len(b) for b in batches] == [2, 2, 1, 2, 2, 1]
+    everything = sorted(t.trajectory_id for t in rows)
+    for epoch in (batches[:3], batches[3:]):
+        assert sorted(name for batch in epoch for name in batch) == everything
+    assert batches[:3] != batches[3:]
+    config = sft._config("x.jsonl", ["data.train_batch_size=2", "trainer.total_training_steps=3"])
+    assert sft.total_steps(config, 5) == 3
+
+
+def test_the_command_trains_validates_and_exports(tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", conversations(5, 16))
+    words = ["--data", str(data), "--val-data", str(data), "--out", str(tmp_path / "out")]
+    words += ["data.train_batch_size=8", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
+    assert sft.main(words) == 0
+    lines = read_jsonl_tolerant(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    assert lines[-1]["val/loss"] < 0.8 * lines[0]["val/loss"]
+    assert "training on 16 conversations" in capsys.readouterr().out
+    config = sft._config("x.jsonl", [f"actor_rollout_ref.model.path={tmp_path}/out/hf"])
+    rows = sft.load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
+    module = load_causal_lm(str(tmp_path / "out" / "hf"))
+    assert naive_loss(module, rows).item() == pytest.approx(lines[-1]["val/loss"], rel=1e-4)
+
+
+def rollout(chat: ChatTemplate, name: str, reward: float | None, reason: StopReason) -> Trajectory:
+    """Sampled in pieces that no tokenizer would choose."""
+    pieces = [i for c in "#### 42" for i in chat.encode_text(c, neutral=False)] + [min(chat.end_token_ids)]
+    record = TrajectoryRecord()
+    record.append_given(chat.prompt_ids([{"role": "user", "content": "?"}]), kind="prompt", turn=0)
+    record.append_sampled(pieces, [-0.5] * len(pieces), [3] * len(pieces), turn=1)
+    found = Trajectory(name, name, name, name, records=[record], reward=reward, stop_reason=reason)
+    found.turn_texts, found.num_turns = [chat.turn_text(pieces)], 1
+    return found
+
+
+def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
+    good, bad = (rollout(chat, n, r, StopReason.FINISHED) for n, r in (("good", 1.0), ("bad", 0.0)))
+    failed = rollout(chat, "failed", None, StopReason.ERROR)
+    (tmp_path / "rollouts").mkdir()
+    write_rows(tmp_path / "rollouts" / "step_000001.jsonl", [trajectory_to_row(t, step=1) for t in (good, bad, failed)])
+    found = sft.load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
+    assert (len(found.trajectories), found.num_low) == (1, 2)
+    assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
+    assert len(sft.load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    with pytest.raises(DataError, match=r"leaves nothing to train on: 0 conversations.*3 below the reward"):
+        sft.load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
+
+
+def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
+    strange = rollout(chat, "strange", 1.0, StopReason.FINISHED)
+    strange.turn_texts = ["something else"]
+    write_rows(tmp_path / "rows.jsonl", [trajectory_to_row(strange, step=1)])
+    with pytest.raises(DataError, match=r"row 0: this rollout was sampled with another tokenizer.*'something else'"):
+        sft.load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
+
+
+def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
+    rows = conversations(6, 2)
+    rows[1]["messages"][1]["content"] *= 20
+    found = sft.load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
+    assert (len(found.trajectories), found.num_long, "1 too long" in str(found)) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    "row, text",
+    [
+        ({"prompt": "x"}, "neither a rollout nor a conversation.*it has prompt"),
+        ({"messages": [{"role": "user", "content": "?"}]}, "no assistant message"),
+        (
+            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "weight": 0}]},
+            "every assistant message has weight 0",
+        ),
+    ],
+)
+def test_a_row_without_anything_to_learn_is_named(chat, tmp_path, row, text):
+    file = write(tmp_path / "rows.jsonl", [*conversations(1, 1), row])
+    with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{text}"):
+        sft.load_demonstrations(file, chat, "--data")
+
+
+def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
+    with pytest.raises(DataError, match="--min-reward needs rollouts"):
+        sft.load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
+
+
+def test_keys_that_mean_nothing_here_are_refused_not_ignored():
+    with pytest.raises(ConfigError, match=r"reads no reward.path, actor_rollout_ref.actor.ppo_epochs; it reads"):
+        sft._config("x.jsonl", ["reward.path=a.py", "actor_rollout_ref.actor.ppo_epochs=2"])
+
+
+def test_a_folder_that_is_taken_and_a_missing_file_are_one_line(tmp_path, capsys):
+    assert sft.main(["--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    assert "no file" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_text("x")
+    assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path / "taken")]) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+def test_a_parquet_file_does_as_well(chat, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = conversations(8, 2)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    write(tmp_path / "rows.jsonl", rows)
+    files = (tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
+    ours, theirs = (sft.load_demonstrations(file, chat, "--data").trajectories for file in files)
+    assert [t.records for t in ours] == [t.records for t in theirs]
