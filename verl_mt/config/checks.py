@@ -231,6 +231,13 @@ def _run(config: Config) -> Iterator[str]:
         yield f"trainer.resume_from_path is given with trainer.resume_mode={trainer.resume_mode}: set it to resume_path"
     if trainer.val_only and config.data.val_files is None:
         yield "trainer.val_only needs data.val_files"
+    if trainer.debug_rollout_data is not None and "{rollout_id}" not in trainer.debug_rollout_data:
+        yield f"trainer.debug_rollout_data is {trainer.debug_rollout_data!r}: write {{rollout_id}} into it"
+    if trainer.debug_mode == "train_only" and (trainer.debug_rollout_data is None or trainer.val_only):
+        yield (
+            "trainer.debug_mode=train_only trains on saved rollouts and samples nothing: it needs "
+            "trainer.debug_rollout_data, and does not go with trainer.val_only"
+        )
     for name in trainer.logger:
         if name not in _TRACKERS:
             yield f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}"

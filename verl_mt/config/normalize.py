@@ -123,7 +123,7 @@ def normalise_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
     given: list[tuple[str, Any]] = []
     verbatim: dict[tuple[str, str], str] = {}
     lines: list[str] = []
-    for text in overrides:
+    for text in map(_quote_placeholder, overrides):
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -330,6 +330,12 @@ def _scratch_schema() -> DictConfig:
     if not _SCRATCH:
         _SCRATCH.append(OmegaConf.structured(Config))
     return _SCRATCH[0]
+
+
+def _quote_placeholder(text: str) -> str:
+    """`key=path/{rollout_id}.pt` as slime's documents write it: to Hydra's grammar a brace begins a mapping."""
+    key, equals, value = text.partition("=")
+    return f"{key}={_literal(value)}" if equals and "{rollout_id}" in value and value[:1] not in "'\"" else text
 
 
 def _refuse_form(override: Override, text: str) -> Problem | None:

@@ -36,9 +36,6 @@ class DataConfig(Section):
     label_key: str | None = knob(
         None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
     )
-    metadata_key: str | None = knob(
-        None, "Column of `sample.metadata`; null = the column metadata where there is one, else extra_info."
-    )
     apply_chat_template: bool = knob(
         True, "A custom generate function gets its prompt rendered; False = the prompt column as it is."
     )
@@ -121,6 +118,15 @@ class TrainerConfig(Section):
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
     rollout_rows: bool = knob(True, "Write every trajectory to rollouts/step_*.jsonl.")
+    debug_rollout_data: str | None = knob(
+        None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
+    )
+    debug_mode: str = knob(
+        "save",
+        "What becomes of `debug_rollout_data`: save; rollout_only = saved, and nothing is trained; train_only = it is "
+        "trained on instead of sampling, without an engine.",
+        choices=("save", "rollout_only", "train_only"),
+    )
     export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
 
 

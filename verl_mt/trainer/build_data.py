@@ -69,7 +69,7 @@ def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
 
 
 def _columns(data: DataConfig) -> dict[str, Any]:
-    return {"prompt_key": data.prompt_key, "label_key": data.label_key, "metadata_key": data.metadata_key}
+    return {"prompt_key": data.prompt_key, "label_key": data.label_key}
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:

@@ -13,6 +13,7 @@ from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
 from verl_mt.data.requests import SamplingParams
+from verl_mt.engines.absent import AbsentEngine
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.interactions.registry import load_interactions
@@ -83,6 +84,7 @@ def build_runner(
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(config)
+    engine = engine or (AbsentEngine() if config.trainer.debug_mode == "train_only" else None)
     engine = engine or engines.build(
         config.actor_rollout_ref,
         policy_module,

@@ -73,7 +73,7 @@ class Inference(AbstractContextManager["Inference"]):
         """
         for row in (prompt.row for prompt in prompts):
             self.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
-        self.stream.start(RolloutPlan(prompts, n, name, sampling))
+        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
         return self.stream.collect(name, while_waiting)
 
     def __exit__(

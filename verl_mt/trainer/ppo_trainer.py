@@ -106,7 +106,10 @@ class PPOTrainer:
         with _timed(timing, "step"):
             with _timed(timing, "rollout"):
                 groups = self._rollout()
+                self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
+                if self.config.debug_mode == "rollout_only":
+                    return self._rollout_only(groups)
                 self.weights.release()
             batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
             metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
@@ -201,8 +204,16 @@ class PPOTrainer:
         if _due(self.config.save_freq, self.step_number, last):
             self._save()
 
+    def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """A step of which nothing is trained."""
+        self.sampler.update(groups)
+        self.log.rollouts(self.step_number + 1, groups, None)
+        return rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self._prompt_counts()
+
     def _rollout(self) -> list[TrajectoryGroup]:
-        """Start the plans that `max_staleness` allows; collect this step's."""
+        """Start the plans that `max_staleness` allows; collect this step's. Or read what another run saved."""
+        if self.log.debug is not None and self.log.debug.replays:
+            return self.log.debug.load(self.step_number)
         for number in range(self.step_number, self.step_number + self.config.max_staleness + 1):
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
@@ -257,7 +268,8 @@ class PPOTrainer:
         groups: list[TrajectoryGroup] = []
         for start in range(0, len(self.val_prompts), size):
             plan_name = f"{name}.s{self.step_number:06d}.{start:06d}"
-            self.stream.start(RolloutPlan(self.val_prompts[start : start + size], n, plan_name, sampling))
+            part = self.val_prompts[start : start + size]
+            self.stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True))
             groups += self.stream.collect(plan_name, self._while_waiting)
         return groups
 

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from verl_mt.data.batch import ADVANTAGES, OLD_LOG_PROBS, per_record
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.tracking import JsonLines, Tracker
@@ -32,12 +33,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         tool_names: Sequence[str],
         write_rollouts: bool,
+        debug: DebugData | None = None,
     ):
         self.run = run
         self.display = display
         self.tool_names = tuple(tool_names)
         self._trackers = trackers
         self._json_lines = json_lines
+        self.debug = debug
         self._write_rollouts = write_rollouts
         self._carried: dict[str, float] = {}
         self._begun = (time.monotonic(), _cpu_s())
@@ -74,11 +77,18 @@ class RunLog(AbstractContextManager["RunLog"]):
     def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
         """Show a validation and write the rollouts of its passes, a file `<name>_<step>.jsonl` each."""
         self.display.validation(step, metrics)
+        for name, groups in passes.items():
+            self.dump(f"{name.replace('val', 'eval', 1)}_{step}", groups)
         if not self._write_rollouts:
             return
         for name, groups in passes.items():
             rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
             write_rows(self.run.path / "rollouts" / f"{name}_{step:06d}.jsonl", rows)
+
+    def dump(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> None:
+        """Save a rollout where `trainer.debug_rollout_data` says; before the update, which may be what fails."""
+        if self.debug is not None:
+            self.debug.save(rollout_id, groups)
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""

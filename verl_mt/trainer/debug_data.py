@@ -1,0 +1,131 @@
+"""Rollouts as files: to be looked at with `torch.load` alone, and to be trained on again without an engine.
+
+A file holds `rollout_id`, `samples` (one per record; attributes and items, readable where verl_mt is not installed) and
+`trajectories` (rows of `verl_mt.data.run_files`, everything that training needs). Rewards and loss masks of `samples`
+may be edited between dump and replay; they win. What was sampled may not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from verl_mt.config.schema import TrainerConfig
+from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
+from verl_mt.data.sample import Dumped, Sample, samples_of
+from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
+from verl_mt.errors import DataError
+
+PLACEHOLDER = "{rollout_id}"
+
+
+class DebugData:
+    """The files of one run.
+
+    Args:
+        path: with `{rollout_id}` in it; None = nothing is written.
+        replays: the files are read, not written.
+        decode: ids -> text, for trajectories that no generate function made a Sample of.
+    """
+
+    def __init__(self, path: str | None, decode: Callable[[Sequence[int]], str], *, replays: bool = False):
+        self.replays = replays
+        """Rollouts come from files."""
+        self._path, self._decode = path, decode
+
+    def save(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> Path | None:
+        """Write one rollout; None where nothing is to be written."""
+        if self._path is None or self.replays:
+            return None
+        path = self._file(rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trajectories = [t for group in groups for t in group.trajectories]
+        content = {
+            "rollout_id": rollout_id,
+            "samples": list(self._samples(trajectories, rollout_id)),
+            "trajectories": [
+                trajectory_to_row(t, step=rollout_id if isinstance(rollout_id, int) else 0) for t in trajectories
+            ],
+        }
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        torch.save(content, unfinished)
+        unfinished.replace(path)
+        return path
+
+    def load(self, rollout_id: int) -> list[TrajectoryGroup]:
+        """The groups of a saved rollout, with the rewards and masks that its samples have now.
+
+        Raises:
+            DataError: no such file, it is not one of ours, or something that was sampled was edited.
+        """
+        path = self._file(rollout_id)
+        if not path.is_file():
+            raise DataError(
+                f"trainer.debug_rollout_data: no file {path} for rollout {rollout_id}; a run of fewer steps was "
+                "saved there, or trainer.total_training_steps is too large"
+            )
+        content = torch.load(path, weights_only=True)
+        if not isinstance(content, dict) or "trajectories" not in content:
+            raise DataError(
+                f"trainer.debug_rollout_data: {path} has no trajectories; it was not written by trainer.debug_mode=save"
+            )
+        trajectories = [row_to_trajectory(row) for row in content["trajectories"]]
+        samples = [Sample.from_dict(dict(sample)) for sample in content["samples"]]
+        _take_edits(trajectories, samples, path)
+        return _groups(trajectories)
+
+    def _file(self, rollout_id: int | str) -> Path:
+        assert self._path is not None
+        return Path(self._path.replace(PLACEHOLDER, str(rollout_id))).expanduser()
+
+    def _samples(self, trajectories: Sequence[Trajectory], rollout_id: int | str) -> Iterator[Dumped]:
+        for trajectory in trajectories:
+            for sample in samples_of(trajectory, self._decode):
+                sample.rollout_id = rollout_id if isinstance(rollout_id, int) else None
+                yield Dumped(sample.to_dict())
+
+
+def _take_edits(trajectories: Sequence[Trajectory], samples: Sequence[Sample], path: Path) -> None:
+    by_id: dict[str | None, list[Sample]] = {}
+    for sample in samples:
+        by_id.setdefault(sample.session_id, []).append(sample)
+    for trajectory in trajectories:
+        for record, sample in zip(trajectory.records, by_id.get(trajectory.trajectory_id, [])):
+            where = f"{path}, sample {trajectory.trajectory_id}"
+            start = record.num_prompt_tokens
+            if not trajectory.trainable and trajectory.reward is None:
+                continue
+            if sample.tokens != record.token_ids:
+                raise DataError(
+                    f"{where}: tokens differ from what was sampled; only reward and loss_mask may be edited"
+                )
+            if sample.loss_mask is not None and sample.loss_mask != record.loss_mask[start:]:
+                mask = [0] * start + list(sample.loss_mask)
+                if len(mask) != len(record.token_ids) or any(m and not s for m, s in zip(mask, record.sampled)):
+                    raise DataError(f"{where}: loss_mask may only clear tokens that were sampled, one entry per token")
+                record.loss_mask = mask
+            reward = sample.reward.get("score") if isinstance(sample.reward, dict) else sample.reward
+            if reward != trajectory.reward:
+                trajectory.reward = None if reward is None else float(reward)
+
+
+def _groups(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
+    """The trajectories of a prompt together, in the order of the prompts."""
+    groups: dict[str, TrajectoryGroup] = {}
+    for t in trajectories:
+        group = groups.setdefault(
+            t.prompt_id, TrajectoryGroup(t.prompt_id, t.prompt_id, [], t.data_source, t.row_index, t.source)
+        )
+        group.trajectories.append(t)
+    return list(groups.values())
+
+
+def describe(config: TrainerConfig) -> Iterator[str]:
+    """What a person should know before the first step."""
+    if config.debug_mode == "train_only":
+        yield f"training on saved rollouts ({config.debug_rollout_data}): nothing is sampled or validated"
+    if config.debug_mode == "rollout_only":
+        yield "trainer.debug_mode=rollout_only: every step samples and scores, nothing is trained"
