@@ -128,15 +128,18 @@ TINY = (
     "data.train_batch_size=4", "data.max_prompt_length=256", "data.val_max_samples=4", "trainer.device=cpu",
     "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.test_freq=-1", "trainer.logger=[console]",
 )  # fmt: skip
-SERVER = "--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 16384 --sleep-on-idle"
+SERVER = (
+    "--device cpu --attention-backend torch_native --dtype float32 --context-length 400 --max-total-tokens 16384 "
+    "--sleep-on-idle"
+)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """Problems that the tiny model knows, through the recipe's own `prepare.py`."""
     folder = tmp_path_factory.mktemp("data")
-    for split, seed in (("train", 0), ("test", 1)):
-        problems = [row["extra_info"] for row in rows(num_rows=16, seed=seed, split=split)]
+    for split, theirs in (("train", "train"), ("test", "val")):
+        problems = [row["extra_info"] for row in rows(num_rows=16, seed=0, split=theirs)]
         source = folder / f"{split}.jsonl"
         source.write_text("".join(json.dumps({k: p[k] for k in ("question", "answer")}) + "\n" for p in problems))
         words = ["--source", source, "--split", split, "--out", folder / f"{split}.parquet", "--style", "interaction"]
@@ -160,9 +163,9 @@ def two_steps(placement: str, data: Path, run: Path, *overrides: str, **more: st
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     for line in lines[1:]:
-        assert line["rollout/trajectories"] == 32 and line["rollout/aborted"] == line["rollout/retries"] == 0
+        assert line["rollout/trajectories"] == 32 and line["rollout/aborted"] == 0
         assert line["actor/num_updates"] == 1 and line["actor/grad_norm"] > 0
-        assert line["rollout/logprob_diff_max"] < 1e-4 and line["engine/restarts"] == 0
+        assert line["rollout/logprob_diff_max"] < 1e-4 and line.get("engine/restarts", 0) == 0
         assert line["turns/mean"] > 1
     first, second = (worst_difference_to_the_start(run, step) for step in (1, 2))
     assert first < 1e-4 and second > 1e-2, "the second step was not sampled with other weights"
