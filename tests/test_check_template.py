@@ -177,7 +177,8 @@ def test_the_report_says_what_a_good_template_can_do(chat):
     assert set(verdicts.values()) == {"clean"}
     console = Console(record=True, width=140, file=io.StringIO())
     print_report(report, console)
-    assert "append only" in console.export_text()
+    printed = " ".join(console.export_text().split())
+    assert "append only" in printed and "tool parser │ hermes (suggested)" in printed
 
 
 def test_the_report_names_refused_shapes_with_their_cause_and_the_mismatches(model, tmp_path, capsys):

@@ -105,7 +105,7 @@ GRAMMARS = (
     Grammar("glm45", "GLM-5.2", free_keys=False, reasons=True),
     Grammar("gpt-oss", "openai-gpt-oss-120b"),
 )
-VOCABULARIES = {**OWN_VOCABULARY, "Qwen3-Coder": "qwen3", "Qwen3.5-4B": "qwen3", "GLM-4.6": "qwen3"}
+VOCABULARIES = {**OWN_VOCABULARY, "Qwen3-Coder": "qwen3", "Qwen3.5-4B": "qwen3"}
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from toys import CHATML
 
 from verl_mt.config.compose import compose, config_from_mapping
 from verl_mt.config_paths import resolve_model_path
@@ -45,6 +46,13 @@ CALCULATOR = {
         },
     },
 }
+CALL_OF_CHATML = (
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+)
+XML_CALL = (
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments | items %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +168,13 @@ def test_tools_with_one_turn_only(refusal):
 
 def test_an_unknown_tool_parser(refusal):
     says(refusal(f"{ROLLOUT}.multi_turn.tool_parser=hermez"), "'hermez'", "did you mean 'hermes'")
+
+
+def test_a_tool_parser_that_cannot_read_the_calls_of_the_chat_template(refusal, tmp_path):
+    file = tmp_path / "xml_calls.jinja"
+    file.write_text(CHATML.replace(CALL_OF_CHATML, XML_CALL))
+    wrong = refusal(f"{MODEL}.custom_chat_template={file}")
+    says(wrong, "tool_parser=hermes cannot read the tool calls", "<function=", "qwen3_coder can", "set ")
 
 
 def test_an_interaction_file_with_a_missing_class(refusal, tmp_path):

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_mt.chat import ChatTemplate, replay
+from verl_mt.chat.parser_fit import suggest_parser
 from verl_mt.chat.sanity import SanityMode, check
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
@@ -72,6 +73,7 @@ def build_report(chat: ChatTemplate, model: str) -> Report:
         "prefilled_reasoning": chat.prefilled_reasoning,
         "roles": sorted(can.roles),
         "call_arguments": can.arguments,
+        "tool_parser": _tool_parser(chat),
         "merges_tool_messages": can.merges_tool_messages,
         "uses_clock": can.uses_clock,
         "generation_prompt": chat.generation_prompt_text,
@@ -83,6 +85,14 @@ def build_report(chat: ChatTemplate, model: str) -> Report:
         _run_sample(chat, name, prompt, tools, turns) for name, prompt, tools, turns in sample_conversations(chat)
     ]
     return Report(model, facts, {name: problems.get(name) for name in names}, samples)
+
+
+def _tool_parser(chat: ChatTemplate) -> str:
+    """Which parser reads what a model with this template writes."""
+    name = suggest_parser(chat)
+    if name is not None:
+        return f"{name} (suggested)"
+    return "none fits its calls" if chat.capabilities.tool_calls else "not known: it writes no calls"
 
 
 Turns = Sequence[Message]

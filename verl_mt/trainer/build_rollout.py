@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from verl_mt import engines
 from verl_mt.chat.loading import load_chat
+from verl_mt.chat.parser_fit import require_parser
 from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
@@ -29,6 +31,8 @@ from verl_mt.rollout.scheduler_door import SchedulerDoor
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
+
+log = logging.getLogger(__name__)
 
 
 def build_chat(config: Config) -> ChatTemplate:
@@ -52,6 +56,22 @@ def build_tools(config: Config) -> ToolSet | None:
     """The tools that the YAML declares; None where there is no file."""
     path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
     return load_tools(path) if path else None
+
+
+def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> None:
+    """Refuse a tool parser that finds no call in what the model writes, before anything large is loaded.
+
+    Raises:
+        PluginError: no such parser.
+        TemplateError: it cannot read the calls that the chat template writes, and another one can.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if tools is None or not is_multi_turn(config) or rollout.custom_generate_function_path is not None:
+        return
+    name = rollout.multi_turn.tool_parser
+    note = require_parser(chat, name, get_parser(name))
+    if note is not None:
+        log.warning("%s", note)
 
 
 def build_door(config: Config, args: GenerateArgs) -> Door:
@@ -139,9 +159,16 @@ def training_sampling(config: Config) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
+        stop=tuple(dict.fromkeys((*rollout.stop, *_parser_stops(config)))),
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
+
+
+def _parser_stops(config: Config) -> tuple[str, ...]:
+    """Where the tool parser's grammar ends a turn that goes on in the model's mind (ReAct, Search-R1)."""
+    rollout = config.actor_rollout_ref.rollout
+    used = rollout.tool_kwargs.tools_config_file and rollout.custom_generate_function_path is None
+    return get_parser(rollout.multi_turn.tool_parser).stop_strings if used and is_multi_turn(config) else ()
 
 
 def validation_sampling(config: Config) -> SamplingParams:

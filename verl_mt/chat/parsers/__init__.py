@@ -39,6 +39,7 @@ __all__ = [
     "ToolParser",
     "aliases",
     "get_parser",
+    "is_registered",
     "tool_names",
     "tool_parsers",
 ]
@@ -107,6 +108,11 @@ def get_parser(name_or_dotted_path: str, **kwargs: Any) -> ToolParser:
         return target(**kwargs)
     except TypeError as error:
         raise PluginError(f"tool_parser {name_or_dotted_path!r} with arguments {sorted(kwargs)}: {error}") from error
+
+
+def is_registered(name: str) -> bool:
+    """Whether it names one of `tool_parsers`, by an alias or not; a path does not."""
+    return _canonical(name) in tool_parsers
 
 
 def _canonical(name: str) -> str:
