@@ -41,6 +41,7 @@ class Inference(AbstractContextManager["Inference"]):
         self.num_filtered = 0
         self.chat = build_rollout.build_chat(config)
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
+        build_rollout.check_parser(config, self.chat, self.tools)
         module = _load(config) if engine is None else None
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, module, engine)
         self.stream = RolloutStream(self.runner)
