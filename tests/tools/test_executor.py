@@ -456,7 +456,7 @@ def test_a_row_s_own_set_of_tools_hides_the_others():
         session = tools.open("t", None, tools=tools.tools.for_row(tool_selection=["other"]))
         return await session.run(calls({}), turn=1)
 
-    assert "unknown tool 'tool'" in asyncio.run(main())[0].text
+    assert "tool 'tool' is not available here. Available: other" in asyncio.run(main())[0].text
 
 
 def test_a_tool_cannot_change_the_arguments_in_the_messages():
@@ -466,9 +466,10 @@ def test_a_tool_cannot_change_the_arguments_in_the_messages():
 
 
 def test_limits_come_from_the_run_s_config():
-    config = MultiTurnConfig(tool_timeout_s=3, tool_retries=1, tool_concurrency=7, max_tool_response_tokens=9)
+    keys = {"tool_timeout_s": 3, "tool_retries": 1, "tool_concurrency": 7, "max_tool_response_tokens": 9}
+    config = MultiTurnConfig(**keys, max_tool_calls=5)
     limits = ToolLimits.from_config(config)
-    assert limits == ToolLimits(3, 1, 7, config.max_parallel_calls, 9, "both")
+    assert limits == ToolLimits(3, 1, 7, config.max_parallel_calls, 5, 9, "both")
 
 
 class Chaos(Tool):
@@ -540,3 +541,46 @@ def test_every_created_instance_is_scored_and_released_exactly_once_whatever_fai
         assert created <= 1 and life.count("calc_reward") == life.count("release") == created
         assert not life or life[-2:] == ["calc_reward", "release"]
         assert (tool.name in rewards) == bool(created)
+
+
+def test_a_tool_s_own_limits_hold_where_they_are_lower():
+    tool = Tool(lambda parameters: asyncio.sleep(5), call_timeout_s=0.1, max_concurrency=1)
+    limits = ToolLimits(timeout_s=3.0, concurrency=4)
+    assert (limits.timeout_of(tool), limits.concurrency_of(tool)) == (0.1, 1)
+    assert (ToolLimits(timeout_s=0.05).timeout_of(tool), limits.concurrency_of(Tool(max_concurrency=9))) == (0.05, 4)
+    results, *_ = play(executor(tool, timeout_s=3.0), [ToolCall("tool", {}, "c")])
+    assert results[0].text == "<error>Tool failed: timed out after 0.1 s</error>"
+
+
+@pytest.mark.cap("C88")
+def test_a_budget_counts_the_calls_of_a_trajectory_in_their_order():
+    tool = Tool(lambda parameters: "ok")
+
+    async def main():
+        session = executor(tool, max_calls=3).open("t")
+        first = await session.run([*calls({}), MalformedCall("broken", "not JSON")], turn=1)
+        told = session.budget_spent
+        second = await session.run(calls({}, {}, {}), turn=2)
+        await session.close()
+        return first, told, second, session
+
+    first, told, second, session = asyncio.run(main())
+    assert not told and session.budget_spent
+    assert [r.failure for r in first + second] == [None, "model", None, "model", "model"]
+    assert second[1].text == "<error>not run: all 3 tool calls of this conversation are used up; answer without</error>"
+    assert session.counters["tools/tool/calls"] == 4 and session.counters["tools/tool/over_budget"] == 2
+    assert session.counters["tools/unknown/model_errors"] == 1 and "tools/tool/model_errors" not in session.counters
+    assert [kind for kind, _ in tool.life].count("execute") == 2
+
+
+def test_every_tool_is_closed_once_when_the_run_is_over_and_a_failure_stops_no_other():
+    closed = []
+
+    class Closing(Tool):
+        async def close(self):
+            closed.append(self.name)
+            if self.name == "bad":
+                raise ValueError("no")
+
+    asyncio.run(executor(Closing(name="bad"), Closing(name="good"), Tool()).close())
+    assert sorted(closed) == ["bad", "good"]

@@ -158,8 +158,8 @@ FUNCTION = "type: function, function: {name: f, description: d, parameters: "
         (f"tools:\n  - class_name: {CALCULATOR}\n    confg: {{}}\n", ConfigError, ["'confg'", "did you mean 'config'"]),
         (
             f"tools:\n  - class_name: {CALCULATOR}\n    config: {{type: mcp}}\n",
-            ConfigError,
-            ["mcp", "not in this version"],
+            PluginError,
+            ["expected a subclass of", "MCPBaseTool"],
         ),
         ("tools: []\n", ConfigError, ["at least one entry"]),
         ("tools:\n  - just text\n", ConfigError, ["tools[0]", "just text"]),

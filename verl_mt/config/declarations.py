@@ -26,6 +26,8 @@ class Declaration:
     config: dict[str, Any]
     values: dict[str, Any]
     """The whole entry as written, interpolations resolved."""
+    file: Path
+    """The file that it stands in."""
 
     def load(self) -> Any:
         """The object that `class_name` names.
@@ -98,7 +100,7 @@ def load_declarations(path: str | Path, *, key: str, config_key: str, fields: tu
             )
         if config is not None and not isinstance(config, dict):
             raise ConfigError(f"{where} ({class_name}): config must be a mapping, got {config!r}")
-        declarations.append(Declaration(f"{where} ({class_name})", class_name.strip(), dict(config or {}), entry))
+        declarations.append(Declaration(f"{where} ({class_name})", class_name.strip(), dict(config or {}), entry, file))
     return declarations
 
 

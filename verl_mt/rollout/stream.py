@@ -67,12 +67,14 @@ class RolloutStream:
         return sorted(collected, key=lambda g: g.prompt_id)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel what runs, run `last` (the engine's `close`) and end the thread. Idempotent."""
+        """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent."""
         for future, _, _ in self._running.values():
             future.cancel()
         self._running.clear()
         if self._thread.is_alive():
             self._wait(asyncio.run_coroutine_threadsafe(_drain(), self._loop))
+            if self.runner.tools is not None:
+                self.call(self.runner.tools.close())
             if last is not None:
                 self.call(last())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -15,7 +15,8 @@ async def run_tool_loop(
     """Drive one conversation to its stop reason.
 
     An assistant turn cut by length ends the trajectory: its tools are not run. When no assistant turn remains,
-    tools are not executed (`max_assistant_turns`), while the interaction still scores the last answer.
+    tools are not executed (`max_assistant_turns`), while the interaction still scores the last answer. A model that
+    calls again after it was told that its calls are used up has had its chance (`max_tool_calls`).
     """
     while True:
         turn = await session.generate()
@@ -24,6 +25,9 @@ async def run_tool_loop(
         if tools is not None and turn.parsed.actions:
             if session.turns_left == 0:
                 session.end(StopReason.MAX_ASSISTANT_TURNS)
+                return
+            if tools.budget_spent:
+                session.end(StopReason.MAX_TOOL_CALLS)
                 return
             await _answer_calls(session, tools, turn)
         elif interaction is not None:

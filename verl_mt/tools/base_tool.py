@@ -30,6 +30,8 @@ class BaseTool:
     runs_inline: bool = False
     """True: no method ever blocks, so all run on the rollout's own loop, without a thread. For cheap pure code only."""
 
+    call_timeout_s: float | None = None
+    """Deadline of one call in seconds, where it is shorter than the run's `multi_turn.tool_timeout_s`."""
     max_concurrency: int | None = None
     """Calls that run at once; None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
     when it has its slot."""
@@ -92,3 +94,6 @@ class BaseTool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Free what `create` made; kwargs: the row's `release_kwargs`."""
+
+    async def close(self) -> None:
+        """The run is over: free what belongs to the tool itself (connections, processes). Called once."""

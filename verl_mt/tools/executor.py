@@ -20,12 +20,13 @@ from verl_mt.config.rollout import MultiTurnConfig
 from verl_mt.data.conversation import MalformedCall, ToolCall
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
+from verl_mt.plugins import listing
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.limiter import ConcurrencyLimit
+from verl_mt.tools.limits import ToolLimits
 from verl_mt.tools.results import (
     CountTokens,
     Failure,
-    Keep,
     ToolResult,
     as_reward,
     encodable,
@@ -46,34 +47,6 @@ UNKNOWN = "unknown"
 _FIRST_BACKOFF_S = 0.1
 
 
-@dataclass(frozen=True)
-class ToolLimits:
-    """Limits of tool calls; the same knobs as `actor_rollout_ref.rollout.multi_turn`."""
-
-    timeout_s: float = 30.0
-    """Deadline of one call, retries included, from the moment it holds a slot. Also of `calc_reward` and `release`."""
-    retries: int = 0
-    """How often a call that raised or timed out is tried again; every attempt gets its share of the deadline."""
-    concurrency: int = 256
-    """Calls of one tool that run at once in one event loop."""
-    max_parallel_calls: int = 8
-    """Calls of one assistant turn that are run."""
-    max_response_tokens: int = 512
-    keep: Keep = "both"
-
-    @classmethod
-    def from_config(cls, config: MultiTurnConfig) -> ToolLimits:
-        """The limits of a run."""
-        return cls(
-            timeout_s=config.tool_timeout_s,
-            retries=config.tool_retries,
-            concurrency=config.tool_concurrency,
-            max_parallel_calls=config.max_parallel_calls,
-            max_response_tokens=config.max_tool_response_tokens,
-            keep=config.tool_response_keep,  # type: ignore[arg-type]
-        )
-
-
 class ToolExecutor:
     """One per process; its limits are shared by all trajectories.
 
@@ -85,7 +58,7 @@ class ToolExecutor:
 
     def __init__(self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens):
         self.tools, self.limits, self.count_tokens = tools, limits, count_tokens
-        self._slots = {tool.name: ConcurrencyLimit(_concurrency(tool, limits)) for tool in tools}
+        self._slots = {tool.name: ConcurrencyLimit(limits.concurrency_of(tool)) for tool in tools}
         self._said: set[tuple[str, str]] = set()
 
     @classmethod
@@ -120,6 +93,18 @@ class ToolExecutor:
         """Hold one of the tool's slots."""
         return self._slots[name].slot()
 
+    async def close(self) -> None:
+        """The run is over: every tool's own `close`, once. Never raises: what fails is logged."""
+
+        async def close_one(tool: BaseTool) -> None:
+            try:
+                code = user_code_of(tool, BaseTool, f"tool {tool.name}")
+                await code.call("close", (), {}, timeout_s=self.limits.timeout_s)
+            except Exception as error:
+                logger.warning("tool %r failed at the end of the run: %s", tool.name, _reason(error))
+
+        await asyncio.gather(*(close_one(tool) for tool in self.tools))
+
     def first_time(self, name: str, error: Exception) -> bool:
         """Whether this tool fails with this kind of error for the first time in this process."""
         before = len(self._said)
@@ -153,12 +138,16 @@ class ToolSession:
     def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
         self.trajectory_id = trajectory_id
         self.counters: dict[str, float] = {}
-        """`tools/<name>/calls|errors|timeouts|model_errors|truncated|retries|media_dropped|latency_s`, and the numbers
-        that `execute` returned as metrics, summed (`numeric_metrics` says under which names).
+        """`tools/<name>/calls|errors|timeouts|model_errors|over_budget|truncated|retries|media_dropped|latency_s`, and
+        the numbers that `execute` returned as metrics, summed (`numeric_metrics` says under which names).
 
-        `calls` counts every call the model wrote; `errors` (timeouts included) and `model_errors` never overlap;
+        `calls` counts every call the model wrote; `errors`, `model_errors` and `over_budget` never overlap; `timeouts`
+        are among the first, or among the second where a tool ran what the model wrote and that did not end;
         `media_dropped` counts images and videos: rollouts are text, so the model gets a note in their place."""
         self.time_spans: list[TimeSpan] = []
+        self.budget_spent = False
+        """Whether the model was told that no calls are left (`max_calls`)."""
+        self._num_calls = 0
         self._executor, self._limits, self._tools = executor, executor.limits, tools
         self._row_kwargs = row_kwargs
         self._instances: dict[str, _Instance] = {}
@@ -180,7 +169,8 @@ class ToolSession:
         Returns:
             One result per call, in the order of the calls. Failures are results, never exceptions.
         """
-        results = await asyncio.gather(*(self._one(index, call, turn) for index, call in enumerate(calls)))
+        before, self._num_calls = self._num_calls, self._num_calls + len(calls)
+        results = await asyncio.gather(*(self._one(k, before + k, call, turn) for k, call in enumerate(calls)))
         for result in results:
             if result.failure is None:
                 self._instances[result.name].rewards.append(result.step_reward)
@@ -198,10 +188,13 @@ class ToolSession:
             self._closing = asyncio.ensure_future(self._close())
         return await asyncio.shield(self._closing)
 
-    async def _one(self, index: int, call: ToolCall | MalformedCall, turn: int) -> ToolResult:
+    async def _one(self, index: int, rank: int, call: ToolCall | MalformedCall, turn: int) -> ToolResult:
+        """Call `index` of its turn and `rank` of its trajectory."""
         name, call_id = call.name or "", call.id if isinstance(call, ToolCall) else ""
         metric = name if name in self._tools else UNKNOWN
         self._count(metric, "calls")
+        if self._limits.max_calls is not None and rank >= self._limits.max_calls:
+            return self._refuse_over_budget(name, call_id, metric)
         try:
             if index >= self._limits.max_parallel_calls:
                 raise ToolCallError(
@@ -210,6 +203,8 @@ class ToolSession:
                 )
             if isinstance(call, MalformedCall):
                 raise ToolCallError(call.error)
+            if name not in self._tools and name in self._executor.tools:
+                raise ToolCallError(f"tool {name!r} is not available here. Available: {listing(self._tools.names)}")
             self._tools.check_call(name, call.arguments)
             answer = await self._execute(name, call.arguments, turn)
         except ToolCallError as error:
@@ -221,7 +216,8 @@ class ToolSession:
         except Exception as error:
             late = isinstance(error, CallTimeout)
             # The deadline as configured, not what was left of it: the text must not depend on the clock.
-            reason = f"timed out after {self._limits.timeout_s:g} s" if late else _reason(error)
+            limit_s = self._limits.timeout_of(self._tools[name])
+            reason = f"timed out after {limit_s:g} s" if late else _reason(error)
             answer = _Answer(f"Tool failed: {reason}", failure="tool")
             self._count(metric, "timeouts", float(late))
             self._log(name, turn, error)
@@ -231,6 +227,12 @@ class ToolSession:
             key = f"tools/{metric}/{own}"
             self.counters[key] = self.counters.get(key, 0.0) + value
         return self._finish(name, call_id, metric, answer)
+
+    def _refuse_over_budget(self, name: str, call_id: str, metric: str) -> ToolResult:
+        self.budget_spent = True
+        self._count(metric, "over_budget")
+        text = f"not run: all {self._limits.max_calls} tool calls of this conversation are used up; answer without"
+        return ToolResult(name, call_id, f"<error>{text}</error>", failure="model")
 
     async def _execute(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
         async with self._executor.slot(name):
@@ -243,7 +245,7 @@ class ToolSession:
                 self.time_spans.append(TimeSpan("tool", started, ended, turn, name))
 
     async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
-        deadline = time.monotonic() + self._limits.timeout_s
+        deadline = time.monotonic() + self._limits.timeout_of(self._tools[name])
         for left in range(self._limits.retries, -1, -1):
             share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
             try:
@@ -365,10 +367,6 @@ def _as_instance(created: Any, proposed: str) -> _Instance:
     if created is not None and not isinstance(created, str):
         raise TypeError(f"create must return a str id, got {created!r}")
     return _Instance(created or proposed, None if opening is None or opening.is_empty() else opening)
-
-
-def _concurrency(tool: BaseTool, limits: ToolLimits) -> int:
-    return min(limits.concurrency, tool.max_concurrency or limits.concurrency)
 
 
 def _reads_nested_kwargs(kind: type) -> bool:

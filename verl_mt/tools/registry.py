@@ -11,6 +11,7 @@ from verl_mt.config.declarations import Declaration, load_declarations
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool
+from verl_mt.tools.mcp_base_tool import MCPBaseTool, discover
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.tools.toolset import ToolEntry, ToolSet
 
@@ -26,6 +27,9 @@ def load_tools(path: str | Path | None, *, config_key: str = CONFIG_KEY) -> Tool
           - class_name: my_package.my_tools.MyTool   # a BaseTool class, or a @function_tool
             config: {}                               # the class's own settings
             tool_schema: null                        # null = the class's own schema
+          - class_name: verl_mt.tools.mcp_base_tool.MCPBaseTool
+            config: {type: mcp}
+            mcp: {mcp_servers_config_path: servers.json}   # one tool for each that the servers offer
 
     Args:
         path: the file; None = no tools.
@@ -37,16 +41,20 @@ def load_tools(path: str | Path | None, *, config_key: str = CONFIG_KEY) -> Tool
     """
     if path is None:
         return ToolSet()
-    declarations = load_declarations(path, key="tools", config_key=config_key, fields=("tool_schema",))
-    return ToolSet(_make(declaration) for declaration in declarations)
+    declarations = load_declarations(path, key="tools", config_key=config_key, fields=("tool_schema", "mcp"))
+    return ToolSet(entry for declaration in declarations for entry in _make(declaration))
 
 
-def _make(declaration: Declaration) -> ToolEntry:
+def _make(declaration: Declaration) -> list[ToolEntry]:
     where, config = declaration.where, declaration.config
+    is_mcp = config.get("type") == "mcp" or config.get("use_mcp") is True
+    if is_mcp:
+        return _make_mcp(declaration)
     kind = config.get("type", "native")
     if kind != "native":
-        reason = "MCP tools are not in this version" if kind == "mcp" else "expected 'native'"
-        raise ConfigError(f"{where}: config.type is {kind!r}: {reason}. Leave config.type out, or write native.")
+        raise ConfigError(f"{where}: config.type is {kind!r}, expected native or mcp. Leave it out, or write one.")
+    if "mcp" in declaration.values:
+        raise ConfigError(f"{where}: it has an mcp mapping, but config.type is not mcp; write config: {{type: mcp}}")
     raw, schema = _schema(declaration)
     found = declaration.load()
     if isinstance(found, FunctionTool):
@@ -60,7 +68,25 @@ def _make(declaration: Declaration) -> ToolEntry:
         tool = declaration.build(declaration.load_class(BaseTool), config=config, tool_schema=schema)
     # The author's own dict keeps what a model_dump drops (a default of null); a tool may also answer with another one.
     own = raw if schema is not None and declaration.build(tool.get_openai_tool_schema) is schema else None
-    return ToolEntry.of(tool, where=where, schema=own)
+    return [ToolEntry.of(tool, where=where, schema=own)]
+
+
+def _make_mcp(declaration: Declaration) -> list[ToolEntry]:
+    where, config = declaration.where, declaration.config
+    kind = declaration.load_class(MCPBaseTool)
+    if declaration.values.get("tool_schema"):
+        raise ConfigError(f"{where}: an MCP server gives the schemas of its tools; leave tool_schema out")
+    try:
+        found = discover(declaration.values.get("mcp"), config, beside=declaration.file.parent)
+    except (ConfigError, PluginError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    entries = []
+    for connection, name, raw in found:
+        schema = OpenAIFunctionToolSchema.model_validate(raw)
+        tool = declaration.build(kind, config=config, tool_schema=schema)
+        tool.connect(connection, name)
+        entries.append(ToolEntry.of(tool, where=f"{where} of MCP server {connection.name!r}", schema=raw))
+    return entries
 
 
 def _schema(declaration: Declaration) -> tuple[dict[str, Any] | None, OpenAIFunctionToolSchema | None]:

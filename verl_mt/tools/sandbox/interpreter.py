@@ -37,7 +37,7 @@ _ESCAPES = """
 import os, socket
 attempts = {
     "network": socket.socket,
-    "process": os.fork,
+    "process": lambda: os.fork() or os._exit(0),
     "file": lambda: os.open("../verl_mt_escaped", os.O_WRONLY | os.O_CREAT),
     "environment": lambda: open(f"/proc/{os.getppid()}/environ").read(),
 }

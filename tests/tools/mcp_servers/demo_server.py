@@ -1,0 +1,75 @@
+"""A real MCP server for the tests: `demo_server.py` speaks over stdio, `demo_server.py PORT` over streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel
+
+server = MCPServer("demo", log_level="ERROR")
+running, most = 0, 0
+
+
+class Point(BaseModel):
+    x: int
+    y: int = 2
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def norm(point: Point) -> int:
+    """The square of a point's distance."""
+    return point.x**2 + point.y**2
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Wait; says how many calls waited at once."""
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(seconds)
+    running -= 1
+    return f"{most} at once"
+
+
+@server.tool()
+def find(name: str) -> str:
+    """Find a file."""
+    raise ToolError(f"there is no file {name}")
+
+
+@server.tool()
+def look() -> Image:
+    """A picture."""
+    return Image(data=b"\x89PNG", format="png")
+
+
+@server.tool()
+def secret(name: str) -> str:
+    """A variable of the server's environment."""
+    return os.environ.get(name, "unset")
+
+
+@server.tool()
+def die() -> str:
+    """End the server in the middle of a call."""
+    print("the demo server gave up", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

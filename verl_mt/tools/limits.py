@@ -1,0 +1,48 @@
+"""The limits of tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_mt.config.rollout import MultiTurnConfig
+from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.results import Keep
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits of tool calls; the same knobs as `actor_rollout_ref.rollout.multi_turn`."""
+
+    timeout_s: float = 30.0
+    """Deadline of one call, retries included, from the moment it holds a slot. Also of `calc_reward` and `release`."""
+    retries: int = 0
+    """How often a call that raised or timed out is tried again; every attempt gets its share of the deadline."""
+    concurrency: int = 256
+    """Calls of one tool that run at once in one event loop."""
+    max_parallel_calls: int = 8
+    """Calls of one assistant turn that are run."""
+    max_calls: int | None = None
+    """Calls of one trajectory that are run, those that fail included; None = no limit."""
+    max_response_tokens: int = 512
+    keep: Keep = "both"
+
+    @classmethod
+    def from_config(cls, config: MultiTurnConfig) -> ToolLimits:
+        """The limits of a run."""
+        return cls(
+            timeout_s=config.tool_timeout_s,
+            retries=config.tool_retries,
+            concurrency=config.tool_concurrency,
+            max_parallel_calls=config.max_parallel_calls,
+            max_calls=config.max_tool_calls,
+            max_response_tokens=config.max_tool_response_tokens,
+            keep=config.tool_response_keep,  # type: ignore[arg-type]
+        )
+
+    def concurrency_of(self, tool: BaseTool) -> int:
+        """Calls of this tool that run at once: its own limit, where that is lower."""
+        return min(self.concurrency, tool.max_concurrency or self.concurrency)
+
+    def timeout_of(self, tool: BaseTool) -> float:
+        """Deadline of a call of this tool: its own, where that is shorter."""
+        return min(self.timeout_s, tool.call_timeout_s or self.timeout_s)

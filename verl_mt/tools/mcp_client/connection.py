@@ -1,0 +1,218 @@
+"""One live connection to an MCP server, shared by all tools of that server and all trajectories of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import anyio
+import httpx2
+from mcp import Client, MCPError
+from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, CallToolResult, Tool
+
+from verl_mt.errors import ToolCallError
+from verl_mt.tools.mcp_client.servers import McpServer
+from verl_mt.tools.mcp_client.transport import StderrTail, open_transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_CLOSE_S = 10.0
+_MAX_PAGES = 100
+
+
+class McpServerDown(ConnectionError):
+    """The server cannot be reached: the tool's failure, never the model's."""
+
+
+class McpConnection:
+    """Connects at the first use, and again after the connection was lost.
+
+    While a server is down, one attempt in a growing pause (1 s to 30 s) is made to reach it; all other calls fail at
+    once. A call is sent at most once: what was in flight when the connection broke fails, and only
+    `multi_turn.tool_retries` sends it again.
+
+    Calls run concurrently on one event loop of its own thread, so nothing here ever blocks a rollout.
+
+    Args:
+        name: of the server, for errors.
+        server: how to reach it.
+        connect_timeout_s: for starting or reaching it and agreeing on the protocol.
+        calls_per_s: how many calls may begin per second; None = no limit.
+    """
+
+    def __init__(
+        self, name: str, server: McpServer, *, connect_timeout_s: float = 10.0, calls_per_s: float | None = None
+    ):
+        self.name, self.server = name, server
+        self.num_connects = 0
+        """How often a connection was made."""
+        self._connect_timeout_s, self._calls_per_s = connect_timeout_s, calls_per_s
+        self._next_call_s = 0.0
+        self._lock = asyncio.Lock()
+        self._client: Client | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._why, self._pause_s, self._quiet_until_s = "", 0.0, 0.0
+
+    async def list_tools(self) -> list[Tool]:
+        """All tools of the server.
+
+        Raises:
+            McpServerDown: it cannot be reached.
+            MCPError: it refused.
+        """
+        return await _on_mcp_loop(self._list_tools())
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+        """Call a tool. Cancelling the caller cancels the request.
+
+        Raises:
+            McpServerDown: it cannot be reached, or the connection broke before the answer.
+            ToolCallError: the server refuses the tool's name or its arguments.
+            MCPError: it refused the request for another reason.
+        """
+        return await _on_mcp_loop(self._call(tool, arguments))
+
+    async def close(self) -> None:
+        """End the connection, and the server if it was started here. A later call would connect again."""
+        await _on_mcp_loop(self._close())
+
+    async def _list_tools(self) -> list[Tool]:
+        client = await self._connected()
+        tools: list[Tool] = []
+        cursor: str | None = None
+        for _ in range(_MAX_PAGES):
+            page = await self._guarded(client, client.list_tools(cursor=cursor))
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+        raise McpServerDown(f"MCP server {self.name!r} lists its tools on more than {_MAX_PAGES} pages")
+
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+        await self._wait_for_turn()
+        client = await self._connected()
+        return await self._guarded(client, client.call_tool(tool, arguments))
+
+    async def _guarded(self, client: Client, request: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await request
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise ToolCallError(str(error)) from error
+            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST):
+                raise
+            # The second code also says that the server forgot our session (it was started anew).
+            self._drop(client)
+            raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {error}") from error
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:
+            self._drop(client)
+            raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {_leaf(error)}") from error
+
+    async def _wait_for_turn(self) -> None:
+        if self._calls_per_s is None:
+            return
+        now = time.monotonic()
+        begin = max(now, self._next_call_s)
+        self._next_call_s = begin + 1.0 / self._calls_per_s
+        await asyncio.sleep(begin - now)
+
+    async def _connected(self) -> Client:
+        async with self._lock:
+            if self._client is not None:
+                return self._client
+            if time.monotonic() < self._quiet_until_s:
+                raise McpServerDown(f"MCP server {self.name!r} is down: {self._why}")
+            ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+            self._stop = asyncio.Event()
+            self._owner = owner = asyncio.create_task(self._own(ready, self._stop), name=f"mcp {self.name}")
+            try:
+                self._client = await asyncio.wait_for(asyncio.shield(ready), self._connect_timeout_s)
+            except BaseException as error:
+                owner.cancel()
+                late = isinstance(error, TimeoutError | asyncio.CancelledError)
+                self._failed(f"no answer within {self._connect_timeout_s:g} s" if late else str(error))
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                raise McpServerDown(f"MCP server {self.name!r} is down: {self._why}") from error
+            self.num_connects += 1
+            self._pause_s = 0.0
+            return self._client
+
+    def _failed(self, why: str) -> None:
+        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or _FIRST_PAUSE_S)
+        self._quiet_until_s, self._why = time.monotonic() + self._pause_s, why
+        logger.warning("MCP server %r is down: %s; the next attempt is in %g s", self.name, why, self._pause_s)
+
+    async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
+        """Holds the connection open. A task of its own: what a transport opens must be closed by the same task."""
+        client: Client | None = None
+        stderr = StderrTail()
+
+        def hung_up() -> None:
+            stop.set()
+            if client is not None:
+                self._drop(client)
+
+        transport = open_transport(
+            self.server, connect_timeout_s=self._connect_timeout_s, stderr=stderr, at_end=hung_up
+        )
+        try:
+            async with Client(transport) as client:
+                if not ready.done():
+                    ready.set_result(client)
+                await stop.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            # Over HTTP a request that cannot be sent ends the connection with an exception of its own.
+            why = _leaf(error) + (f"; it wrote: {stderr}" if str(stderr) else "")
+            logger.debug("the connection to MCP server %r ended: %s", self.name, why)
+            if not ready.done():
+                ready.set_exception(ConnectionError(why))
+                ready.exception()  # whoever waited for it may be gone
+        finally:
+            if client is not None:
+                self._drop(client)
+
+    def _drop(self, client: Client) -> None:
+        if self._client is client:
+            self._client = None
+            self._stop.set()
+
+    async def _close(self) -> None:
+        async with self._lock:
+            owner, self._client = self._owner, None
+            self._stop.set()
+            if owner is not None and (await asyncio.wait([owner], timeout=_CLOSE_S))[1]:
+                owner.cancel()
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the connections' loop and block until it is done. Not for that loop itself."""
+    return asyncio.run_coroutine_threadsafe(work, _mcp_loop()).result()
+
+
+async def _on_mcp_loop(work: Coroutine[Any, Any, T]) -> T:
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _mcp_loop()))
+
+
+@lru_cache(maxsize=1)
+def _mcp_loop() -> asyncio.AbstractEventLoop:
+    """All connections of a process live on one loop, whose thread never keeps the process alive."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()
+    return loop
+
+
+def _leaf(error: BaseException) -> str:
+    """What happened, below the groups that task groups wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
