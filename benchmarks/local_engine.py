@@ -23,7 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-PROMPT_TOKENS, NEW_TOKENS, NUM_TURNS, VOCAB = 128, 64, 3, 768
+from models import VOCAB, make_model
+
+PROMPT_TOKENS, NEW_TOKENS, NUM_TURNS = 128, 64, 3
 
 
 @dataclass
@@ -32,21 +34,6 @@ class Conversation:
 
     prompt: list[int]
     turns: list[tuple[int, list[int]]]
-
-
-def make_model() -> Any:
-    """A random Qwen3 of the size of the shipped one (0.9 M parameters), which never ends a turn by itself."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = Qwen3Config(
-        vocab_size=VOCAB, max_position_embeddings=1024, initializer_range=0.2, **sizes, **heads, **ends
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def equal_work(count: int) -> list[Conversation]:

@@ -1,0 +1,211 @@
+"""Rollout tokens per second of SGLang, of the local engine and of transformers' `generate`, and how often caches hit.
+
+    python benchmarks/rollout_throughput.py [--sizes tiny small] [--concurrency 1 16 64] [--repetitions 2]
+
+The work is multi-turn: a shared system prompt, groups of 8 samples per prompt, two or three turns of 8 to 48 sampled
+tokens, an observation of 8 to 30 tokens after each. `--concurrency C` conversations are under way at once. All sample
+at T = 1; both engines also return log-probs, `generate` does not.
+
+- SGLang: the colocated engine, in its own process; a conversation's next turn is asked for as soon as it may be.
+- local: the in-process engine, on the same terms.
+- generate: as people use it for this: batches of C conversations in lock-step, left-padded, the whole history
+  prefilled again at each turn, everyone waiting for the longest turn. Tokens beyond a turn's end do not count.
+
+Repetitions are interleaved and have prompts of their own, so that no cache holds what an earlier one left; medians. The
+hit rate of turn k is `cached_tokens` over prompt tokens, of all k-th turns; `possible` is what a cache hits that holds
+exactly the conversation's earlier turns (in the first turn: nothing). CPU seconds are those of all processes that do
+the work. Needs SGLang (docs/sglang.md), no GPU. The last line is for the first size, in tokens per second:
+`rollout at C conversations: sglang / generate = R, local / generate = R`, for the largest C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from local_engine import Conversation, run_generate
+from models import SIZES, VOCAB, make_model, save
+
+LENGTH, SYSTEM, GROUP = 512, 90, 8
+
+
+@dataclass
+class Measured:
+    """One engine at one concurrency."""
+
+    tokens: int = 0
+    """Sampled, per repetition."""
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By turn, as are those below."""
+    prompt: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    possible: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / statistics.median(self.seconds)
+
+
+def make_work(count: int, seed: int) -> list[Conversation]:
+    """Conversations of a repetition: the same lengths whatever the seed, other tokens."""
+    lengths, ids = random.Random(2), random.Random(1000 + seed)
+    system = ids.choices(range(VOCAB), k=SYSTEM)
+    prompt: list[int] = []
+    work = []
+    for index in range(count):
+        if index % GROUP == 0:
+            prompt = system + ids.choices(range(VOCAB), k=lengths.randint(20, 50))
+        sizes = [lengths.randint(8, 48) for _ in range(lengths.randint(2, 3))]
+        turns = [(size, ids.choices(range(VOCAB), k=lengths.randint(8, 30))) for size in sizes]
+        work.append(Conversation(prompt, turns))
+    return work
+
+
+async def converse(engine: Any, name: str, order: int, conversation: Conversation, into: Measured) -> None:
+    """All turns of one conversation."""
+    from verl_mt.data.requests import GenerationRequest, SamplingParams
+
+    stream = list(conversation.prompt)
+    engine.open_session(name, order)
+    known = 0
+    for turn, (size, observation) in enumerate(conversation.turns):
+        request = GenerationRequest(stream, SamplingParams(max_new_tokens=size), f"{name}/{turn}", name)
+        output = await engine.generate(request)
+        assert output.token_ids is not None and len(output.token_ids) == size
+        into.cached[turn] += output.cached_tokens
+        into.prompt[turn] += len(stream)
+        into.possible[turn] += known
+        known = len(stream) + size - 1  # the last token was sampled, and has no keys and values yet
+        stream = stream + output.token_ids + observation
+    engine.close_session(name)
+
+
+async def run_engine(engine: Any, work: list[Conversation], concurrency: int, name: str, into: Measured) -> None:
+    """`concurrency` conversations at any time."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def one(index: int) -> None:
+        async with free:
+            await converse(engine, f"{name}-{index}", index, work[index], into)
+
+    used, begun = cpu_seconds(engine), time.perf_counter()
+    await asyncio.gather(*(one(index) for index in range(len(work))))
+    into.seconds.append(time.perf_counter() - begun)
+    into.cpu.append(cpu_seconds(engine) - used)
+
+
+def run_batches(model: Any, work: list[Conversation], concurrency: int, into: Measured) -> None:
+    """`generate`, `concurrency` conversations in a batch."""
+    used = time.process_time()
+    into.seconds.append(
+        sum(run_generate(model, work[i : i + concurrency])[0] for i in range(0, len(work), concurrency))
+    )
+    into.cpu.append(time.process_time() - used)
+    for conversation in work:
+        length = len(conversation.prompt)
+        for turn, (size, observation) in enumerate(conversation.turns):
+            into.prompt[turn] += length
+            into.cached[turn] += 0
+            length += size + len(observation)
+
+
+def cpu_seconds(engine: Any) -> float:
+    """Of this process, and of the process groups that the engine leads."""
+    groups, ticks = set(getattr(engine, "pids", [])), 0
+    for entry in Path("/proc").iterdir() if groups else ():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) in groups else 0
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(size: str, folder: Path, args: argparse.Namespace) -> dict[tuple[int, str], Measured]:
+    """All engines at all concurrencies, for a model."""
+    from verl_mt.engines.local import LocalEngine, LocalOptions
+    from verl_mt.engines.sglang.engine import SGLangEngine
+    from verl_mt.engines.sglang.options import SGLangOptions
+
+    model = make_model(size)
+    found: dict[tuple[int, str], Measured] = defaultdict(Measured)
+    most = max(args.concurrency)
+    path = save(model, folder / size)
+    sglang = SGLangEngine(SGLangOptions(model_path=path, max_model_len=LENGTH, max_num_seqs=most))
+    try:
+        await sglang.start()
+        await run_engine(sglang, make_work(2, seed=-1), 2, "warm", Measured())
+        for number in range(args.repetitions):
+            for concurrency in args.concurrency:
+                work = make_work(max(args.conversations, concurrency), seed=100 * number + concurrency)
+                name = f"{size}-{number}-{concurrency}"
+                for engine_name in ("sglang", "local", "generate"):
+                    into = found[concurrency, engine_name]
+                    into.tokens = sum(size for conversation in work for size, _ in conversation.turns)
+                    if engine_name == "generate":
+                        await asyncio.to_thread(run_batches, model, work, concurrency, into)
+                    elif engine_name == "sglang":
+                        await run_engine(sglang, work, concurrency, name, into)
+                    else:
+                        local = LocalEngine(model, end_token_ids=(), options=LocalOptions(max_num_seqs=most))
+                        await run_engine(local, work, concurrency, name, into)
+                        await local.close()
+                    print(f"  {name} {engine_name}: {into.seconds[-1]:.1f} s", flush=True)
+    finally:
+        await sglang.close()
+    return found
+
+
+def show(size: str, found: dict[tuple[int, str], Measured]) -> None:
+    """A table."""
+    print(f"\n{size}\n| conversations | engine | tokens/s | CPU s / 1000 tokens | / generate | hit rate by turn |")
+    print("|---|---|---|---|---|---|")
+    for (concurrency, name), m in found.items():
+        rates = ", ".join(f"{m.cached[turn] / m.prompt[turn]:.2f}" for turn in sorted(m.prompt))
+        cpu = 1000 * statistics.median(m.cpu) / m.tokens
+        against = m.rate / found[concurrency, "generate"].rate
+        print(f"| {concurrency} | {name} | {m.rate:.0f} | {cpu:.2f} | {against:.2f} | {rates} |")
+    m = next(m for (_, name), m in found.items() if name == "sglang")
+    print("possible: " + ", ".join(f"{m.possible[turn] / m.prompt[turn]:.2f}" for turn in sorted(m.prompt)), flush=True)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", choices=[*SIZES], nargs="+", default=["tiny", "small"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--conversations", type=int, default=4, help="of one repetition, at least; else --concurrency")
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    import torch
+
+    torch.set_num_threads(args.threads)
+    load = os.getloadavg()[0]
+    print(f"torch {torch.__version__}, {args.threads} thread(s), load {load:.1f} on {os.cpu_count()} cores", flush=True)
+    with tempfile.TemporaryDirectory(prefix="rollout_throughput_") as folder:
+        results = {}
+        for size in args.sizes:
+            results[size] = asyncio.run(measure(size, Path(folder), args))
+            show(size, results[size])
+    first, most = results[args.sizes[0]], max(args.concurrency)
+    plain = first[most, "generate"].rate
+    ratios = [first[most, name].rate / plain for name in ("sglang", "local")]
+    print(f"rollout at {most} conversations: sglang / generate = {ratios[0]:.2f}, local / generate = {ratios[1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
