@@ -77,12 +77,21 @@ def test_tensors_are_read_anew_at_every_pass(module):
 
 @pytest.mark.parametrize("frees", [True, False])
 def test_memory_is_taken_back_before_the_new_weights_arrive(module, frees):
-    engine = RecordingEngine("tensor_buckets", frees_memory=frees)
-    sync = WeightSync(engine, group(module), asyncio.run)
+    engine, workers = RecordingEngine("tensor_buckets", frees_memory=frees), group(module)
+    # What training holds in reserve is the memory that the engine wants back.
+    workers.give_back_memory = lambda: engine.calls.append("give back")
+    sync = WeightSync(engine, workers, asyncio.run)
     sync.release()
     sync.push(1)
-    assert engine.calls == (["release", "resume", "apply"] if frees else ["apply"])
+    assert engine.calls == (["release", "give back", "resume", "apply"] if frees else ["apply"])
     assert engine.version == 1
+
+
+def test_giving_memory_back_is_emptying_the_allocators_cache(module, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    group(module).give_back_memory()
+    assert calls == [1]
 
 
 def test_only_the_newest_files_stay(module, tmp_path):

@@ -110,6 +110,10 @@ class RankWorker:
         assert self.ref is not None
         return self._once(self.ref.compute_log_probs(batch))
 
+    def give_back_memory(self) -> None:
+        """To the device, what its allocator holds in reserve."""
+        torch.cuda.empty_cache()
+
     def num_buckets(self) -> int | None:
         """How many calls of `bucket` give all weights."""
         return self._once(len(self._buckets()))

@@ -112,6 +112,9 @@ class RayWorkerGroup(WorkerGroup):
             doing = "computing the reference policy's log-probs"
             batch[columns.REF_LOG_PROBS] = self._call("compute_ref_log_probs", self._sent(batch), doing=doing)[0]
 
+    def give_back_memory(self) -> None:
+        self._call("give_back_memory", doing="giving memory back")
+
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
 

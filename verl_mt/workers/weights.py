@@ -81,6 +81,7 @@ class WeightSync:
     def push(self, version: int) -> None:
         """The weights changed: from here on the engine samples with them."""
         if self.engine.capabilities.frees_memory:
+            self.workers.give_back_memory()
             self.call(self.engine.resume_memory())
         update = weight_update_for(self.engine.capabilities, self.workers, version, self.transport)
         self.call(self.engine.apply(update))

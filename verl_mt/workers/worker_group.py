@@ -60,6 +60,10 @@ class WorkerGroup(abc.ABC):
         """Fill in the batch's `ref_log_probs`; does nothing where there is no reference policy."""
 
     @abc.abstractmethod
+    def give_back_memory(self) -> None:
+        """Device memory that training holds in reserve goes back to the device, where the engine needs it."""
+
+    @abc.abstractmethod
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
         are to be used or copied before the next one is asked for."""
@@ -120,6 +124,9 @@ class InlineWorkerGroup(WorkerGroup):
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self.ref is not None:
             batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
+
+    def give_back_memory(self) -> None:
+        torch.cuda.empty_cache()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.actor.module)
