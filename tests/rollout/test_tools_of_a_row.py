@@ -1,0 +1,143 @@
+"""A row names the tools it may use, and a trajectory has a budget of calls: prompt, executor and loop agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from toys import toy_tokenizer
+
+from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.sanity import SanityMode, SanityMonitor
+from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.dataset import DataRow
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
+from verl_mt.diagnostics.step_metrics import rollout_metrics
+from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.prompts import PromptBuilder
+from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
+from verl_mt.rollout.session import SessionContext
+from verl_mt.tools.executor import ToolExecutor, ToolLimits
+from verl_mt.tools.function_tool import function_tool
+from verl_mt.tools.toolset import ToolSet
+
+CHAT = ChatTemplate(toy_tokenizer())
+RUNS: list[str] = []
+
+
+@function_tool
+def north(step: int) -> str:
+    """Go north.
+
+    Args:
+        step: how far
+    """
+    RUNS.append(f"north {step}")
+    return f"north {step}"
+
+
+@function_tool
+def south(step: int) -> str:
+    """Go south.
+
+    Args:
+        step: how far
+    """
+    RUNS.append(f"south {step}")
+    return f"south {step}"
+
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def call(name: str, step: int) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'step': step}})}</tool_call>"
+
+
+def roll_out(turns: list[str], *, max_calls: int | None = None, **extra) -> Trajectory:
+    """One trajectory whose model says `turns`, of a row with this `extra_info`."""
+    RUNS.clear()
+    tools = ToolSet([north, south])
+
+    def turn(request):
+        said = turns[int(request.request_id.split("/")[-1]) - 1]
+        ids = [*CHAT.encode_text(said, neutral=False), CHAT.tokenizer.eos_token_id]
+        return ids, None, "stop", [-0.5] * len(ids)
+
+    runner = RolloutRunner(
+        context=SessionContext(
+            chat=CHAT,
+            engine=ScriptedEngine(turn),
+            limits=Limits(response_length=4000, max_model_len=8000),
+            parser=get_parser("hermes"),
+            sampling=SamplingParams(max_new_tokens=1),
+            sanity=SanityMonitor(SanityMode.STRICT),
+        ),
+        reward=load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=5.0),
+        tools=ToolExecutor(tools, ToolLimits(max_calls=max_calls), CHAT.tokenizer.encode),
+    )
+    row = DataRow([{"role": "user", "content": "q"}], "toy", extra_info=extra, index=3, file="toy.jsonl")
+    prompt = PromptBuilder(CHAT, tools, 3000, True, "error").build(row)
+    assert prompt is not None
+
+    async def first() -> Trajectory:
+        async for group in runner.run(RolloutPlan([prompt], 1, "s")):
+            return group.trajectories[0]
+        raise AssertionError("no group")
+
+    return asyncio.run(first())
+
+
+def prompt_text(trajectory: Trajectory) -> str:
+    record = trajectory.records[0]
+    return CHAT.decode(record.token_ids[: record.num_prompt_tokens])
+
+
+def answers(trajectory: Trajectory) -> list[str]:
+    return [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+
+
+@pytest.mark.cap("C69")
+def test_the_prompt_shows_the_tools_of_the_row_and_no_other_can_be_called():
+    done = roll_out([call("south", 1) + call("north", 2), "done"], tool_selection=["north"])
+    assert "Go north." in prompt_text(done) and "Go south." not in prompt_text(done)
+    assert answers(done) == ["<error>tool 'south' is not available here. Available: north</error>", "north 2"]
+    assert RUNS == ["north 2"] and done.status is Status.COMPLETED
+    assert done.counters["tools/unknown/model_errors"] == 1
+
+
+def test_a_row_without_a_selection_gets_all_tools_and_one_with_an_empty_selection_none():
+    both = roll_out(["done"])
+    assert "Go north." in prompt_text(both) and "Go south." in prompt_text(both)
+    none = roll_out([call("north", 1), "done"], tool_selection=[])
+    assert "Go north." not in prompt_text(none)
+    assert answers(none) == ["<error>tool 'north' is not available here. Available: (none)</error>"] and RUNS == []
+
+
+def test_a_row_that_selects_what_does_not_exist_fails_alone_and_says_so():
+    failed = roll_out(["done"], tool_selection=["nroth"])
+    assert failed.stop_reason is StopReason.ERROR
+    assert "toy.jsonl, row 3: extra_info.tool_selection: unknown tool 'nroth'; did you mean 'north'?" in failed.error
+
+
+@pytest.mark.cap("C88")
+def test_a_spent_budget_is_told_once_and_calling_again_ends_the_trajectory():
+    turns = [call("north", 1), call("north", 2) + call("south", 3), call("south", 4), "never said"]
+    done = roll_out(turns, max_calls=2)
+    assert RUNS == ["north 1", "north 2"]
+    assert answers(done)[2].startswith("<error>not run: all 2 tool calls of this conversation are used up")
+    assert done.stop_reason is StopReason.MAX_TOOL_CALLS and done.status is Status.COMPLETED and done.num_turns == 3
+    metrics = rollout_metrics([TrajectoryGroup("g", "p", [done])], ["north", "south"])
+    assert metrics["tools/south/over_budget"] == 1 and metrics["stop/max_tool_calls"] == 1
+    assert metrics["tools/north/calls"] == 2
+
+
+def test_a_model_that_answers_when_its_calls_are_used_up_finishes_as_any_other():
+    done = roll_out([call("north", 1) + call("north", 2), "the answer"], max_calls=1)
+    assert done.stop_reason is StopReason.FINISHED and done.turn_texts[-1] == "the answer"
+    assert sum(done.records[0].loss_mask) == sum(done.records[0].sampled)
