@@ -129,6 +129,11 @@ def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
     return [import_file(p) if p.endswith(".py") else _import_module(p, "external_plugins", p) for p in paths]
 
 
+def plugin_names(paths: Iterable[str]) -> tuple[str, ...]:
+    """The same plug-ins for a process with another working directory: files by their absolute paths."""
+    return tuple(str(Path(p).expanduser().resolve()) if p.endswith(".py") else p for p in paths)
+
+
 def _import_module(name: str, what: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)

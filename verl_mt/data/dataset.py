@@ -289,6 +289,8 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
         raise DataError(
             f"{where}: column extra_info must be a mapping, got {type(extra_info).__name__} {_short(extra_info)}"
         )
+    if raw.get("audios"):
+        raise DataError(f"{where}: column audios holds {len(raw['audios'])} items; audio is not offered, leave it out")
     prompt = _messages(_column(raw, columns.prompt, where), f"{where}, column {columns.prompt}")
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")

@@ -3,10 +3,11 @@
 Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
-`counters`, `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`, `info`, and
-`records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and
-where the update computed them `advantages` and `old_log_probs` (else null); besides `has_log_probs` and `turns`
-(kind, start, end, turn), and `messages` where history was rewritten after the record.
+`counters`, `media` (images as data URIs, where a plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a
+monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per record, of equal length, `token_ids`,
+`sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the update computed them `advantages` and
+`old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` where history
+was rewritten after the record.
 NaN and infinities are written as null.
 """
 
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_mt.data.media import from_wire, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
 from verl_mt.errors import DataError
 
@@ -56,6 +58,8 @@ def trajectory_to_row(
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
     row["status"] = trajectory.status
     row["stop_reason"] = trajectory.stop_reason
+    if trajectory.media:
+        row["media"] = {kind: [to_wire(item) for item in items] for kind, items in trajectory.media.items()}
     row["time_spans"] = [dataclasses.asdict(span) for span in trajectory.time_spans]
     row["records"] = [
         _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k))
@@ -84,6 +88,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
         stop_reason=None if stop_reason is None else StopReason(stop_reason),
         time_spans=[TimeSpan(**_known(TimeSpan, span)) for span in row["time_spans"]],
         records=[_row_to_record(record) for record in row["records"]],
+        media={kind: [from_wire(item) for item in items] for kind, items in row.get("media", {}).items()},
     )
 
 

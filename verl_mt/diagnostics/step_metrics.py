@@ -9,7 +9,6 @@ from statistics import fmean, pstdev
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.tools.results import EVENTS
 
-
 _COUNTED = (
     "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
     "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",

@@ -29,7 +29,7 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins
+from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
@@ -148,6 +148,7 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
             n_workers_per_node=trainer.n_workers_per_node,
             num_threads=trainer.num_threads,
             deterministic=trainer.deterministic,
+            external_plugins=plugin_names(config.external_plugins),
         ),
     )
 

@@ -14,6 +14,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
 from verl_mt.modeling.lora import Lora, add_adapters, lora_of, set_lora
+from verl_mt.plugins import import_plugins
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
@@ -30,6 +31,8 @@ class Placement:
     num_threads: int | None = None
     """Of one Ray worker; None = its part of the machine's cores."""
     deterministic: bool = False
+    external_plugins: tuple[str, ...] = ()
+    """Files (absolute) and modules that every process imports before anything else."""
 
     @property
     def num_ranks(self) -> int:
@@ -54,7 +57,9 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
 
     Raises:
         ConfigError: a model, a device or adapters that cannot be had.
+        PluginError: a plug-in that does not import.
     """
+    import_plugins(setup.placement.external_plugins)
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
@@ -93,8 +98,8 @@ def _first_policy(setup: WorkerSetup, ranks: Ranks) -> Any:
 
 def _agreed(lora: Lora | None, module: Any, ranks: Ranks) -> Lora | None:
     """Rank 0 alone has seen the frozen weights; what it says of them is so on all ranks."""
-    lora = ranks.gather(lora)[0]
     if lora is not None:
+        lora = ranks.gather(lora)[0]
         set_lora(module, lora)
     return lora
 
