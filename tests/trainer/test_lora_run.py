@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.trainer import checkpoint
+from verl_mt.workers.shards import save_shards
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +81,19 @@ def test_its_export_is_a_plain_model_with_the_adapter_beside_it(straight, tmp_pa
     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert float((one - plain).abs().max()) > 1e-2
     assert str(resolve_model_path("verl_mt://tiny")) == with_adapter.peft_config["default"].base_model_name_or_path
+
+
+def test_a_sharded_checkpoint_of_adapters_is_exported_too(straight, tmp_path):
+    """As Ray workers leave it: the small part in state.pt, adapters in actor/."""
+    folder = tmp_path / "run" / "checkpoints" / "step_000003"
+    shutil.copytree(straight / "checkpoints" / "step_000003", folder)
+    shutil.copy(straight / "config.yaml", tmp_path / "run")
+    state = checkpoint.load(folder)
+    save_shards(state["workers"]["actor"].pop("tensors"), folder)
+    torch.save(state, folder / "state.pt")
+    assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "model")]) == 0
+    exported, by_run = (load_causal_lm(str(path)).state_dict() for path in (tmp_path / "model", straight / "hf"))
+    assert all(torch.equal(tensor, by_run[name]) for name, tensor in exported.items())
 
 
 def test_another_run_may_start_from_its_export(straight, tmp_path):
