@@ -7,36 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-MODEL = "actor_rollout_ref.model."
-ACTOR = "actor_rollout_ref.actor."
-ROLLOUT = "actor_rollout_ref.rollout."
-REF = "actor_rollout_ref.ref."
+from verl_mt.config import slime_spellings as slime
+from verl_mt.config.spelling import ACTOR, DROP, MODEL, REF, ROLLOUT, Always, Rename
 
-
-DROP = object()
-"""A converter returns it where the value adds nothing."""
-
-
-@dataclass(frozen=True)
-class Rename:
-    """Another spelling of `to`. `convert` raises ValueError with the reason where a value has no counterpart."""
-
-    to: str
-    convert: Callable[[Any], Any] | None = None
-    note: str = ""
-    """Printed when the meaning is not exactly the same."""
-
-
-@dataclass(frozen=True)
-class Always:
-    """A key whose value is fixed here: accepted (with one printed line) when it agrees, refused when not."""
-
-    values: tuple[Any, ...] | None
-    """Values that agree; None = every value, because nothing but speed or memory depends on it."""
-    why: str
+__all__ = ["ACTOR", "DROP", "MODEL", "REF", "ROLLOUT", "Always", "Rename"]
 
 
 def _warmup_ratio(value: Any) -> int:
@@ -149,6 +125,7 @@ RENAMES: dict[str, Rename] = {
     "reward.custom_reward_function.reward_kwargs": Rename("reward.kwargs"),
     "trainer.n_gpus_per_node": Rename("trainer.n_workers_per_node"),
 }
+RENAMES |= slime.RENAMES
 
 PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
@@ -291,6 +268,7 @@ ALWAYS: dict[str, Always] = {
     "ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
     "ray_kwargs.ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
 }
+ALWAYS |= slime.ALWAYS
 
 REFUSED: dict[str, str] = {
     "critic": _NO_CRITIC + ": leave critic.* out (algorithm.adv_estimator=grpo)",
@@ -320,3 +298,4 @@ REFUSED: dict[str, str] = {
     "ray_kwargs": "start Ray as you need it before the run",
 }
 """Key or prefix -> reason. The longest prefix counts."""
+REFUSED |= slime.REFUSED

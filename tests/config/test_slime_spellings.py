@@ -1,0 +1,98 @@
+"""slime's flags: the page's table is the code's, and the document's launch command composes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verl_mt.config import slime_spellings as slime
+from verl_mt.config.compose import compose
+from verl_mt.config.normalize import normalize_argv
+from verl_mt.config.tree import leaves
+from verl_mt.errors import ConfigError, UnknownKeyError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_slime.md"
+DOCUMENTED = (
+    "custom-generate-function-path", "custom-rm-path", "prompt-data", "input-key", "label-key", "metadata-key",
+    "rollout-batch-size", "n-samples-per-prompt", "rollout-max-response-len", "rollout-temperature", "use-tis",
+    "tis-clip", "save-debug-rollout-data",
+)  # fmt: skip
+"""Every flag that slime's guide to agents names."""
+
+
+def table_of_page() -> dict[str, str]:
+    flags = PAGE.read_text().partition("## Flags")[2]
+    return dict(re.findall(r"^\| `--([a-z0-9-]+)` \| (.*) \|$", flags, re.MULTILINE))
+
+
+def spelled(key: str) -> str:
+    return key.replace("_", "-")
+
+
+@pytest.mark.cap("C43", "C44", "C66", "C67", "C68", "C80")
+def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_code_has():
+    expected = {spelled(k): f"`{v.to}`" for k, v in slime.RENAMES.items() if "." not in k}
+    expected |= {spelled(k): v.why for k, v in slime.ALWAYS.items()}
+    expected |= {spelled(k): reason for k, reason in slime.REFUSED.items() if "." not in k}
+    assert table_of_page() == expected
+    assert set(DOCUMENTED) <= expected.keys()
+    assert all(v.to in leaves() for v in slime.RENAMES.values())
+
+
+@pytest.mark.cap("C43", "C44", "C66", "C67", "C68")
+def test_the_documents_launch_command_composes():
+    argv = [
+        "--custom-generate-function-path", "examples.search_r1.generate_with_search.generate",
+        "--custom-rm-path", "examples.search_r1.generate_with_search.reward_func",
+        "--prompt-data", "/root/nq_search/train.jsonl",
+        "--input-key", "question", "--label-key", "answer", "--metadata-key", "metadata",
+        "--rollout-batch-size", "32", "--n-samples-per-prompt", "4",
+        "--rollout-max-response-len", "8192", "--rollout-temperature", "1.0", "--apply-chat-template",
+        "--save-debug-rollout-data", "/root/debug/rollout_{rollout_id}.pt",
+        "--hf-checkpoint", "verl_mt://tiny", "actor_rollout_ref.actor.ppo_max_token_len=9000",
+    ]  # fmt: skip
+    config = compose(normalize_argv(argv))
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    assert rollout.custom_generate_function_path == "examples.search_r1.generate_with_search.generate"
+    assert config.reward.path == "examples.search_r1.generate_with_search.reward_func"
+    assert (data.train_files, data.prompt_key, data.label_key) == ("/root/nq_search/train.jsonl", "question", "answer")
+    assert (data.train_batch_size, rollout.n, rollout.response_length, rollout.temperature) == (32, 4, 8192, 1.0)
+    assert config.trainer.debug_rollout_data == "/root/debug/rollout_{rollout_id}.pt" and data.apply_chat_template
+
+
+def test_flags_of_hydra_and_overrides_are_left_alone():
+    argv = ["--config-name", "tiny", "--cfg", "job", "data.seed=3", "--colocate", "data.shuffle=False", "--lr=1e-5"]
+    assert slime.with_flags_as_overrides(argv) == [
+        "--config-name", "tiny", "--cfg", "job", "data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("load_debug_rollout_data=/x/{rollout_id}.pt", "trainer.debug_mode=train_only"),
+        ("rm_type=math", "use reward.path"),
+        ("metadata_key=meta", "only 'metadata' is possible"),
+        ("advantage_estimator=ppo", "see algorithm.adv_estimator"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_reason(word, text):
+    with pytest.raises((ConfigError, UnknownKeyError), match=re.escape(text)):
+        compose([word])
+
+
+def test_debug_modes_by_slimes_names():
+    path = "save_debug_rollout_data=/x/{rollout_id}.pt"
+    assert compose([path, "debug_rollout_only=True"]).trainer.debug_mode == "rollout_only"
+    assert compose([path, "debug_train_only=True"]).trainer.debug_mode == "train_only"
+    assert compose([path, "debug_rollout_only=False"]).trainer.debug_mode == "save"
+
+
+@pytest.mark.cap("C43")
+def test_one_sample_per_prompt_is_refused_unless_a_function_makes_the_group():
+    with pytest.raises(ConfigError, match="needs at least 2"):
+        compose(["actor_rollout_ref.rollout.n=1"])
+    made = compose(["actor_rollout_ref.rollout.n=1", "custom_generate_function_path=my.agents", "use_kl_loss=False"])
+    assert made.actor_rollout_ref.rollout.n == 1
