@@ -365,7 +365,7 @@ _fragments = st.sampled_from(
 
 
 @given(text=st.lists(_fragments, max_size=14).map("".join), in_reasoning=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("parser", sorted(tool_parsers))
 def test_no_text_of_a_model_makes_a_parser_raise_or_lose_a_malformed_call(parser, text, in_reasoning):
     turn = get_parser(parser).parse(text, TOOLS, in_reasoning=in_reasoning)

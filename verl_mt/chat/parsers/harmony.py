@@ -16,8 +16,7 @@ from verl_mt.chat.parsers.sectioned import json_arguments
 from verl_mt.chat.parsers.tagged import BadCall, found_instead, not_run
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
-_MESSAGE = "<|message|>"
-_HEADER = re.compile(r"\s*(?:<\|start\|>)?(?P<header>(?:assistant\b|\s+to=|<\|channel\|>)[^\n]*?)<\|message\|>")
+_HEADER = re.compile(r"\s{0,8}(?:<\|start\|>)?(?P<header>(?:assistant\b|to=|<\|channel\|>)[^\n]{0,200}?)<\|message\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CLOSING = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
