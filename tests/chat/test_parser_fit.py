@@ -11,6 +11,7 @@ from toys import CHATML, toy_tokenizer
 from verl_mt.chat import ChatTemplate
 from verl_mt.chat.parser_fit import require_parser, suggest_parser, written_call
 from verl_mt.chat.parsers import HermesParser, get_parser
+from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
 SUGGESTED = {
@@ -29,6 +30,10 @@ SUGGESTED = {
 APERTUS_LIKE = (
     CHATML.replace("<tool_call>", "<|calls|>").replace("</tool_call>", "<|done|>").replace('"name"', '"tool"')
 )
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def expected(stem: str) -> str | None:
@@ -91,3 +96,33 @@ def test_an_empty_call_of_the_grammar_in_the_wrong_tags_does_not_fit(shared_data
     written = written_call(template(shared_data, "Qwen-Qwen2.5-7B-Instruct"))
     assert written is not None and not written.in_reasoning
     assert not written.read_by(get_parser("llama3_json")) and written.read_by(get_parser("qwen"))
+
+
+@pytest.mark.parametrize(
+    ("stem", "parser", "text", "shown"),
+    [
+        (
+            "moonshotai-Kimi-K2",
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            "## Return of functions.find:7",
+        ),
+        (
+            "Mistral-Small-3.2-24B-Instruct-2506",
+            "mistral",
+            "[TOOL_CALLS]find[CALL_ID]abc123def[ARGS]{}",
+            "[TOOL_RESULTS]abc123def[TOOL_CONTENT]",
+        ),
+    ],
+)
+def test_a_result_is_shown_under_the_id_that_the_model_gave_its_call(shared_data, stem, parser, text, shown):
+    chat = template(shared_data, stem)
+    turn = get_parser(parser).parse(text).with_ids("call_1_")
+    (call,) = turn.calls
+    asked: list[Message] = [{"role": "user", "content": "Find it."}]
+    said: Message = {"role": "assistant", "content": turn.content, "tool_calls": [call.to_message()]}
+    result: Message = {"role": "tool", "content": "Found.", "tool_call_id": call.id, "name": "find"}
+    sampled = chat.encode_text(text, neutral=False)
+    delta = chat.delta_ids([result], history=[*asked, said], tools=[TOOL], last_ids=sampled)
+    assert shown in chat.decode(delta.ids)
