@@ -6,26 +6,32 @@ import inspect
 from collections.abc import Callable
 from typing import Any, overload
 
-from verl_mt.errors import PluginError
 from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.function_schema import from_json, rich_arguments, schema_of
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.user_code import in_daemon_thread
 
 
 class FunctionTool(BaseTool):
-    """A stateless tool around a function; still callable like the function itself."""
+    """A stateless tool around a function; still callable like the function itself.
+
+    `converts`: whether arguments become what the type hints say (dataclasses, enums, ...).
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
         config: dict[str, Any] | None = None,
         tool_schema: OpenAIFunctionToolSchema | None = None,
+        *,
+        converts: bool = True,
     ):
         self.function = function
         self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         # A plain function gets its thread in `execute`, so nothing here blocks the caller's loop.
         self.runs_inline = not self.is_async
         self.__doc__ = function.__doc__
+        self._converts = converts
         super().__init__(dict(config or {}), tool_schema)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,10 +44,16 @@ class FunctionTool(BaseTool):
 
     def bind(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> FunctionTool:
         """The tool that one YAML entry declares."""
-        return FunctionTool(self.function, config, tool_schema or self.tool_schema)
+        return FunctionTool(self.function, config, tool_schema or self.tool_schema, converts=self._converts)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """`function(**parameters, **kwargs)`: text, a dict, or (response, step reward, metrics)."""
+        """`function(**parameters, **kwargs)`: text, a dict, or (response, step reward, metrics).
+
+        Raises:
+            ToolCallError: an argument that its type refuses.
+        """
+        if self._converts:
+            parameters = from_json(rich_arguments(self.function), parameters)
         if self.is_async:
             return await self.function(**parameters, **kwargs)
         value = await in_daemon_thread(self.function, **parameters, **kwargs)
@@ -63,7 +75,7 @@ def function_tool(
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
     """Make a tool of a function, sync or async; the YAML entry's `class_name` names it.
 
-    The schema comes from the type hints and a Google-style docstring::
+    The schema comes from the type hints and the docstring (Google's style, numpy's or reStructuredText's)::
 
         @function_tool
         def add(a: int, b: int) -> int:
@@ -75,9 +87,13 @@ def function_tool(
             '''
             return a + b
 
+    An argument may be a dataclass, a TypedDict, a pydantic model or an enum: the model sees the fields, the function
+    gets the object.
+
     Args:
         name: what the model calls it; None = the function's name.
-        tool_schema: an OpenAI tool schema to use as it is, instead of hints and docstring.
+        tool_schema: an OpenAI tool schema to use as it is, instead of hints and docstring; arguments then arrive as
+            the JSON that they are.
 
     Raises:
         PluginError: a type hint or a docstring is missing; names the function and the argument.
@@ -87,30 +103,6 @@ def function_tool(
         schema = OpenAIFunctionToolSchema.model_validate(tool_schema) if tool_schema else schema_of(target)
         if name:
             schema = schema.model_copy(update={"function": schema.function.model_copy(update={"name": name})})
-        return FunctionTool(target, tool_schema=schema)
+        return FunctionTool(target, tool_schema=schema, converts=tool_schema is None)
 
     return make if function is None else make(function)
-
-
-def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
-    """An OpenAI tool schema from type hints and a Google-style docstring, as transformers' `get_json_schema` writes it.
-
-    Raises:
-        PluginError: a type hint or a description is missing.
-    """
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-    where = f"@function_tool {function.__module__}.{getattr(function, '__qualname__', function)}"
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise PluginError(
-                f"{where}: argument {parameter} cannot be shown to a model; give it a name, a type and a description"
-            )
-    try:
-        return OpenAIFunctionToolSchema.model_validate(get_json_schema(function))
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise PluginError(
-            f"{where}: no tool schema can be made: {error} Every argument needs a type hint and a line `name: text` "
-            "under `Args:` in the docstring; or pass tool_schema={...}."
-        ) from error

@@ -212,7 +212,23 @@ def _validator(parameters: dict[str, Any], where: str) -> Validator:
                     f"{where}: required names {name!r}, which is not among properties{suggest(name, properties)} "
                     f"({listing(properties)})"
                 )
-    return kind(parameters)
+    return kind(_with_nulls(parameters))
+
+
+def _with_nulls(schema: Any) -> Any:
+    """With `nullable: true`, which transformers and OpenAPI write for Optional, in words that JSON Schema knows."""
+    if isinstance(schema, list):
+        return [_with_nulls(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    known = {key: _with_nulls(value) for key, value in schema.items()}
+    if schema.get("nullable") is not True:
+        return known
+    if isinstance(kinds := known.get("type"), str | list):
+        known["type"] = [*([kinds] if isinstance(kinds, str) else kinds), "null"]
+    if isinstance(known.get("enum"), list):
+        known["enum"] = [*known["enum"], None]
+    return known
 
 
 def _explain(error: ValidationError) -> str:
