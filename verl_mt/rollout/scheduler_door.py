@@ -42,7 +42,7 @@ class SchedulerDoor:
         if "infer_engine" not in vars(self.scheduler):
             self.scheduler.infer_engine = InferEngine(session.context.chat)
         conversation = Conversation(
-            session, self._code, type(self.scheduler).__name__, self.timeout_s, media=self.media
+            session, self._code, type(self.scheduler).__name__, self.timeout_s, tools=episode.tools, media=self.media
         )
         conversation.request = make_request(episode)
         token = running.set(conversation)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from verl_mt.data.conversation import MalformedCall, Message, ToolCall
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.rollout.session import RolloutSession
 from verl_mt.tools.executor import ToolSession
 
 
@@ -29,7 +32,7 @@ async def run_tool_loop(
             if tools.budget_spent:
                 session.end(StopReason.MAX_TOOL_CALLS)
                 return
-            await _answer_calls(session, tools, turn)
+            session.extend(await run_calls(tools, turn.parsed.actions, turn=session.trajectory.num_turns))
         elif interaction is not None:
             if await _interaction_is_over(session, interaction):
                 return
@@ -38,13 +41,18 @@ async def run_tool_loop(
             return
 
 
-async def _answer_calls(session: RolloutSession, tools: ToolSession, turn: AssistantTurn) -> None:
-    results = await tools.run(turn.parsed.actions, turn=session.trajectory.num_turns)
+async def run_calls(tools: ToolSession, actions: Sequence[ToolCall | MalformedCall], *, turn: int) -> list[Message]:
+    """Run the calls of one turn; one message per call, in order.
+
+    Raises:
+        EngineGoneError: a tool's infrastructure is gone: neither the model's nor the tool's fault, so the trajectory is
+            thrown away and started again.
+    """
+    results = await tools.run(actions, turn=turn)
     lost = [result for result in results if result.failure == "infrastructure"]
     if lost:
-        # Neither the model's nor the tool's fault: the trajectory is thrown away and started again.
         raise EngineGoneError(f"tool {lost[0].name!r}: {lost[0].text}")
-    session.extend([result.to_message() for result in results])
+    return [result.to_message() for result in results]
 
 
 async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession) -> bool:

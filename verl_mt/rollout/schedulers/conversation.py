@@ -10,12 +10,13 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -28,8 +29,13 @@ from verl_mt.errors import EngineError, LedgerError, UserCodeError
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
 from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.rollout.tool_loop import run_calls
+from verl_mt.tools.executor import ToolSession
 from verl_mt.user_code import UserCode
 
+T = TypeVar("T")
+
+_TOOLS_KEY = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 MEDIA = ("images", "videos", "audios")
 STEP_KEYS = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_infos", "rollout_logprobs")
 
@@ -61,6 +67,17 @@ class InferEngine:
             LedgerError: called outside a scheduler's hooks.
         """
         return await current().infer(infer_request, request_config)
+
+    async def run_tools(self) -> list[Message]:
+        """Run the calls of the last turn with the run's own tools (`tool_kwargs.tools_config_file`), in order.
+
+        Returns:
+            One message per call, to be put behind the turn; a failure is text for the model, as in the tool loop.
+
+        Raises:
+            EngineGoneError: a tool's infrastructure is gone; the trajectory starts again.
+        """
+        return await current().run_tools()
 
 
 class PlainTextTokenizer:
@@ -106,6 +123,8 @@ class Conversation:
     name: str
     """Of the scheduler, for errors."""
     timeout_s: float
+    tools: ToolSession | None = None
+    """Opened and closed by the runner; None where no tools are configured."""
     media: frozenset[str] = frozenset()
     """Kinds of media that the model takes."""
     request: RolloutInferRequest | None = None
@@ -118,6 +137,8 @@ class Conversation:
     choices: dict[str, tuple[int, ChatCompletionResponseChoice]] = field(default_factory=dict)
     """Response id -> turn and choice."""
     _ids: list[int] | None = None
+    _parsed: ParsedTurn | None = None
+    """The last turn, as the run's tool parser reads it."""
     _start: int = 0
     """Where the last sampled turn begins in its record."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -136,11 +157,33 @@ class Conversation:
         except Exception as error:
             raise self.error(method, str(error) or type(error).__name__) from error
 
+    async def run_tools(self) -> list[Message]:
+        """`InferEngine.run_tools` of this conversation, from whatever loop."""
+        return await self._there(self._run_tools())
+
     async def infer(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
         """`InferEngine.infer_async` of this conversation, from whatever loop."""
+        return await self._there(self._infer(request, config))
+
+    async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on the rollout's loop."""
         if asyncio.get_running_loop() is self._loop:
-            return await self._infer(request, config)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._infer(request, config), self._loop))
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def _run_tools(self) -> list[Message]:
+        if self.tools is None:
+            raise self.error("run_tools", f"no tools are configured ({_TOOLS_KEY})")
+        if self._parsed is None:
+            raise self.error("run_tools", "no turn has been sampled yet")
+        self.waiting_since = None
+        try:
+            return await run_calls(self.tools, self._parsed.actions, turn=self.session.trajectory.num_turns)
+        except EngineError as error:
+            self.engine_error = error
+            raise
+        finally:
+            self.waiting_since = time.monotonic()
 
     def take_step(self, result: Any) -> RolloutInferRequest:
         """What `step` returned: check it, keep its parts for the next turn.
@@ -249,7 +292,7 @@ class Conversation:
         turn = await session.generate(max_tokens=max_tokens, stop=stop)
         if turn is None:
             raise TrajectoryOver(str(session.trajectory.stop_reason))
-        self._start = session.record.turns[-1].start
+        self._start, self._parsed = session.record.turns[-1].start, turn.parsed
         return self._response(turn)
 
     def _response(self, turn: AssistantTurn) -> ChatCompletionResponse:
