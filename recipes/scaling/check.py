@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -55,12 +55,15 @@ LOCAL = (
     Run("deep", 8, 4, "wide 128x8"),
     Run("wide and deep", 4, 4, "wide 384x6"),
     Run("one turn", 8, 4, "random 256x6", response_length=48),
+    Run("longer turn", 4, 4, "random 128x4", response_length=96),
     Run("more samples", 4, 24, new="n, batch"),
     Run("larger batch", 24, 8, new="n, batch"),
     Run("slow tool", 8, 8, latency_s=0.5, new="tool latency"),
     Run("slow tool in turns", 12, 8, latency_s=0.3, concurrency=24, new="tool latency, batch, concurrency"),
     Run("larger model", 8, 4, "wide 512x5", new="model size"),
     Run("long responses", 6, 4, "random 192x8", response_length=160, new="model size, response length"),
+    Run("very slow tool in turns", 10, 6, "wide 256x6", 0.8, 20, new="tool latency, batch, concurrency, model size"),
+    Run("middling responses", 8, 4, "random 320x5", response_length=128, new="model size, response length"),
 )
 SGLANG = (
     Run("small batch", 8, 4),
@@ -128,6 +131,7 @@ def measure(runs: tuple[Run, ...], folder: Path, engine: str, rounds: int, clock
     """`rounds` steps of each run, taking turns, the warm-up not counted. SGLang runs go one after the other: each has
     an engine of its own, which takes memory."""
     observed: dict[str, list[Any]] = {run.name: [] for run in runs}
+    latency = {run.name: run.latency_s for run in runs}
     groups = [runs] if engine == "local" else [(run,) for run in runs]
     for group in groups:
         trainers = {run.name: build(run, folder, engine) for run in group}
@@ -138,6 +142,8 @@ def measure(runs: tuple[Run, ...], folder: Path, engine: str, rounds: int, clock
             for number in range(rounds + 1):
                 for name, trainer in trainers.items():
                     seen = step(trainer)
+                    if clock is not None and seen.work.calls:  # spans are in ordinary seconds
+                        seen = replace(seen, work=replace(seen.work, tool_latency_s=latency[name]))
                     if number:
                         observed[name].append(seen)
                         print(f"  {name}: step {number} took {seen.times.step_s:.2f} s", flush=True)
@@ -205,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = tuple(r for r in (LOCAL if args.engine == "local" else SGLANG) if args.only is None or r.name in args.only)
     clock = lab.OwnClock() if args.clock == "own" and args.engine == "local" else None
     if clock is not None:
+        lab.CLOCK = clock
         ppo_trainer.time = SimpleNamespace(monotonic=clock)
     with tempfile.TemporaryDirectory(prefix="step_time_") as folder:
         observed = measure(runs, Path(folder), args.engine, args.rounds, clock)

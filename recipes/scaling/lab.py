@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
 import zlib
 from pathlib import Path
@@ -16,16 +18,6 @@ from verl_mt.engines.local import LocalEngine
 from verl_mt.tools.calculator import Calculator
 
 
-class SlowCalculator(Calculator):
-    """The calculator behind a network, as it were; `config.latency_s` seconds per call."""
-
-    runs_inline = False
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        await asyncio.sleep(float(self.config["latency_s"]))
-        return await super().execute(instance_id, parameters, **kwargs)
-
-
 class OwnClock:
     """Seconds that a run with the local engine takes on a core of its own, whatever else the machine does: the CPU
     seconds of this process, and those in which conversations are under way and nobody computes (they wait for tools).
@@ -33,23 +25,60 @@ class OwnClock:
 
     def __init__(self) -> None:
         self._waited_s = 0.0
+        self._since: float | None = None
+        self._asleep: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._waker: asyncio.Task[None] | None = None
 
     def __call__(self) -> float:
-        return time.process_time() + self._waited_s
+        since = self._since
+        waiting = 0.0 if since is None else max(0.0, time.monotonic() - time.process_time() - since)
+        return time.process_time() + self._waited_s + waiting
 
     def watch(self, engine: LocalEngine) -> None:
         """Count its waits."""
         wait, scheduler = engine._wait, engine._scheduler
 
         def timed() -> Any:
-            under_way = bool(scheduler.sessions)
             begun = time.monotonic() - time.process_time()
+            self._since = begun if scheduler.sessions else None
             commands = wait()
-            if under_way:
+            if self._since is not None:
+                self._since = None
                 self._waited_s += max(0.0, time.monotonic() - time.process_time() - begun)
             return commands
 
         engine._wait = timed
+
+    async def sleep(self, seconds: float) -> None:
+        """By this clock: while others have the core, a tool does not get on either."""
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._asleep, (self() + seconds, next(self._numbers), future))
+        if self._waker is None or self._waker.done():
+            self._waker = asyncio.create_task(self._wake())
+        await future
+
+    async def _wake(self) -> None:
+        while self._asleep:
+            now = self()
+            while self._asleep and self._asleep[0][0] <= now:
+                if not (future := heapq.heappop(self._asleep)[2]).done():
+                    future.set_result(None)
+            await asyncio.sleep(0.002)
+
+
+CLOCK: OwnClock | None = None
+"""By which tools of this process sleep; None = an ordinary one."""
+
+
+class SlowCalculator(Calculator):
+    """The calculator behind a network, as it were; `config.latency_s` seconds per call."""
+
+    runs_inline = False
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await (asyncio.sleep if CLOCK is None else CLOCK.sleep)(float(self.config["latency_s"]))
+        return await super().execute(instance_id, parameters, **kwargs)
 
 
 def any_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any) -> float:

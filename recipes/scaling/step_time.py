@@ -152,7 +152,7 @@ class StepTime:
     weights_s: float
     rest_s: float
     waiting_s: float
-    """Of `rollout_s`: nobody decodes, because all wait for tools."""
+    """Of `rollout_s`: waiting for tools."""
 
     @property
     def step_s(self) -> float:
@@ -189,9 +189,9 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     Rollout. A decoding step costs `a` (overheads, and reading the weights once) and `b` for each trajectory in it; `b`
     includes what a trajectory's turns and prefills cost, spread over its tokens. The last `concurrency` trajectories
     decode in `longest_tokens` steps, which take `x = a + b * (mean number in a step)` each, and end with the one whose
-    tokens and waits take longest: waits are in step, because turns of a batch end at about the same time. Trajectories
-    before them leave their place to the next one at a steady rate, so they are out of step and hide each other's
-    waits: see `_steady_period`.
+    tokens and waits take longest. Those before them hand their places on: `concurrency` of them take
+    `sampled_tokens * (a + b * concurrency)` and their waits. Waits are taken to be in step, because turns that began
+    together end at about the same time; the more latencies scatter, the more of them hides behind others' decoding.
 
     Update: three forward passes' work per trained token, per rank, and over several ranks what they exchange
     (docs/scaling.md); then the optimizer. Weights: bytes over bandwidth.
@@ -201,7 +201,9 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     x = a + b * last * work.sampled_tokens / work.longest_tokens
     paths = work.last or ((work.longest_tokens, work.calls),)
     rollout, waiting = max((t * x + waits * work.tool_latency_s, waits * work.tool_latency_s) for t, waits in paths)
-    rollout += (work.trajectories - last) / concurrency * _steady_period(work, a, b, concurrency)
+    period = work.sampled_tokens * (a + b * concurrency) + work.calls * work.tool_latency_s
+    rollout += (work.trajectories - last) / concurrency * period
+    waiting += (work.trajectories - last) / concurrency * work.calls * work.tool_latency_s
     flops = model.flops(work.prompt_tokens + work.response_tokens / 2)
     compute = work.trained_tokens * (3 * flops / machine.train_flops + machine.train_token_overhead_s) / work.ranks
     exchanged = 3 * work.passes * model.parameters * model.bytes_per_parameter * (work.ranks - 1) / work.ranks
@@ -240,23 +242,6 @@ def _step_costs(model: Model, work: Work, machine: Machine) -> tuple[float, floa
     b = machine.token_overhead_s + model.kv_bytes * work.context / machine.memory_bandwidth
     b += per_trajectory / max(1.0, work.sampled_tokens)
     return a, b, work.concurrency or work.trajectories
-
-
-def _steady_period(work: Work, a: float, b: float, concurrency: int) -> float:
-    """Seconds from a trajectory's start to its end while `concurrency` of them are always under way.
-
-    Of these, a share decodes and the others wait: with W seconds of waiting and s tokens, a step takes
-    x = a + b * concurrency * s x / (s x + W). The right side grows more slowly than x, so there is one solution.
-    """
-    wait, tokens = work.calls * work.tool_latency_s, work.sampled_tokens
-    low, high = a, a + b * concurrency
-    for _ in range(60):
-        x = (low + high) / 2
-        if (x - a) * (tokens * x + wait) < b * concurrency * tokens * x:
-            low = x
-        else:
-            high = x
-    return tokens * high + wait
 
 
 def load_machine(path: Path) -> Machine:
