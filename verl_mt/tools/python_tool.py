@@ -64,7 +64,6 @@ class PythonTool(BaseTool):
         self.settings = parse_settings(PythonToolSettings, config)
         super().__init__(config, tool_schema)
         settings = self.settings
-        self.max_concurrency = settings.concurrency or len(os.sched_getaffinity(0))
         self._states: dict[str, _State] = {}
         self._sandbox = Sandbox(
             SandboxLimits(settings.timeout_s, settings.memory_mb, settings.disk_mb, settings.output_kb),
@@ -73,6 +72,7 @@ class PythonTool(BaseTool):
             keeps_state=settings.keep_state,
         )
         self._sandbox.verify()
+        self.max_concurrency = settings.concurrency or len(os.sched_getaffinity(0))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """One string, `code`."""

@@ -32,6 +32,8 @@ _MAX_FILES = 10_000
 _LOOK_S = 0.1
 """How often the folder's size is looked at while code runs."""
 _MAX_REPLY = 4096
+_FLOOD = 256
+"""A process that prints this many times what is kept is killed: reading it would cost this process its time."""
 
 _ESCAPES = """
 import os, socket
@@ -51,8 +53,8 @@ for name, attempt in attempts.items():
 escaped
 """
 
-Ending = Literal["ok", "raised", "timeout", "disk", "died"]
-"""How a call ended; after the last three its process is gone, with everything that it knew."""
+Ending = Literal["ok", "raised", "timeout", "disk", "output", "died"]
+"""How a call ended; after the last four its process is gone, with everything that it knew."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,8 @@ class Interpreter:
                         if not said or b"\n" in answer or len(answer) > _MAX_REPLY:
                             output.drain(self._output)
                             return self._understand(answer), str(output)
+                if output.size > _FLOOD * self.limits.output_kb * 1024:
+                    return {"ending": "output", "detail": f"it printed {output.size >> 10} KiB"}, str(output)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + _LOOK_S
                     if self._folder_is_full():
@@ -300,14 +304,16 @@ class _Kept:
 
     def __init__(self, limit: int):
         self._half, self._limit = limit // 2, limit
-        self._head, self._tail, self._size = bytearray(), bytearray(), 0
+        self._head, self._tail = bytearray(), bytearray()
+        self.size = 0
+        """Bytes of the stream so far."""
 
     def add(self, data: bytes) -> bool:
         """Take what came; False at the end of the stream."""
         room = self._half - len(self._head)
         self._head += data[:room]
         self._tail += data[max(room, 0) :]
-        self._size += len(data)
+        self.size += len(data)
         if len(self._tail) > 8 * self._limit:
             del self._tail[: -self._limit]
         return bool(data)
@@ -319,7 +325,7 @@ class _Kept:
 
     def __str__(self) -> str:
         tail = self._tail[max(0, len(self._tail) - (self._limit - self._half)) :]
-        dropped = self._size - len(self._head) - len(tail)
+        dropped = self.size - len(self._head) - len(tail)
         note = f"\n...({dropped} bytes left out)...\n" if dropped else ""
         return self._head.decode("utf-8", "replace") + note + tail.decode("utf-8", "replace")
 

@@ -39,7 +39,8 @@ class SandboxLimits:
     disk_mb: int = 16
     """All files in its folder together in MiB."""
     output_kb: int = 64
-    """Printed text that is kept of one call in KiB, half from its start and half from its end."""
+    """Printed text that is kept of one call in KiB, half from its start and half from its end. A process that prints
+    256 times as much is killed."""
 
     def rlimits(self) -> dict[str, int]:
         """Names and values for `resource.setrlimit`. NPROC is a second line: the filter already refuses processes."""
@@ -55,8 +56,10 @@ class SandboxLimits:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """The whole environment: nothing of this process's own, so no key or token that it holds."""
+    """The whole environment: of this process's own only where its libraries are, so no key or token that it holds."""
+    libraries = os.environ.get("LD_LIBRARY_PATH")
     return {
+        **({"LD_LIBRARY_PATH": libraries} if libraries else {}),
         "HOME": folder,
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
@@ -85,6 +88,7 @@ def readable_paths(python: str, extra: tuple[str, ...] = ()) -> list[str]:
         detail = getattr(error, "stderr", None) or error
         raise PluginError(f"python: {python!r} does not start: {str(detail).strip()[-300:]}") from error
     found = {stdlib, platstdlib, purelib, platlib, *_SYSTEM}
+    found |= {path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)}
     found |= {str(Path(prefix) / name) for prefix in prefixes for name in ("lib", "lib64")}
     for path in extra:
         if not os.path.isabs(path) or not os.path.exists(path):
