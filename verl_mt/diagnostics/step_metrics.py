@@ -12,7 +12,8 @@ from verl_mt.tools.results import EVENTS
 _COUNTED = (
     "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
     "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",
-    "differing_response_ids",
+    "differing_response_ids", "masked_observation_tokens", "unread_tokens", "dropped_samples",
+    "unreturned_conversations",
 )  # fmt: skip
 """Counters of trajectories that are summed under `rollout/`."""
 
@@ -144,10 +145,13 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    rewards = [[t.reward for t in g.trajectories if t.reward is not None] for g in groups]
-    counted = [r for r in rewards if r]
-    flat = sum(max(r) == min(r) for r in counted)
-    return {"group/zero_variance": flat / len(counted)} if counted else {}
+    """Agents of several roles on one prompt are several groups."""
+    rewards: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for k, t in ((k, t) for k, g in enumerate(groups) for t in g.trajectories):
+        if t.reward is not None:
+            rewards[k, t.group_id].append(t.reward)
+    flat = sum(max(r) == min(r) for r in rewards.values())
+    return {"group/zero_variance": flat / len(rewards)} if rewards else {}
 
 
 def _accuracy(groups: Sequence[TrajectoryGroup]) -> float:

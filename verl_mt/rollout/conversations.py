@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.requests import SamplingParams
@@ -104,6 +105,11 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._run = self.main.context
+
+    @property
+    def parser(self) -> ToolParser | None:
+        """How the run reads tool calls."""
+        return self._run.parser
 
     async def post(self, payload: Mapping[str, Any], own: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """Answer a request as SGLang would.

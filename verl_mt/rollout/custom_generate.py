@@ -19,8 +19,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_mt.config.schema import Config
+from verl_mt.data.conversation import Message
 from verl_mt.data.sample import Sample
-from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError, UserCodeError
+from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, PluginError, UserCodeError
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput
 from verl_mt.rollout.conversations import Conversations
@@ -28,10 +29,21 @@ from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
 from verl_mt.rollout.http_post import http_post
 from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.row_tools import RowTools
 from verl_mt.rollout.sample_outcome import settle
 from verl_mt.user_code import CallTimeout, UserCode
 
-__all__ = ["CustomGenerateDoor", "GenerateArgs", "GenerateState", "Sample", "async_rm", "batched_async_rm", "post"]
+__all__ = [
+    "CustomGenerateDoor",
+    "GenerateArgs",
+    "GenerateState",
+    "RowTools",
+    "Sample",
+    "async_rm",
+    "batched_async_rm",
+    "call_tools",
+    "post",
+]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +59,7 @@ class _Call:
     def __init__(self, episode: Episode, conversations: Conversations):
         self.episode = episode
         self.conversations = conversations
+        self.num_tool_turns = 0
         self._loop = asyncio.get_running_loop()
 
     async def on_rollout_loop(self, coroutine: Any) -> Any:
@@ -88,8 +101,8 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     return reply
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float | dict[str, float]]:
-    """Score samples with the run's reward function, in one call, in their order.
+async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float]:
+    """Scores of samples by the run's reward function, in one call, in their order.
 
     Raises:
         UserCodeError: a sample that could not be scored; names it.
@@ -102,12 +115,43 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float |
     for result in results:
         if isinstance(result, RewardFailure):
             raise UserCodeError(result.error)
-    return [scores["score"] if len(scores) == 1 else dict(scores) for scores in results]
+    return [scores["score"] for scores in results]
 
 
-async def async_rm(args: Any, sample: Sample) -> float | dict[str, float]:
+async def async_rm(args: Any, sample: Sample) -> float:
     """Score one sample with the run's reward function."""
     return (await batched_async_rm(args, [sample]))[0]
+
+
+async def call_tools(text: str) -> tuple[Message, list[Message]]:
+    """Run the calls that an assistant turn holds, with the run's own tools, parser, limits and deadlines.
+
+    Args:
+        text: the turn, without its end-of-turn token (`chat.turn_text(reply["output_ids"])`).
+
+    Returns:
+        The turn as a message with its `tool_calls`, and the tools' answers; no answers where there are no calls.
+
+    Raises:
+        ConfigError: no tools are configured.
+    """
+    call = _current("call_tools")
+    tools, parser = call.episode.tools, call.conversations.parser
+    if tools is None or parser is None:
+        raise ConfigError("call_tools: no tools are configured; name them in rollout.tool_kwargs.tools_config_file")
+    call.num_tool_turns += 1
+    chat, turn = call.episode.session.context.chat, call.num_tool_turns
+    parsed = parser.parse(text, call.episode.prompt.tools, in_reasoning=chat.prefilled_reasoning)
+    parsed = parsed.with_ids(f"call_{turn}_")
+    results = await call.on_rollout_loop(tools.run(parsed.actions, turn=turn)) if parsed.actions else []
+    lost = [result for result in results if result.failure == "infrastructure"]
+    if lost:
+        call.conversations.lost = EngineGoneError(f"tool {lost[0].name!r}: {lost[0].text}")
+        raise call.conversations.lost
+    message: Message = {"role": "assistant", "content": parsed.content if parsed.reasoning is None else text}
+    if parsed.calls and not parser.calls_in_content:
+        message["tool_calls"] = [one.to_message() for one in parsed.calls]
+    return message, [result.to_message() for result in results]
 
 
 class CustomGenerateDoor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -44,8 +44,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Runtime:
     """What all calls of a run share; a copy of `args`, deep or not, shares it too."""
 
-    def __init__(self, chat: ChatTemplate, reward: Reward, max_concurrent: int | None):
+    def __init__(
+        self, chat: ChatTemplate, reward: Reward, max_concurrent: int | None, tools: Sequence[dict[str, Any]] = ()
+    ):
         self.chat = chat
+        self.tools = list(tools)
         self.reward = reward
         self.semaphore = asyncio.Semaphore(max_concurrent or 1_000_000)
         self._tokenizer: Any = None
@@ -116,6 +119,8 @@ class GenerateState:
         self.processor = None
         self.chat = runtime.chat
         """The chat template, for functions that render messages: `chat.delta_ids`, `chat.prompt_ids`."""
+        self.tools = runtime.tools
+        """Schemas of the configured tools, for the prompt; `call_tools` runs them."""
         self.semaphore = runtime.semaphore
         config = args.actor_rollout_ref.rollout
         self.sampling_params = {

@@ -64,8 +64,9 @@ def align(tokens: Sequence[int], record: TrajectoryRecord, decode: Decode) -> Al
 def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
     """Verify a Sample against the one record of its trajectory, clear what it masked, and fill it from the record.
 
-    Counted on the trajectory: `cut_tokens` (sampled, and left out by the function), `masked_observation_tokens` (the
-    function had them in the loss), `unread_tokens` (behind the last turn).
+    Counted on the trajectory: `cut_tokens` (sampled, and left out by the function), `masked_tokens` (sampled, and taken
+    out of the loss), `masked_observation_tokens` (not sampled, and wanted in it), `unread_tokens` (behind the last
+    turn).
 
     Raises:
         LedgerError: lengths that do not fit, tokens or log-probs that are not the engine's; names position and numbers.
@@ -76,13 +77,16 @@ def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
     found = align(sample.tokens, record, decode)
     first = len(sample.tokens) - sample.response_length
     _check_response(sample, record, found, first)
+    trained = sum(record.loss_mask)
+    cut = sum(record.sampled[len(found.places) :])
     counts = {
-        "cut_tokens": sum(record.sampled[len(found.places) :]),
+        "cut_tokens": cut,
         "masked_observation_tokens": _mask(sample, record, found, first),
         "unread_tokens": len(sample.tokens) - found.used,
     }
     if sample.remove_sample:
         record.clear_mask(list(range(len(record.token_ids))))
+    counts["masked_tokens"] = trained - sum(record.loss_mask) - cut
     for name, count in counts.items():
         if count:
             trajectory.counters[name] = trajectory.counters.get(name, 0) + count

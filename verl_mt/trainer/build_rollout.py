@@ -122,7 +122,8 @@ def build_runner(
     reward = load_reward(
         config.reward.path, name=config.reward.name, kwargs=config.reward.kwargs, timeout_s=config.reward.timeout_s
     )
-    args = GenerateArgs(config, Runtime(chat, reward, rollout.max_concurrent))
+    runtime = Runtime(chat, reward, rollout.max_concurrent, executor.tools.schemas() if executor is not None else ())
+    args = GenerateArgs(config, runtime)
     reward.bind(args)
     return RolloutRunner(
         context=SessionContext(
