@@ -131,3 +131,8 @@ def test_settings_are_checked():
         PythonTool({"timeout": 3})
     with pytest.raises(ConfigError, match=r"config.memory_mb: Input should be greater than or equal to 64, got 1"):
         PythonTool({"memory_mb": 1})
+
+
+def test_arguments_of_a_row_that_would_do_nothing_are_refused(stateless):
+    with pytest.raises(ValueError, match=r"reads no execute_kwargs, got \['timeout_s'\]"):
+        asyncio.run(stateless.execute("i", {"code": "1"}, timeout_s=3))

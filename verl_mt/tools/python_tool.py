@@ -94,7 +94,12 @@ class PythonTool(BaseTool):
         )
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str | tuple[str, ToolResponse]:
-        """An interpreter is started by the first call."""
+        """An interpreter is started by the first call.
+
+        Raises:
+            ValueError: the row has arguments for it, which would do nothing.
+        """
+        _refuse(kwargs, "create")
         created = await super().create(instance_id, **kwargs)
         self._states[created[0] if isinstance(created, tuple) else created] = _State()
         return created
@@ -106,7 +111,9 @@ class PythonTool(BaseTool):
 
         Raises:
             ToolCallError: it had to be stopped; with what it printed until then.
+            ValueError: the row has `execute_kwargs`, which would do nothing.
         """
+        _refuse(kwargs, "execute")
         state = self._states[instance_id] if self.settings.keep_state else _State()
         async with state.turn:
             try:
@@ -145,3 +152,8 @@ class PythonTool(BaseTool):
         error = ToolCallError(f"the code was stopped: {result.detail}.{lost}" + (f"\n{output}" if output else ""))
         error.timed_out = result.ending == "timeout"
         return error
+
+
+def _refuse(kwargs: dict[str, Any], method: str) -> None:
+    if kwargs:
+        raise ValueError(f"the Python tool reads no {method}_kwargs, got {sorted(kwargs)}; its settings are in the tools file")
