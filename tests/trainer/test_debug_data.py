@@ -18,9 +18,9 @@ from verl_mt.errors import ConfigError, DataError
 from verl_mt.trainer.debug_data import DebugData
 
 QUICK = (
-    "data.train_batch_size=2",
+    "data.train_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.response_length=40",
+    "actor_rollout_ref.rollout.response_length=96",
     "trainer.total_training_steps=2",
     "trainer.deterministic=True",
     "trainer.progress=off",
@@ -202,4 +202,4 @@ def test_the_documents_inspection_works_in_a_fresh_process(tmp_path):
     words = [sys.executable, "-c", INSPECT, str(tmp_path / "rollout_0.pt")]
     shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("Prompt: <|im_start|>") == 8 and "Loss mask: [1," in shown.stdout
+    assert shown.stdout.count("Prompt: <|im_start|>") == 16 and "Loss mask: [1," in shown.stdout
