@@ -17,6 +17,7 @@ SAYS = {
     "02_train_tiny.py": "step 2: reward",
     "03_your_own_tool.py": "my tool was asked for",
     "05_multi_agent.py": "trajectories of one episode",
+    "06_python_tool.py": "PermissionError",
 }
 
 

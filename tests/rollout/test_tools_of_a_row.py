@@ -21,8 +21,9 @@ from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.function_tool import function_tool
+from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
 
 CHAT = ChatTemplate(toy_tokenizer())
@@ -59,17 +60,15 @@ def call(name: str, step: int) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': {'step': step}})}</tool_call>"
 
 
-def roll_out(turns: list[str], *, max_calls: int | None = None, **extra) -> Trajectory:
-    """One trajectory whose model says `turns`, of a row with this `extra_info`."""
-    RUNS.clear()
-    tools = ToolSet([north, south])
+def make_runner(turns: list[str], tools: ToolSet, *, max_calls: int | None = None) -> RolloutRunner:
+    """A runner whose model says `turns`."""
 
     def turn(request):
         said = turns[int(request.request_id.split("/")[-1]) - 1]
         ids = [*CHAT.encode_text(said, neutral=False), CHAT.tokenizer.eos_token_id]
         return ids, None, "stop", [-0.5] * len(ids)
 
-    runner = RolloutRunner(
+    return RolloutRunner(
         context=SessionContext(
             chat=CHAT,
             engine=ScriptedEngine(turn),
@@ -81,6 +80,13 @@ def roll_out(turns: list[str], *, max_calls: int | None = None, **extra) -> Traj
         reward=load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=5.0),
         tools=ToolExecutor(tools, ToolLimits(max_calls=max_calls), CHAT.tokenizer.encode),
     )
+
+
+def roll_out(turns: list[str], *, max_calls: int | None = None, **extra) -> Trajectory:
+    """One trajectory whose model says `turns`, of a row with this `extra_info`."""
+    RUNS.clear()
+    tools = ToolSet([north, south])
+    runner = make_runner(turns, tools, max_calls=max_calls)
     row = DataRow([{"role": "user", "content": "q"}], "toy", extra_info=extra, index=3, file="toy.jsonl")
     prompt = PromptBuilder(CHAT, tools, 3000, True, "error").build(row)
     assert prompt is not None
@@ -141,3 +147,17 @@ def test_a_model_that_answers_when_its_calls_are_used_up_finishes_as_any_other()
     done = roll_out([call("north", 1) + call("north", 2), "the answer"], max_calls=1)
     assert done.stop_reason is StopReason.FINISHED and done.turn_texts[-1] == "the answer"
     assert sum(done.records[0].loss_mask) == sum(done.records[0].sampled)
+
+
+def test_tools_are_closed_once_when_the_run_is_over():
+    closed = []
+
+    class Connected(FunctionTool):
+        async def close(self):
+            closed.append(self.name)
+
+    stream = RolloutStream(make_runner([], ToolSet([Connected(north.function), Connected(south.function)])))
+    assert closed == []
+    stream.close()
+    stream.close()
+    assert sorted(closed) == ["north", "south"]
