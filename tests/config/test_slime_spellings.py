@@ -96,3 +96,22 @@ def test_one_sample_per_prompt_is_refused_unless_a_function_makes_the_group():
         compose(["actor_rollout_ref.rollout.n=1"])
     made = compose(["actor_rollout_ref.rollout.n=1", "custom_generate_function_path=my.agents", "use_kl_loss=False"])
     assert made.actor_rollout_ref.rollout.n == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("interaction_config_file=x.yaml", "interaction_config_file does not go with"),
+        ("multi_turn.loss_scale=last_round", "multi_turn.loss_scale does not go with"),
+        ("multi_turn.train_prompt_assistants=True", "train_prompt_assistants does not go with"),
+        ("multi_turn.enable=False", "multi_turn.enable=False does not go with"),
+    ],
+)
+def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text):
+    with pytest.raises(ConfigError, match=text):
+        compose(["custom_generate_function_path=my.generate", f"actor_rollout_ref.rollout.{word}"])
+
+
+def test_settings_of_a_function_that_is_not_named_are_refused():
+    with pytest.raises(ConfigError, match="custom_generate_kwargs are given, but"):
+        compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"])

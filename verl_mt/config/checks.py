@@ -40,6 +40,7 @@ def _multi_turn(config: Config) -> Iterator[str]:
                 "switch multi-turn on, or leave the file out (=null)"
             )
     yield from _scheduler(config)
+    yield from _generate_function(config)
     data = config.data
     if turns.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
         yield (
@@ -51,6 +52,28 @@ def _multi_turn(config: Config) -> Iterator[str]:
             f"{_ROLLOUT}.multi_turn.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; "
             "set it to 2 or more, or to null"
         )
+
+
+def _generate_function(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    key, turns = f"{_ROLLOUT}.custom_generate_function_path", rollout.multi_turn
+    if rollout.custom_generate_function_path is None:
+        if rollout.custom_generate_kwargs:
+            yield f"{_ROLLOUT}.custom_generate_kwargs are given, but {key} is null: name the function too"
+        return
+    decided_by_it = {
+        "interaction_config_file": rollout.interaction_config_file,
+        "multi_turn.use_inference_chat_template": turns.use_inference_chat_template or None,
+        "multi_turn.loss_scale": turns.loss_scale,
+        "multi_turn.train_prompt_assistants": turns.train_prompt_assistants or None,
+        "multi_turn.enable=False": None if turns.enable is not False else False,
+    }
+    for name, value in decided_by_it.items():
+        if value is not None:
+            yield (
+                f"{_ROLLOUT}.{name} does not go with {key}={rollout.custom_generate_function_path!r}: the function "
+                "decides itself what the model is answered and what is trained (sample.loss_mask); leave it out"
+            )
 
 
 def _scheduler(config: Config) -> Iterator[str]:

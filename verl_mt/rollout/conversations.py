@@ -245,8 +245,14 @@ class Conversations:
         ids = request.ids if request.ids is not None else self.prompt.ids if is_row else self._prompt_ids(text)
         messages = self.prompt.messages if is_row else [{"role": "user", "content": text}]
         session = main if number == 0 else self._another(number)
+        # What the function says about tokens and masks is checked when it returns; no one else has a say.
         session.context = replace(
-            self._run, parser=None, sanity=SanityMonitor(SanityMode.OFF), use_inference_chat_template=False
+            self._run,
+            parser=None,
+            sanity=SanityMonitor(SanityMode.OFF),
+            use_inference_chat_template=False,
+            loss_scale=None,
+            train_prompt_assistants=False,
         )
         session.verbatim = True
         session.start(list(ids), messages, self.prompt.tools if is_row else [])
