@@ -124,6 +124,10 @@ def test_memory_and_open_files_are_limited_and_the_limits_cannot_be_raised(inter
     assert interpreter.run(raising).ending == "raised"
 
 
+def test_it_is_the_first_to_go_when_memory_is_short(interpreter):
+    assert Path(f"/proc/{interpreter._process.pid}/oom_score_adj").read_text().strip() == "1000"
+
+
 def test_ordinary_code_works_and_its_state_stays(interpreter):
     assert interpreter.run("def square(x):\n    return x * x\nprint('hi')\nsquare(7)").output == "hi\n49\n"
     assert interpreter.run("open('note', 'w').write('kept'); square(3)").output == "9\n"

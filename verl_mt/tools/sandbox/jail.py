@@ -42,6 +42,9 @@ def lock_in(setup: dict) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != setup["parent"]:
         os._exit(1)
+    # When memory is short, the kernel is to end this process and not the trainer.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     os.chdir(setup["folder"])
     for name, value in setup["rlimits"].items():
         kind = getattr(resource, name)
