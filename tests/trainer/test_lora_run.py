@@ -111,8 +111,9 @@ def test_adapters_alone_learn_the_default_task(tmp_path):
     lines = fit(
         tmp_path / "run",
         "actor_rollout_ref.model.lora_rank=8",
-        "actor_rollout_ref.actor.optim.lr=3e-3",
+        "actor_rollout_ref.actor.optim.lr=2e-3",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
         "actor_rollout_ref.rollout.n=8",
         "data.train_batch_size=16",
         "data.train_max_samples=4096",
@@ -123,4 +124,4 @@ def test_adapters_alone_learn_the_default_task(tmp_path):
     )
     rewards = [line["reward/mean"] for line in lines]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert last > first + 0.1, rewards
+    assert last > first + 0.15, rewards

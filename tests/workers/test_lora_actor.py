@@ -12,10 +12,13 @@ from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.engines.base import Capabilities, Disk
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling import log_probs
+from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.lora import adapters_off, is_adapter, lora_of, without_adapters
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.weights import Transport, weight_update_for
 from verl_mt.workers.worker_group import build_worker_group
 
 
@@ -219,3 +222,14 @@ def test_weights_leave_merged_under_the_names_of_the_base(model_folder):
     )
     with adapters_off(workers.policy_module):
         assert float((workers.compute_log_probs(batch) - worker(module).compute_log_probs(batch)).abs().max()) > 1e-4
+
+
+def test_an_engine_that_reads_files_gets_a_plain_model(model_folder, tmp_path):
+    workers = group(model_folder)
+    workers.update(make_batch(REWARDS))
+    takes_files = Capabilities(transports=frozenset({"disk"}), deterministic=False, overlaps_training=False)
+    update = weight_update_for(takes_files, workers, 1, Transport(folder=tmp_path))
+    assert isinstance(update, Disk)
+    written, sent = load_causal_lm(update.path).state_dict(), dict(workers.full_state())
+    assert written.keys() == tiny_policy().state_dict().keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in sent.items())
