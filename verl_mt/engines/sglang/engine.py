@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,13 @@ from verl_mt.engines.base import (
     TensorBuckets,
     WeightUpdate,
 )
-from verl_mt.engines.sglang.buckets import verify
+from verl_mt.engines.sglang.buckets import Bucket, verify
 from verl_mt.engines.sglang.client import Client
 from verl_mt.engines.sglang.host_client import HostClient
 from verl_mt.engines.sglang.http_client import HttpClient, LaunchedServer
 from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
 from verl_mt.engines.sglang.replica import Replica
+from verl_mt.engines.sglang.shared_pass import SharedPass
 from verl_mt.engines.sglang.turn import Turn, check_request
 from verl_mt.engines.sglang.weight_sender import WeightSender
 from verl_mt.errors import EngineError, EngineGoneError
@@ -164,7 +165,10 @@ class SGLangEngine(InferenceEngine):
                     verify(update.tensors, self._shape.weights)
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
-            await asyncio.gather(*(self._bring_up_to_date(r, update) for r in present or self._replicas))
+            members = self._one_pass(update, present)
+            await asyncio.gather(
+                *(self._bring_up_to_date(r, update, members.get(r)) for r in present or self._replicas)
+            )
             for replica in self._replicas:
                 replica.sender.current = update
             late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
@@ -231,16 +235,43 @@ class SGLangEngine(InferenceEngine):
         sender = WeightSender(self._options, is_paused=lambda: not self._resumed.is_set())
         return Replica(make, sender, timeout_s=self._options.timeout_s, is_ours=not self._options.servers)
 
-    async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate) -> None:
-        while True:
-            client = await replica.ready(self._options.timeout_s)
-            async with replica.lock:
-                if replica.holds is update:
+    def _one_pass(self, update: WeightUpdate, replicas: list[Replica]) -> dict[Replica, SharedPass]:
+        """Gathering all weights is work for the whole group of workers: once for all engines that serve now."""
+        if not isinstance(update, TensorBuckets):
+            return {}
+        kinds: dict[tuple[bool, bool], list[tuple[Replica, Client]]] = {}
+        for replica in replicas:
+            if (client := replica.serving) is not None:
+                kinds.setdefault(replica.sender.kind(client), []).append((replica, client))
+        passes: dict[Replica, SharedPass] = {}
+        for alike in kinds.values():
+            first, client = alike[0]
+            if len(alike) > 1:
+                one = SharedPass(first.sender.pack(client, update), len(alike))
+                passes |= {replica: one for replica, _ in alike}
+        return passes
+
+    async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate, shared: SharedPass | None = None) -> None:
+        if shared is not None:
+            with shared.member() as buckets:
+                if (client := replica.serving) is not None and await self._send(replica, client, update, buckets):
                     return
-                with contextlib.suppress(EngineGoneError):  # to be sent again to its next life
-                    await replica.sender.send(client, update)
-                    replica.sender.current = replica.holds = update
-                    return
+        # Alone; an engine that goes away gets it again in its next life.
+        while not await self._send(replica, await replica.ready(self._options.timeout_s), update):
+            pass
+
+    async def _send(
+        self, replica: Replica, client: Client, update: WeightUpdate, buckets: AsyncIterator[Bucket] | None = None
+    ) -> bool:
+        """Whether it has the update now; False = it went away."""
+        async with replica.lock:
+            if replica.holds is not update:
+                try:
+                    await replica.sender.send(client, update, buckets)
+                except EngineGoneError:
+                    return False
+                replica.sender.current = replica.holds = update
+        return True
 
     # Requests
 

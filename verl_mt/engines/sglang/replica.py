@@ -60,6 +60,11 @@ class Replica:
         return self._ready.is_set() and self._failure is None
 
     @property
+    def serving(self) -> Client | None:
+        """The engine, if it serves now."""
+        return self._client if self.is_ready else None
+
+    @property
     def pid(self) -> int | None:
         """Of the engine's main process, if it is ours."""
         return None if self._client is None else self._client.pid

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import torch
 
 from verl_mt.engines.base import Disk, TensorBuckets, WeightUpdate
-from verl_mt.engines.sglang.buckets import Buckets, describe, payload
+from verl_mt.engines.sglang.buckets import Bucket, Buckets, describe, payload
 from verl_mt.engines.sglang.client import Client
 from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.engines.sglang.weight_group import WeightGroup
@@ -55,8 +55,13 @@ class WeightSender:
                 ) from error
         return update
 
-    async def send(self, client: Client, update: WeightUpdate) -> None:
+    async def send(self, client: Client, update: WeightUpdate, buckets: AsyncIterator[Bucket] | None = None) -> None:
         """Turns that are being sampled are set back to where they have no cache, and go on with the new weights.
+
+        Args:
+            client: the engine.
+            update: what it gets.
+            buckets: the update as `pack` gives it, where other engines get it at the same time.
 
         Raises:
             EngineError: the update does not fit the model, or SGLang refused it. If a part of it has arrived by then,
@@ -70,7 +75,7 @@ class WeightSender:
                 await self._pause(client)
                 await self._call(client, "update_weights_from_disk", body)
             elif isinstance(update, TensorBuckets):
-                await self._send_tensors(client, update)
+                await self._send_tensors(client, update.version, buckets or _alone(self.pack(client, update)))
             else:
                 raise EngineError(f"an SGLang engine takes TensorBuckets and Disk, got {type(update).__name__}")
         except BaseException as error:
@@ -80,8 +85,17 @@ class WeightSender:
         if not self._is_paused():
             await self._call(client, "continue_generation", {})
 
-    async def _send_tensors(self, client: Client, update: TensorBuckets) -> None:
-        for bucket in self._packer(client).pack(update.tensors, update.bucket_bytes):
+    def pack(self, client: Client, update: TensorBuckets) -> Iterator[Bucket]:
+        """The update as this engine takes it, and every other one of the same `kind`."""
+        return self._packer(client).pack(update.tensors, update.bucket_bytes)
+
+    def kind(self, client: Client) -> tuple[bool, bool]:
+        """Engines of the same kind take the same buckets."""
+        return self.broadcasts_to(client), client.on_gpu
+
+    async def _send_tensors(self, client: Client, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        self._packer(client)
+        async for bucket in buckets:
             if not self._begun:
                 await self._pause(client)
                 if self._group is not None and not self._group.joined:
@@ -89,11 +103,12 @@ class WeightSender:
                 await self._call(client, "begin_weight_update", {})
             body: dict[str, Any] = {"flush_cache": bucket.is_last}
             if bucket.is_last:
-                body["weight_version"] = str(update.version)
+                body["weight_version"] = str(version)
             if self._group is not None:
                 await self._group.broadcast(bucket.buffer, body | describe(bucket.entries))
             else:
-                payloads = [payload(bucket.buffer, bucket.entries)] * client.num_ranks
+                # Each is opened once: a handle that several ranks share would be gone with the first of them.
+                payloads = [payload(bucket.buffer, bucket.entries) for _ in range(client.num_ranks)]
                 body |= {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
                 await self._call(client, "update_weights_from_tensor", body)
         await self._call(client, "end_weight_update", {})
@@ -135,3 +150,8 @@ class WeightSender:
 
     async def _call(self, client: Client, name: str, body: dict[str, Any]) -> None:
         await client.call(name, body, self._options.timeout_s)
+
+
+async def _alone(buckets: Iterator[Bucket]) -> AsyncIterator[Bucket]:
+    for bucket in buckets:
+        yield bucket
