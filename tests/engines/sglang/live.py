@@ -20,8 +20,9 @@ from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
-from verl_mt.trainer import build
+from verl_mt.trainer.build import build_workers
 from verl_mt.trainer.build_data import build_prompts, load_val_prompts
+from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
 from verl_mt.workers.worker_group import WorkerGroup
 
 T = TypeVar("T")
@@ -49,15 +50,16 @@ class Lab:
     prompts: list[Prompt]
     workers: WorkerGroup
     local: RolloutRunner
+    greedy: list[TrajectoryGroup] | None = None
 
     @classmethod
     def make(cls, *overrides: str) -> Lab:
         config = compose(list(overrides))
         torch.manual_seed(0)
-        chat, tools = build.build_chat(config), build.build_tools(config)
-        workers = build.build_workers(config, total_steps=10)
+        chat, tools = build_chat(config), build_tools(config)
+        workers = build_workers(config, total_steps=10)
         prompts = load_val_prompts(config, build_prompts(config, chat, tools))
-        return cls(config, chat, prompts, workers, build.build_runner(config, chat, tools, workers.policy_module))
+        return cls(config, chat, prompts, workers, build_runner(config, chat, tools, workers.policy_module))
 
     @property
     def module(self) -> Any:
@@ -74,6 +76,12 @@ class Lab:
             deterministic=False,
             seed=0,
         )
+
+    async def greedy_of_local_engine(self) -> list[TrajectoryGroup]:
+        """What other engines are compared with; computed once."""
+        if self.greedy is None:
+            self.greedy = await self.roll_out(self.local.context.engine, self.prompts, "greedy", temperature=0.0)
+        return self.greedy
 
     async def roll_out(
         self, engine: InferenceEngine, prompts: Sequence[Prompt], name: str, *, n: int = 1, temperature: float = 1.0

@@ -19,7 +19,9 @@ class Comparison:
 
     num_rows: int = 0
     num_tool_rows: int = 0
+    """With tool results."""
     num_retry_rows: int = 0
+    """With tool results, and a user who asked for another try."""
     num_sampled: int = 0
     ties: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -31,8 +33,9 @@ def compare(module: Any, expected: list[TrajectoryGroup], found: list[Trajectory
     for left, right in zip(_trajectories(expected), _trajectories(found), strict=True):
         assert left.prompt_id == right.prompt_id
         result.num_rows += 1
-        result.num_tool_rows += any(message["role"] == "tool" for message in left.messages)
-        result.num_retry_rows += sum(message["role"] == "user" for message in left.messages) > 1
+        with_tool = any(message["role"] == "tool" for message in left.messages)
+        result.num_tool_rows += with_tool
+        result.num_retry_rows += with_tool and sum(message["role"] == "user" for message in left.messages) > 1
         result.num_sampled += left.num_sampled_tokens
         if _what_counts(left) == _what_counts(right):
             continue

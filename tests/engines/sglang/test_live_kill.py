@@ -19,6 +19,22 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 @pytest.mark.cap("V1")
 def test_a_kill_in_the_middle_of_a_rollout_does_not_end_the_run_and_no_sample_is_lost_or_doubled(tmp_path):
+    steps = train_and_kill(tmp_path)
+    assert [step["engine/restarts"] for step in steps] == [0, 1, 1] and steps[1]["rollout/retries"] >= 1
+
+
+@pytest.mark.ray
+@pytest.mark.cap("V1")
+def test_nor_does_the_kill_of_one_of_two_servers_that_ranks_send_their_weights_to(tmp_path, monkeypatch):
+    """The other one takes its conversations over; it comes back while the ranks are training."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    on_ray = ("trainer.placement=ray", "trainer.n_workers_per_node=2", "trainer.device=cpu", "trainer.num_threads=1")
+    steps = train_and_kill(tmp_path, ROLLOUT + "launch_servers=2", *on_ray)
+    assert steps[0]["engine/restarts"] == 0 and steps[2]["engine/restarts"] == 1
+
+
+def train_and_kill(tmp_path, *overrides) -> list[dict]:
+    """Three steps; an engine is killed in the rollout of the second. The metrics of each step."""
     config = compose(
         [
             ROLLOUT + "name=sglang",
@@ -31,34 +47,34 @@ def test_a_kill_in_the_middle_of_a_rollout_does_not_end_the_run_and_no_sample_is
             "trainer.save_freq=-1",
             f"trainer.default_local_dir={tmp_path / 'run'}",
             "trainer.logger=[console]",
+            *overrides,
         ]
     )
     trainer = build_trainer(config)
-    (pid,) = trainer.engine.pids
+    pids = trainer.engine.pids
     progress = trainer.stream.runner.progress
 
     def kill_in_step_two():
         while trainer.step_number < 1 or not 8 <= progress.num_finished < progress.num_trajectories - 8:
             time.sleep(0.002)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pids[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_in_step_two, daemon=True)
     killer.start()
     trainer.fit()
     killer.join(1.0)
-    assert not killer.is_alive() and pid not in trainer.engine.pids
-    assert not any(processes_of_group(group) for group in (pid, *trainer.engine.pids))
+    assert not killer.is_alive() and pids[0] not in trainer.engine.pids
+    assert not any(processes_of_group(group) for group in (*pids, *trainer.engine.pids))
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    by_step = {line["step"]: line for line in lines}
-    assert [by_step[step]["engine/restarts"] for step in (1, 2, 3)] == [0, 1, 1]
-    assert by_step[2]["rollout/retries"] >= 1 and by_step[2]["rollout/aborted"] == 0
-    assert max(by_step[step]["rollout/logprob_diff_max"] for step in (1, 2, 3)) <= 1e-4
-    files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
-    assert len(files) == 3
-    for step, file in enumerate(files, start=1):
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["rollout/aborted"] == 0
+    assert max(line["rollout/logprob_diff_max"] for line in lines) <= 1e-4
+    for step, file in enumerate(sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl")), start=1):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         ids = [(row["prompt_id"], row["trajectory_id"]) for row in rows]
         assert len(ids) == len(set(ids)) == 8 * 8
         assert sorted(i for _, i in ids) == sorted(f"{p}.{n:02d}" for p in {p for p, _ in ids} for n in range(8))
         assert all(row["step"] == step for row in rows)
+    assert step == 3
+    return lines

@@ -16,11 +16,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 @pytest.mark.cap("C15")
 def test_greedy_records_are_those_of_the_local_engine(colocated, lab: Lab, run):
-    expected = run(lab.roll_out(lab.local.context.engine, lab.prompts, "local", temperature=0.0))
-    found = run(lab.roll_out(colocated, lab.prompts, "local", temperature=0.0))
+    expected = run(lab.greedy_of_local_engine())
+    found = run(lab.roll_out(colocated, lab.prompts, "greedy", temperature=0.0))
     result = compare(lab.module, expected, found)
-    assert result.num_tool_rows >= 50 and result.num_retry_rows >= 5 and result.num_sampled >= 2000, result
-    assert not result.differences and len(result.ties) <= 2, result
+    print(result)
+    assert result.num_retry_rows >= 50 and result.num_sampled >= 2000, result
+    assert not result.differences and len(result.ties) <= 3, result
 
 
 def test_log_probs_stay_those_of_the_trainer_over_five_updates_of_a_multi_turn_run(colocated, lab: Lab, run):

@@ -64,11 +64,12 @@ def attached(attached_by):
 @pytest.mark.cap("C15")
 def test_greedy_records_are_those_of_the_local_engine(launched, lab: Lab, run):
     run(launched.apply(weight_update_for(launched.capabilities, lab.module, 1)))
-    expected = run(lab.roll_out(lab.local.context.engine, lab.prompts[:70], "local", temperature=0.0))
-    found = run(lab.roll_out(launched, lab.prompts[:70], "local", temperature=0.0))
+    expected = run(lab.greedy_of_local_engine())
+    found = run(lab.roll_out(launched, lab.prompts, "greedy", temperature=0.0))
     result = compare(lab.module, expected, found)
-    assert result.num_tool_rows >= 50 and result.num_sampled >= 2000, result
-    assert not result.differences and len(result.ties) <= 2, result
+    print(result)
+    assert result.num_retry_rows >= 50 and result.num_sampled >= 2000, result
+    assert not result.differences and len(result.ties) <= 3, result
 
 
 def test_weights_reach_a_server_through_shared_memory(launched, lab: Lab, run):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
 import signal
 
 import pytest
+import torch
 
 from verl_mt.config.compose import compose
+from verl_mt.data.requests import GenerationRequest, SamplingParams, VersionSpan
 from verl_mt.errors import CheckpointError, WorkerError
 from verl_mt.trainer.build import build_trainer
 
@@ -78,11 +81,41 @@ def test_a_deterministic_run_has_the_same_bits_when_a_worker_was_lost_on_the_way
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
 
 
+MOVES = [
+    "actor_rollout_ref.actor.optim.lr=3e-4", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+    "actor_rollout_ref.actor.entropy_coeff=1e-3",
+]  # fmt: skip
+"""In every step, also in one whose groups are all right or all wrong."""
+
+
 @pytest.mark.sglang
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+@pytest.mark.timeout(600)
 def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path):
-    trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang")
+    """After every update the engine's log-probs are those of the ranks' new weights, and far from those before."""
+    trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang", *MOVES)
+    push, differences = trainer.weights.push, []
+    modules = [copy.deepcopy(trainer.workers.policy_module)]
+
+    def push_and_probe(version):
+        push(version)
+        modules.append(copy.deepcopy(trainer.workers.policy_module))
+        prompt = trainer.val_prompts[0].ids
+        ask = GenerationRequest(prompt, SamplingParams(max_new_tokens=40), f"probe {version}", "probe")
+        said = trainer.stream.call(trainer.engine.generate(ask))
+        assert said.version_spans == [VersionSpan(version, len(said.token_ids))]
+        differences.append([worst_difference(module, prompt, said) for module in modules[-2:]])
+
+    trainer.weights.push = push_and_probe
     trainer.fit()
+    assert len(differences) == STEPS
+    assert all(from_old > 2e-3 and from_new < 1e-4 for from_old, from_new in differences), differences
     for line in metrics(tmp_path / "run"):
         assert line["rollout/logprob_diff_max"] < 1e-4
-    assert trainer.step_number == STEPS
+
+
+@torch.no_grad()
+def worst_difference(module, prompt, said):
+    table = torch.log_softmax(module(torch.tensor([prompt + said.token_ids])).logits[0].float(), -1)
+    own = table[len(prompt) - 1 : -1].gather(1, torch.tensor(said.token_ids)[:, None])[:, 0]
+    return float((own - torch.tensor(said.log_probs)).abs().max())
