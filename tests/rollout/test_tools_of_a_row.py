@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
-from toys import toy_tokenizer
+import tool_runs
+from tool_runs import CHAT
 
-from verl_mt.chat.parsers import get_parser
-from verl_mt.chat.sanity import SanityMode, SanityMonitor
-from verl_mt.chat.template import ChatTemplate
-from verl_mt.data.dataset import DataRow
-from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
-from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.limits import Limits
-from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
-from verl_mt.rollout.session import SessionContext
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
 
-CHAT = ChatTemplate(toy_tokenizer())
 RUNS: list[str] = []
 
 
@@ -52,51 +39,14 @@ def south(step: int) -> str:
     return f"south {step}"
 
 
-def score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0
-
-
 def call(name: str, step: int) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': {'step': step}})}</tool_call>"
-
-
-def make_runner(turns: list[str], tools: ToolSet, *, max_calls: int | None = None) -> RolloutRunner:
-    """A runner whose model says `turns`."""
-
-    def turn(request):
-        said = turns[int(request.request_id.split("/")[-1]) - 1]
-        ids = [*CHAT.encode_text(said, neutral=False), CHAT.tokenizer.eos_token_id]
-        return ids, None, "stop", [-0.5] * len(ids)
-
-    return RolloutRunner(
-        context=SessionContext(
-            chat=CHAT,
-            engine=ScriptedEngine(turn),
-            limits=Limits(response_length=4000, max_model_len=8000),
-            parser=get_parser("hermes"),
-            sampling=SamplingParams(max_new_tokens=1),
-            sanity=SanityMonitor(SanityMode.STRICT),
-        ),
-        reward=load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=5.0),
-        tools=ToolExecutor(tools, ToolLimits(max_calls=max_calls), CHAT.tokenizer.encode),
-    )
 
 
 def roll_out(turns: list[str], *, max_calls: int | None = None, **extra) -> Trajectory:
     """One trajectory whose model says `turns`, of a row with this `extra_info`."""
     RUNS.clear()
-    tools = ToolSet([north, south])
-    runner = make_runner(turns, tools, max_calls=max_calls)
-    row = DataRow([{"role": "user", "content": "q"}], "toy", extra_info=extra, index=3, file="toy.jsonl")
-    prompt = PromptBuilder(CHAT, tools, 3000, True, "error").build(row)
-    assert prompt is not None
-
-    async def first() -> Trajectory:
-        async for group in runner.run(RolloutPlan([prompt], 1, "s")):
-            return group.trajectories[0]
-        raise AssertionError("no group")
-
-    return asyncio.run(first())
+    return tool_runs.roll_out(turns, ToolSet([north, south]), extra_info=extra, max_calls=max_calls)[0]
 
 
 def prompt_text(trajectory: Trajectory) -> str:
@@ -156,7 +106,7 @@ def test_tools_are_closed_once_when_the_run_is_over():
         async def close(self):
             closed.append(self.name)
 
-    stream = RolloutStream(make_runner([], ToolSet([Connected(north.function), Connected(south.function)])))
+    stream = RolloutStream(tool_runs.make_runner([], ToolSet([Connected(north.function), Connected(south.function)])))
     assert closed == []
     stream.close()
     stream.close()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_the_executors_deadline_ends_the_process_too(stateful):
     results, counters = run(stateful, ["import time; time.sleep(30)"], timeout_s=0.3)
     assert results[0].failure == "tool" and counters["tools/python/timeouts"] == 1
     assert time.monotonic() - begun < 5 and not stateful._states
+
+
+def test_an_interpreter_that_was_still_starting_when_its_trajectory_ended_does_not_stay(stateful, monkeypatch):
+    opened, inner = [], stateful._sandbox.open
+
+    def slow():
+        time.sleep(0.3)
+        opened.append(inner())
+        return opened[-1]
+
+    monkeypatch.setattr(stateful._sandbox, "open", slow)
+    results, _ = run(stateful, ["1"], timeout_s=0.1)
+    assert results[0].failure == "tool"
+    ends = time.monotonic() + 10
+    while not opened or opened[0].alive or Path(opened[0].folder).exists():
+        assert time.monotonic() < ends, "it is still there"
+        time.sleep(0.02)
 
 
 def test_the_event_loop_never_waits_for_code(stateless):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,9 @@ class _State:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Calls of one trajectory run one after the other, in their order."""
     interpreter: Interpreter | None = None
+    released: bool = False
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    """So that no interpreter is started for a trajectory that is over."""
 
 
 class PythonTool(BaseTool):
@@ -130,21 +134,23 @@ class PythonTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """End the trajectory's interpreter and remove its files."""
-        state = self._states.pop(instance_id)
-        if state.interpreter is not None:
-            await in_daemon_thread(state.interpreter.close)
+        await in_daemon_thread(_end, self._states.pop(instance_id))
 
     def _run(self, state: _State, code: str) -> CodeResult:
-        if state.interpreter is not None and not state.interpreter.alive:
-            state.interpreter.close()
-            state.interpreter = None
-        if state.interpreter is None:
-            state.interpreter = self._sandbox.open()
+        with state.opening:
+            if state.released:
+                raise RuntimeError("the trajectory is over")
+            if state.interpreter is not None and not state.interpreter.alive:
+                state.interpreter.close()
+                state.interpreter = None
+            if state.interpreter is None:
+                state.interpreter = self._sandbox.open()
+            interpreter = state.interpreter
         try:
-            return state.interpreter.run(code)
+            return interpreter.run(code)
         finally:
             if not self.settings.keep_state:
-                state.interpreter.close()
+                interpreter.close()
 
     def _stopped(self, result: CodeResult) -> ToolCallError:
         lost = " Variables and files of earlier calls are lost." if self.settings.keep_state else ""
@@ -154,6 +160,15 @@ class PythonTool(BaseTool):
         return error
 
 
+def _end(state: _State) -> None:
+    with state.opening:
+        state.released = True
+        if state.interpreter is not None:
+            state.interpreter.close()
+
+
 def _refuse(kwargs: dict[str, Any], method: str) -> None:
     if kwargs:
-        raise ValueError(f"the Python tool reads no {method}_kwargs, got {sorted(kwargs)}; its settings are in the tools file")
+        raise ValueError(
+            f"the Python tool reads no {method}_kwargs, got {sorted(kwargs)}; its settings are in the tools file"
+        )

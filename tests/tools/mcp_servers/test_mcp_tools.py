@@ -18,7 +18,10 @@ import yaml
 
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
+from tool_runs import roll_out
+
 from verl_mt.data.conversation import ToolCall
+from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.mcp_base_tool import MCPBaseTool
@@ -254,3 +257,18 @@ def test_closing_ends_the_server_that_was_started(tmp_path):
     asyncio.run(executor.close())
     asyncio.run(executor.close())
     assert started_servers() == before
+
+
+@pytest.mark.cap("C55")
+def test_a_server_that_dies_in_the_middle_of_a_batch_kills_no_trajectory(tmp_path):
+    tools = load(tmp_path, stdio())
+    calls = [
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        for name, arguments in (("add", '{"a": 1}'), ("die", "{}"), ("add", '{"a": 2}'))
+    ]
+    done = roll_out([*calls, "the end"], tools, n=8)
+    assert [t.stop_reason for t in done] == [StopReason.FINISHED] * 8 and all(t.reward == 1.0 for t in done)
+    texts = [[m["content"] for m in t.messages if m["role"] == "tool"] for t in done]
+    assert all(len(t) == 3 for t in texts) and all("broke" in t[1] or "is down" in t[1] for t in texts)
+    assert not any(t.counters.get("tools/add/model_errors") for t in done)
+    asyncio.run(connection(tools).close())

@@ -108,9 +108,10 @@ class McpConnection:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolCallError(str(error)) from error
-            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST):
+            # A server that was started anew does not know our session.
+            forgotten = error.code == INVALID_REQUEST and "session" in str(error).lower()
+            if error.code != CONNECTION_CLOSED and not forgotten:
                 raise
-            # The second code also says that the server forgot our session (it was started anew).
             self._drop(client)
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {error}") from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:

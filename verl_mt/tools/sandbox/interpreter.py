@@ -114,10 +114,24 @@ class Sandbox:
         """
         folder = tempfile.mkdtemp(prefix="verl_mt_sandbox_")
         try:
-            return _starter(os.getpid()).submit(self._start, folder).result()
+            interpreter = _starter(os.getpid()).submit(self._start, folder).result()
         except BaseException:
             _remove(folder)
             raise
+        setup = {
+            "parent": os.getpid(),
+            "folder": folder,
+            "rlimits": self.limits.rlimits(),
+            "readable": self._readable,
+            "filter": self._filter,
+            "keeps_state": self._keeps_state,
+        }
+        said, output = interpreter.exchange(setup, _START_S)
+        if not said.get("ready"):
+            interpreter.close()
+            reason = said.get("unavailable") or f"the interpreter {self.python} did not start: {output[-300:]}"
+            raise PluginError(f"model-written code cannot be isolated on this machine: {reason}")
+        return interpreter
 
     def verify(self) -> None:
         """Start one interpreter and let it try to get out.
@@ -156,21 +170,7 @@ class Sandbox:
             raise
         finally:
             os.close(control)
-        interpreter = Interpreter(process, reply, folder, self.limits)
-        setup = {
-            "parent": os.getpid(),
-            "folder": folder,
-            "rlimits": self.limits.rlimits(),
-            "readable": self._readable,
-            "filter": self._filter,
-            "keeps_state": self._keeps_state,
-        }
-        said, output = interpreter.exchange(setup, _START_S)
-        if not said.get("ready"):
-            interpreter.close()
-            reason = said.get("unavailable") or f"the interpreter {self.python} did not start: {output[-300:]}"
-            raise PluginError(f"model-written code cannot be isolated on this machine: {reason}")
-        return interpreter
+        return Interpreter(process, reply, folder, self.limits)
 
 
 class Interpreter:
