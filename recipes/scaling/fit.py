@@ -45,7 +45,7 @@ def fit(observed: Sequence[Observed]) -> Machine:
         [
             [
                 s.work.trained_tokens * 3 * s.model.flops(s.work.prompt_tokens + s.work.response_tokens / 2),
-                s.work.trained_tokens,
+                s.work.trained_tokens * s.model.layers * s.model.attention_width,
                 s.work.passes * s.model.layers,
                 s.work.updates * s.model.parameters,
             ]
@@ -69,7 +69,7 @@ def fit(observed: Sequence[Observed]) -> Machine:
         turn_overhead_s=rollout[4],
         engine_flops=_per_second(rollout[5]),
         train_flops=_per_second(update[0]),
-        train_token_overhead_s=update[1],
+        train_activation_rate=_per_second(update[1]),
         train_layer_overhead_s=update[2],
         optimizer_bandwidth=_per_second(update[3]),
         sync_overhead_s=weights[0],

@@ -124,8 +124,8 @@ class Machine:
     """Per assistant turn: parsing, rendering, the tool's own work on this process."""
     train_flops: float = math.inf
     """Of a rank's forward and backward pass."""
-    train_token_overhead_s: float = 0.0
-    """Per token that goes through the update, beside its multiplications."""
+    train_activation_rate: float = math.inf
+    """Activations (tokens x layers x width) per second: what is no matrix product, and weighs more in narrow models."""
     train_layer_overhead_s: float = 0.0
     """Per forward-and-backward pass and layer."""
     optimizer_bandwidth: float = math.inf
@@ -205,7 +205,9 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     rollout += (work.trajectories - last) / concurrency * period
     waiting += (work.trajectories - last) / concurrency * work.calls * work.tool_latency_s
     flops = model.flops(work.prompt_tokens + work.response_tokens / 2)
-    compute = work.trained_tokens * (3 * flops / machine.train_flops + machine.train_token_overhead_s) / work.ranks
+    compute = 3 * flops / machine.train_flops
+    compute += model.layers * model.attention_width / machine.train_activation_rate
+    compute *= work.trained_tokens / work.ranks
     exchanged = 3 * work.passes * model.parameters * model.bytes_per_parameter * (work.ranks - 1) / work.ranks
     update = compute + work.passes * model.layers * machine.train_layer_overhead_s
     update += exchanged / machine.network_bandwidth

@@ -75,7 +75,7 @@ def test_places_are_handed_on_and_every_round_waits(formula, model):
 @given(st.data())
 def test_more_work_never_takes_less_time(formula, model, data):
     rates = data.draw(st.lists(st.floats(0, 0.1), min_size=5, max_size=5))
-    names = ("step_overhead_s", "token_overhead_s", "turn_overhead_s", "train_token_overhead_s", "rest_token_s")
+    names = ("step_overhead_s", "token_overhead_s", "turn_overhead_s", "train_layer_overhead_s", "rest_token_s")
     machine = formula[0].Machine(**dict(zip(names, rates)), engine_flops=1e6, train_flops=1e6)
     numbers = {
         "trajectories": data.draw(st.integers(8, 64)), "concurrency": data.draw(st.integers(1, 8)),
