@@ -16,6 +16,7 @@ SAYS = {
     "01_one_conversation.py": "of them trained",
     "02_train_tiny.py": "step 2: reward",
     "03_your_own_tool.py": "my tool was asked for",
+    "04_scheduler.py": "2 record(s)",
     "05_multi_agent.py": "trajectories of one episode",
     "06_python_tool.py": "PermissionError",
 }
