@@ -48,6 +48,13 @@ def test_secrets_come_from_the_environment(tmp_path, monkeypatch):
         servers({}, tmp_path, inline)
 
 
+def test_an_error_never_shows_a_secret(tmp_path):
+    for spec in ({"auth_token": "hunter2"}, {"url": "http://h", "auth_token": ["hunter2"]}):
+        with pytest.raises(ConfigError) as caught:
+            servers({"mcpServers": {"a": spec}}, tmp_path)
+        assert "hunter2" not in str(caught.value) and "server 'a'" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mt.config.redact import redact
 from verl_mt.config_paths import find_config_file
 from verl_mt.errors import ConfigError, PluginError, UnknownKeyError
 from verl_mt.plugins import load_object, suggest
@@ -61,7 +62,7 @@ class Declaration:
             return make(**kwargs)
         except Exception as error:
             raise PluginError(
-                f"{self.where}: making {self.class_name} with config {self.config!r} raised "
+                f"{self.where}: making {self.class_name} with config {redact(self.config)!r} raised "
                 f"{type(error).__name__}: {error}. Correct the entry's config or the constructor."
             ) from error
 

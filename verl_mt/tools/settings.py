@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from verl_mt.config.redact import redact
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import suggest
 
@@ -37,4 +38,8 @@ def _explain(kind: type[ToolSettings], item: Any) -> str:
     key = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
         return f"config: unknown key {key!r}{suggest(key, kind.model_fields)}. Known: {', '.join(kind.model_fields)}"
-    return f"config.{key}: {item['msg']}, got {item['input']!r}"
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:  # of several keys together: their values may hold a secret
+        return message
+    # A wrong value may be a key or a token too.
+    return f"config.{key}: {message}, got {redact({str(item['loc'][0]): item['input']})[str(item['loc'][0])]!r}"

@@ -213,6 +213,7 @@ def test_a_folder_that_cannot_be_looked_into_is_still_removed(sandbox):
     assert not os.path.exists(interpreter.folder)
 
 
+@pytest.mark.slow
 def test_an_interpreter_dies_with_the_process_that_started_it(tmp_path):
     script = """
         import os, threading
@@ -230,6 +231,7 @@ def test_an_interpreter_dies_with_the_process_that_started_it(tmp_path):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_without_landlock_it_refuses_to_start_and_says_what_is_missing():
     script = """
         import ctypes, errno, struct
