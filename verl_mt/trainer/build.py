@@ -107,16 +107,22 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             model=model,
         )
         if config.trainer.export_at_end:
-            trainer.export = lambda: export_hf(
-                workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter()
-            )
+            trainer.export = lambda: _export(workers, chat, run)
         if state is not None:
-            trainer.load_state_dict(state, run.resume_from)
-            log.display.resume_at(trainer.step_number)
-            log.display.note(f"resuming {run.path} after step {trainer.step_number}")
+            _resume(trainer, state, run)
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
+
+
+def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
+    export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
+
+
+def _resume(trainer: PPOTrainer, state: dict[str, Any], run: RunDirectory) -> None:
+    trainer.load_state_dict(state, run.resume_from)
+    trainer.log.display.resume_at(trainer.step_number)
+    trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")
 
 
 def prepare_process(config: Config) -> None:
