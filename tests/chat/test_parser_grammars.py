@@ -201,7 +201,7 @@ def test_qwen3_coder_tags_may_share_a_line_and_the_outer_ones_be_missing():
         ("<function=f><parameter=s>a</parameter><parameter=s>b</parameter></function>", "given twice"),
         ('{"name": "f", "arguments": {}}', "a function tag with a name should come"),
         ("<function=>\n</function>", "a function tag with a name"),
-        ("<function=f></function> and more", "a function tag with a name should come where it says 'and more"),
+        ("<function=f></function> and more", "its closing tag should come where it says 'and more"),
         ("", "a function tag with a name"),
     ],
 )

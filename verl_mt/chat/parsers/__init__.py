@@ -69,6 +69,7 @@ aliases: dict[str, str] = {
     "qwen3": "hermes",
     "qwen3_xml": "qwen3_coder",
     "qwen3_5": "qwen3_coder",
+    "step3p5": "qwen3_coder",
     "llama3": "llama3_json",
     "deepseek": "deepseek_v3",
     "deepseekv3": "deepseek_v3",

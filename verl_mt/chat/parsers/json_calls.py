@@ -30,7 +30,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
         if "\\u" in text[start:end]:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise BadJSON(f"{error.msg} at character {error.pos - start + 1}") from error
+        raise BadJSON(f"{error.msg.removesuffix(' at')} at character {error.pos - start + 1}") from error
     except UnicodeEncodeError as error:
         raise BadJSON("a \\u escape is half of a surrogate pair") from error
     except RecursionError as error:

@@ -56,6 +56,8 @@ class Qwen3CoderParser(ToolParser):
         calls: list[ToolCall] = []
         try:
             while not (calls and text.startswith(self.close_tag, position)):
+                if calls and not text.startswith("<function=", position):
+                    raise BadCall(f"its closing tag should come where {found_instead(text, position)}", calls[-1].name)
                 call, after = self._function(text, position, tools)
                 calls.append(call)
                 position = skip_space(text, after)
