@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from verl_mt.errors import PluginError
-from verl_mt.tools.sandbox import Sandbox, SandboxLimits
+from verl_mt.tools.sandbox import Sandbox, SandboxLimits, folders
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
 
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_looked_into_is_still_removed(sandbox):
 
 
 @pytest.mark.slow
-def test_an_interpreter_dies_with_the_process_that_started_it(tmp_path):
+def test_an_interpreter_dies_with_the_process_that_started_it_and_its_files_go_with_the_next(tmp_path):
     script = """
         import os, threading
         from verl_mt.tools.sandbox import Sandbox
@@ -223,12 +223,43 @@ def test_an_interpreter_dies_with_the_process_that_started_it(tmp_path):
         threading.Thread(target=interpreter.run, args=("import time; time.sleep(60)",), daemon=True).start()
         os.kill(os.getpid(), 9)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     pid = int(done.stdout)
     ends = time.monotonic() + 10
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         assert time.monotonic() < ends, "it still runs"
         time.sleep(0.02)
+    (left,) = tmp_path.glob("verl_mt_sandbox_*")
+    folders._sweep(tmp_path)
+    assert left.exists()  # it is so young that its owner may not have locked it yet
+    os.utime(left, (0, 0))
+    folders._sweep(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.slow
+def test_files_of_a_living_process_are_never_swept_and_go_with_it(tmp_path):
+    script = """
+        import os, sys
+        from verl_mt.tools.sandbox import folders
+        print(folders.new_folder(), flush=True)
+        sys.stdin.readline()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    folder = Path(process.stdout.readline().strip())
+    os.utime(folder.parent, (0, 0))
+    folders._sweep(tmp_path)
+    assert folder.exists()
+    process.communicate("go\n")
+    assert not folder.parent.exists() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl_mt.errors import PluginError
+from verl_mt.tools.sandbox.folders import new_folder, remove_folder
 from verl_mt.tools.sandbox.policy import SandboxLimits, environment, readable_paths
 from verl_mt.tools.sandbox.seccomp import build_filter
 
@@ -112,11 +111,11 @@ class Sandbox:
         Raises:
             PluginError: the isolation is not available; says what is missing.
         """
-        folder = tempfile.mkdtemp(prefix="verl_mt_sandbox_")
+        folder = new_folder()
         try:
             interpreter = _starter(os.getpid()).submit(self._start, folder).result()
         except BaseException:
-            _remove(folder)
+            remove_folder(folder)
             raise
         setup = {
             "parent": os.getpid(),
@@ -226,7 +225,7 @@ class Interpreter:
             for stream in (self._process.stdin, self._process.stdout):
                 assert stream is not None
                 stream.close()
-        _remove(self.folder)
+        remove_folder(self.folder)
 
     def exchange(self, message: object, timeout_s: float) -> tuple[dict, str]:
         """Send one message, wait for its answer, collect what was printed meanwhile.
@@ -343,14 +342,3 @@ def _write(handle: int, data: memoryview) -> int:
         return os.write(handle, data)
     except BrokenPipeError:
         return len(data)
-
-
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if not os.path.isdir(folder):
-        return
-    for path, names, _ in os.walk(folder):  # made without rights to look into
-        for name in names:
-            if not os.path.islink(child := os.path.join(path, name)):
-                os.chmod(child, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
