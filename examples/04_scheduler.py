@@ -1,4 +1,4 @@
-"""A scheduler of your own: it runs the model's tool calls, and gives a wrong answer one more try in a fresh conversation.
+"""A scheduler of your own: it runs the model's calls, and gives a wrong answer one more try in a fresh conversation.
 
     python examples/04_scheduler.py [--train STEPS]
 

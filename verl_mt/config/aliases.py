@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_mt.config import slime_spellings as slime
+from verl_mt.config import swift_spellings as swift
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, REF, ROLLOUT, Always, Rename
 
 __all__ = ["ACTOR", "DROP", "MODEL", "REF", "ROLLOUT", "Always", "Rename"]
@@ -125,7 +126,7 @@ RENAMES: dict[str, Rename] = {
     "reward.custom_reward_function.reward_kwargs": Rename("reward.kwargs"),
     "trainer.n_gpus_per_node": Rename("trainer.n_workers_per_node"),
 }
-RENAMES |= slime.RENAMES
+RENAMES |= slime.RENAMES | swift.RENAMES
 
 PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
@@ -268,7 +269,7 @@ ALWAYS: dict[str, Always] = {
     "ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
     "ray_kwargs.ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
 }
-ALWAYS |= slime.ALWAYS
+ALWAYS |= slime.ALWAYS | swift.ALWAYS
 
 REFUSED: dict[str, str] = {
     "critic": _NO_CRITIC + ": leave critic.* out (algorithm.adv_estimator=grpo)",
@@ -298,4 +299,4 @@ REFUSED: dict[str, str] = {
     "ray_kwargs": "start Ray as you need it before the run",
 }
 """Key or prefix -> reason. The longest prefix counts."""
-REFUSED |= slime.REFUSED
+REFUSED |= slime.REFUSED | swift.REFUSED

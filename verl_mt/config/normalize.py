@@ -20,11 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config import aliases
+from verl_mt.config import aliases, slime_spellings, swift_spellings
 from verl_mt.config.knob import check_knob
 from verl_mt.config.redact import redact as redact
 from verl_mt.config.schema import Config
-from verl_mt.config.slime_spellings import with_flags_as_overrides
 from verl_mt.config.tree import leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
 
@@ -107,7 +106,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     takes_value = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c"}
     flags: list[str] = []
     overrides: list[str] = []
-    rest = iter(with_flags_as_overrides(argv))
+    rest = iter(swift_spellings.with_flags_as_overrides(slime_spellings.with_flags_as_overrides(argv)))
     for word in rest:
         if not word.startswith("-"):
             overrides.append(word)

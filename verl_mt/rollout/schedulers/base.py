@@ -43,8 +43,8 @@ class MultiTurnScheduler:
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any] | RolloutInferRequest:
-        """What the model reads next.
+    ) -> Any:
+        """What the model reads next. May be async.
 
         Args:
             infer_request: the conversation, the model's newest turn included; edit its `messages` and return it.
@@ -69,8 +69,8 @@ class MultiTurnScheduler:
             return True
         return bool(self.max_turns and current_turn >= self.max_turns)
 
-    def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:
-        """Called exactly once per trajectory, whatever ended it.
+    def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> Any:
+        """Called exactly once per trajectory, whatever ended it. May be async.
 
         Args:
             infer_request: as the last hook left it.

@@ -92,7 +92,7 @@ class GymScheduler(MultiTurnScheduler):
                 return output
             infer_request.messages.append({"role": "user", "content": observation})
 
-    async def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:  # type: ignore[override]
+    async def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:
         """Close the environment."""
         env = self._open.pop(str(infer_request.uuid), None)
         if env is not None:

@@ -1,0 +1,89 @@
+"""ms-swift's flags: the page's table is the code's, and the documents' command composes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verl_mt.config import slime_spellings as slime
+from verl_mt.config import swift_spellings as swift
+from verl_mt.config.checks import check
+from verl_mt.config.compose import compose
+from verl_mt.config.normalize import normalize_argv
+from verl_mt.config.tree import leaves
+from verl_mt.errors import ConfigError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_ms_swift.md"
+DOCUMENTED = (
+    "model", "use_async_engine", "multi_turn_scheduler", "vllm_max_model_len", "vllm_gpu_memory_utilization",
+    "max_turns", "multi_turns", "loss_scale", "vllm_server_pass_dataset", "external_plugins", "max_completion_length",
+)  # fmt: skip
+"""Every flag that ms-swift's documents on multi-turn training name."""
+
+
+@pytest.mark.cap("C11", "C12", "C14", "C27", "C35", "C87")
+def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_code_has():
+    expected = {k: f"`{v.to}`" for k, v in swift.RENAMES.items()} | {"external_plugins": "`external_plugins`"}
+    expected |= {k: v.why for k, v in swift.ALWAYS.items()} | swift.REFUSED
+    flags = PAGE.read_text().partition("## Flags")[2]
+    assert dict(re.findall(r"^\| `--([a-z0-9_]+)` \| (.*) \|$", flags, re.MULTILINE)) == expected
+    assert set(DOCUMENTED) <= expected.keys()
+    assert all(v.to in leaves() for v in swift.RENAMES.values())
+
+
+def test_no_flag_means_two_things():
+    ours = {k.partition(".")[0] for k in leaves()}
+    for theirs in (swift.RENAMES, swift.ALWAYS, swift.REFUSED):
+        assert not ours & set(theirs)
+        assert not set(theirs) & {*slime.RENAMES, *slime.ALWAYS, *slime.REFUSED}
+
+
+def command_of_page() -> list[str]:
+    text = PAGE.read_text().partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    words = text.split()
+    assert words[:3] == ["python", "-m", "verl_mt.trainer"]
+    return words[3:]
+
+
+@pytest.mark.cap("C11", "C12", "C14", "C30", "C35", "C41")
+def test_the_pages_command_composes():
+    config = compose(normalize_argv(command_of_page()))
+    check(config)
+    rollout = config.actor_rollout_ref.rollout
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-1.7B"
+    assert (rollout.mode, rollout.multi_turn.scheduler) == ("async", "thinking_tips_scheduler")
+    assert (rollout.multi_turn.max_assistant_turns, rollout.max_model_len, rollout.response_length) == (3, 32768, 8192)
+    assert (rollout.gpu_memory_utilization, rollout.multi_turn.loss_scale) == (0.8, "default")
+    assert (config.external_plugins, config.reward.path) == (["my_plugins.py"], "thinking_tips")
+    assert (config.data.prompt_key, config.data.label_key) == ("messages", "solution")
+
+
+@pytest.mark.cap("C14")
+def test_the_engine_type_is_a_switch():
+    for value, mode in (("true", "async"), ("false", "sync")):
+        argv = normalize_argv(["--use_async_engine", value])
+        assert compose(argv).actor_rollout_ref.rollout.mode == mode
+
+
+def test_flags_with_several_values_and_without_one():
+    argv = ["--external_plugins", "a.py", "b.py", "--vllm_server_pass_dataset", "--max_turns=3", "data.seed=3", "--cfg"]
+    assert swift.with_flags_as_overrides(argv) == [
+        'external_plugins=["a.py", "b.py"]', "vllm_server_pass_dataset=True", "max_turns=3", "data.seed=3", "--cfg",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--vllm_mode", "server"], "rollout.launch_servers"),
+        (["--vllm_server_host", "127.0.0.1"], "rollout.servers=[http://host:port]"),
+        (["--reward_funcs", "a", "b"], "one reward scores a trajectory"),
+        (["--rlhf_type", "dpo"], "only 'grpo' is possible"),
+        (["--use_async_engine", "maybe"], "expected true or false"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_reason(words, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        compose(normalize_argv(words))
