@@ -11,7 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Fewer steps than the example's own default, where it takes a number.
-ARGUMENTS = {"02_train_tiny.py": ["2"], "01_one_conversation.py": ["--checker"]}
+ARGUMENTS = {"02_train_tiny.py": ["2"], "08_your_own_agent.py": ["1"], "01_one_conversation.py": ["--checker"]}
 SAYS = {
     "01_one_conversation.py": "of them trained",
     "02_train_tiny.py": "step 2: reward",
@@ -19,6 +19,7 @@ SAYS = {
     "04_scheduler.py": "2 record(s)",
     "05_multi_agent.py": "trajectories of one episode",
     "06_python_tool.py": "PermissionError",
+    "08_your_own_agent.py": "step 1/1",
 }
 
 

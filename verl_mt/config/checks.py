@@ -93,11 +93,35 @@ def _scheduler(config: Config) -> Iterator[str]:
             )
         if function is not None:
             yield f"{key} is {turns.scheduler!r} and {_ROLLOUT}.custom_generate_function_path is {function!r}: give one"
+    yield from _agent(config)
     if rollout.mode == "sync" and function is not None:
         yield (
             f"{_ROLLOUT}.mode=sync waits until every conversation asks for a turn, which agents that wait for each "
             "other never do: use mode=async with a custom generate function"
         )
+
+
+def _agent(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.agent_function_path is None:
+        return
+    key = f"{_ROLLOUT}.agent_function_path is {rollout.agent_function_path!r}"
+    others = {
+        "multi_turn.scheduler": rollout.multi_turn.scheduler,
+        "custom_generate_function_path": rollout.custom_generate_function_path,
+        "interaction_config_file": rollout.interaction_config_file,
+        "tool_kwargs.tools_config_file": rollout.tool_kwargs.tools_config_file,
+    }
+    for name, value in others.items():
+        if value is not None:
+            yield (
+                f"{key} and {_ROLLOUT}.{name} is {value!r}: an agent brings its own tools and decides what comes next; "
+                "leave one of them out (=null)"
+            )
+    if rollout.multi_turn.enable is False:
+        yield f"{key} but {_ROLLOUT}.multi_turn.enable is False: switch it on, or leave it out"
+    if rollout.mode == "sync":
+        yield f"{key} with {_ROLLOUT}.mode=sync: agents ask when they like; use mode=async"
 
 
 def _sampling(config: Config) -> Iterator[str]:

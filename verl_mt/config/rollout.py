@@ -157,6 +157,11 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: int = knob(512, "SGLang: weights travel in pieces of this size.", min=1)
     multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
+    agent_function_path: str | None = knob(
+        None,
+        "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
+        "file.py:function; null = none.",
+    )
     custom_generate_function_path: str | None = knob(
         None,
         "Async function `generate(args, sample, sampling_params)` that drives every conversation instead of the tool "

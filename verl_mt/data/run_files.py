@@ -6,8 +6,8 @@ Row schema, version 1: everything needed to recompute the batch and to draw the 
 `counters`, `media` (images as data URIs, where a plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a
 monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per record, of equal length, `token_ids`,
 `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the update computed them `advantages` and
-`old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` where history
-was rewritten after the record.
+`old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` and `tools`
+where these were changed after the record.
 NaN and infinities are written as null.
 """
 
@@ -173,6 +173,8 @@ def _record_to_row(
     row["has_log_probs"] = record.has_log_probs
     if record.messages:
         row["messages"] = record.messages
+    if record.tools is not None:
+        row["tools"] = record.tools
     row["turns"] = [dataclasses.asdict(span) for span in record.turns]
     return row
 
@@ -185,6 +187,7 @@ def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
         turns=[TurnSpan(**_known(TurnSpan, span)) for span in row["turns"]],
         has_log_probs=row["has_log_probs"],
         messages=row.get("messages", []),
+        tools=row.get("tools"),
     )
 
 

@@ -119,6 +119,8 @@ class TrajectoryRecord:
     """False if the engine gave text only: training then uses the trainer's own old log-probs."""
     messages: list[Message] = field(default_factory=list)
     """What this record has seen, where history was rewritten after it; empty = the trajectory's `messages`."""
+    tools: list[dict[str, Any]] | None = None
+    """The schemas that its prompt showed, where a later record shows others; None = the trajectory's `tools`."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -179,6 +179,8 @@ class Ledger:
         seen = trajectory.messages[: len(trajectory.messages) - len(self._pending)]
         if any(self.record.sampled):
             self.record.messages = seen
+            if list(tools) != trajectory.tools:
+                self.record.tools = trajectory.tools
         self._continues = bool(messages) and messages[-1]["role"] == "assistant"
         shown = list(messages[:-1] if self._continues else messages)
         trusted = 0

@@ -23,6 +23,7 @@ from verl_mt.errors import EngineGoneError
 from verl_mt.rollout.ledger import Ledger
 from verl_mt.rollout.mask import apply_loss_scale, train_prompt_assistants
 from verl_mt.rollout.session_context import AssistantTurn, SessionContext, deadline_error, session_error
+from verl_mt.rollout.turn_log import log_turn
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
@@ -86,7 +87,7 @@ class RolloutSession(Ledger):
             finding = check(
                 self.context.chat,
                 messages=record.messages or seen,
-                tools=trajectory.tools or None,
+                tools=(trajectory.tools if record.tools is None else record.tools) or None,
                 token_ids=record.token_ids,
                 sampled=record.sampled,
                 mode=self.context.sanity.mode,
@@ -157,6 +158,7 @@ class RolloutSession(Ledger):
             self.end(self.cut_reason)
         elif output.finish_reason == "abort":
             self.end(StopReason.TIME_LIMIT)
+        log_turn(self.trajectory, parsed, text, output.finish_reason)
         return AssistantTurn(text, message, parsed, output.finish_reason)
 
     def _record_text(self, turn: int, output: GenerationOutput) -> None:

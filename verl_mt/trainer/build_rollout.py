@@ -20,6 +20,7 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.agent_door import AgentDoor
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
 from verl_mt.rollout.doors import Door, ToolLoopDoor
 from verl_mt.rollout.generate_args import GenerateArgs, Runtime
@@ -76,6 +77,9 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
 
 def build_door(config: Config, args: GenerateArgs) -> Door:
     """Who drives the conversations: the one place that decides it."""
+    agent = config.actor_rollout_ref.rollout.agent_function_path
+    if agent is not None:
+        return AgentDoor(agent, get_parser(config.actor_rollout_ref.rollout.multi_turn.tool_parser))
     if config.actor_rollout_ref.rollout.custom_generate_function_path is not None:
         return CustomGenerateDoor(config, args)
     multi_turn = config.actor_rollout_ref.rollout.multi_turn

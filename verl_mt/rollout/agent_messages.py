@@ -1,0 +1,211 @@
+"""Chat-completion requests of the OpenAI API: read, compared with what is recorded, and answered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mt.data.conversation import Message
+from verl_mt.data.trajectory import TrajectoryRecord
+from verl_mt.rollout.session import AssistantTurn
+
+_SET_BY_THE_RUN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+)
+"""How the policy samples is the run's matter: the importance ratios and advantages belong to its distribution."""
+_WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "parallel_tool_calls", "reasoning_effort", "service_tier", "stream_options",
+    "prompt_cache_key", "safety_identifier", "verbosity",
+)  # fmt: skip
+_READ = (
+    "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "n", "logprobs",
+    "top_logprobs", "response_format",
+)  # fmt: skip
+_MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+class RequestError(Exception):
+    """A request that cannot be served: HTTP 400, with what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """`POST /v1/chat/completions`, understood."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    """Schemas; empty where there are none or `tool_choice` is none."""
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    set_by_the_run: tuple[str, ...]
+    """Sampling settings of the request that the run's own replace."""
+
+
+def read_request(body: Any) -> ChatRequest:
+    """Understand a body.
+
+    Raises:
+        RequestError: names the field, what was got, and what to do.
+    """
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise RequestError("messages: expected a list of messages with at least one")
+    given = {key: value for key, value in body.items() if value is not None}
+    unknown = [key for key in given if key not in (*_SET_BY_THE_RUN, *_WITHOUT_EFFECT, *_READ)]
+    if unknown:
+        raise RequestError(f"{', '.join(unknown)}: not offered by this endpoint; leave it out")
+    if given.get("n", 1) != 1:
+        raise RequestError(f"n is {given['n']}: one choice per request; the run samples several whole trajectories")
+    if given.get("top_logprobs"):
+        raise RequestError("top_logprobs: only the sampled token's own log-prob is known; leave it out")
+    if given.get("response_format", {"type": "text"}).get("type") != "text":
+        raise RequestError("response_format: constrained decoding would change the policy's distribution; leave it out")
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise RequestError(f"tool_choice is {choice!r}: a policy is not forced to call; use auto or none")
+    stop = given.get("stop", ())
+    options = given.get("stream_options") or {}
+    return ChatRequest(
+        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body["messages"])],
+        tools=_tools(given.get("tools", ())) if choice != "none" else [],
+        max_tokens=_positive(given, "max_completion_tokens") or _positive(given, "max_tokens"),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stream=bool(given.get("stream", False)),
+        include_usage=bool(options.get("include_usage", False)),
+        logprobs=bool(given.get("logprobs", False)),
+        set_by_the_run=tuple(key for key in _SET_BY_THE_RUN if key in given),
+    )
+
+
+def _positive(given: Mapping[str, Any], key: str) -> int | None:
+    value = given.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise RequestError(f"{key} is {value!r}, must be a whole number of at least 1")
+    return value
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or "name" not in tool.get("function", {}):
+            raise RequestError(f"tools[{index}]: expected a function with a name, got {json.dumps(tool)[:80]}")
+    return list(value)
+
+
+def _message(value: Any, where: str) -> Message:
+    """A message with the keys that templates know; typed text parts become one text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise RequestError(f"{where}: expected a message with a role, got {json.dumps(value)[:80]}")
+    message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
+    if message["role"] == "developer":
+        message["role"] = "system"
+    message["content"] = _text(value.get("content"), where)
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return message
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise RequestError(f"{where}.content: expected a text or a list of parts, got {json.dumps(content)[:80]}")
+    odd = [part.get("type") for part in content if part.get("type") != "text"]
+    if odd:
+        raise RequestError(f"{where}.content: parts of type {odd[0]} are not offered by this endpoint; send text")
+    return "".join(part.get("text", "") for part in content)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise RequestError(f"{where}.tool_calls: expected functions with a name, got {json.dumps(call)[:80]}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what is no JSON stays the text that somebody else wrote
+            arguments = json.loads(arguments)
+    return {
+        "id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}
+    }  # fmt: skip
+
+
+def likeness(message: Message) -> tuple[Any, ...]:
+    """What must agree for two messages to be the same. Reasoning does not count: most clients never send it back."""
+    calls = [(c["function"]["name"], _comparable(c["function"]["arguments"])) for c in message.get("tool_calls") or ()]
+    content = message.get("content") or ""
+    return message["role"], content, calls, message.get("tool_call_id") if message["role"] == "tool" else None
+
+
+def _comparable(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True, default=str)
+
+
+def completion(
+    turn: AssistantTurn, message: Message, record: TrajectoryRecord, chat: Any, request: ChatRequest, reply_id: str
+) -> dict[str, Any]:
+    """The response body for the turn that a session has just recorded at the end of `record`."""
+    span = record.turns[-1]
+    ids = record.token_ids[span.start : span.end]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    if message.get("reasoning_content"):
+        shown["reasoning_content"] = message["reasoning_content"]
+    if calls:
+        shown["tool_calls"] = calls
+    choice: dict[str, Any] = {"index": 0, "message": shown, "finish_reason": _finish(turn, bool(calls))}
+    if request.logprobs:
+        items = zip(ids, record.rollout_log_probs[span.start : span.end])
+        content = [{"token": chat.decode([i]), "logprob": p, "bytes": None, "top_logprobs": []} for i, p in items]
+        choice["logprobs"] = {"content": content, "refusal": None}
+    return {
+        "id": reply_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "policy",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": span.start,
+            "completion_tokens": len(ids),
+            "total_tokens": span.end,
+        },
+    }
+
+
+def _finish(turn: AssistantTurn, calls: bool) -> str:
+    if turn.finish_reason != "stop":
+        return "length"
+    return "tool_calls" if calls else "stop"
+
+
+def chunks(body: Mapping[str, Any], include_usage: bool) -> Sequence[dict[str, Any]]:
+    """The same answer as the events of a stream: role, reasoning, text, calls, and the finish reason."""
+    choice = body["choices"][0]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    head = {"id": body["id"], "object": "chat.completion.chunk", "created": body["created"], "model": body["model"]}
+    events = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    if "logprobs" in choice:
+        last["logprobs"] = choice["logprobs"]
+    events.append({**head, "choices": [last]})
+    if include_usage:
+        events.append({**head, "choices": [], "usage": body["usage"]})
+    return events
