@@ -7,7 +7,7 @@ import copy
 import time
 
 from verl_mt.data.sample import Sample
-from verl_mt.rollout.custom_generate import GenerateState, batched_async_rm, post
+from verl_mt.rollout.custom_generate import GenerateState, RowTools, batched_async_rm, call_tools, post
 
 SEEN: list[dict] = []
 """What the functions were given."""
@@ -236,3 +236,33 @@ def not_async(args, sample, params):
 
 async def too_few(args):
     return None
+
+
+async def with_row_tools(args, sample, params):
+    """slime's document: tools of the row describe themselves in the prompt, and others are refused."""
+    tools = RowTools(sample.metadata)
+    sample.prompt = f"You have access to:\n{tools.describe()}\n\n{sample.prompt}"
+    first = await ask(args, sample, params, sample.prompt)
+    name = first["text"].removesuffix("<|im_end|>")
+    told = tools.refusal(name) or f"{name} says {tools[name]['parameters']['required']}"
+    second = await ask(args, sample, params, sample.prompt + first["text"] + told)
+    return fill(args, sample, first, told, second)
+
+
+async def with_tools(args, sample, params):
+    """The run's own tools."""
+    state = GenerateState(args)
+    ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    start, messages = len(ids), [{"role": "user", "content": "q"}]
+    while True:
+        reply = await post(url(args), {"input_ids": ids, "sampling_params": params})
+        ids = ids + reply["output_ids"]
+        message, answers = await call_tools(state.chat.turn_text(reply["output_ids"]))
+        messages.append(message)
+        SEEN.append({"message": message, "answers": answers})
+        if not answers:
+            break
+        ids = ids + state.chat.delta_ids(answers, history=messages, tools=state.tools, last_ids=ids).ids
+        messages += answers
+    sample.tokens, sample.response_length = ids, len(ids) - start
+    return sample
