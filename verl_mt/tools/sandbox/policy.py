@@ -22,7 +22,7 @@ _SYSTEM = (
 )
 _ASK = (
     "import json, sys, sysconfig; "
-    "print(json.dumps([sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, "
+    "print(json.dumps([list(sys.version_info[:2]), sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, "
     "*(sysconfig.get_path(p) for p in ('stdlib', 'platstdlib', 'purelib', 'platlib'))]))"
 )
 _ASK_S = 60.0
@@ -77,16 +77,18 @@ def readable_paths(python: str, extra: tuple[str, ...] = ()) -> list[str]:
     """What the code may read beside its own folder: the interpreter's libraries, the system's, and `extra`.
 
     Raises:
-        PluginError: `python` does not start, or a path of `extra` does not exist.
+        PluginError: `python` does not start or is too old, or a path of `extra` does not exist.
     """
     try:
         asked = subprocess.run(
             [python, "-I", "-c", _ASK], env=environment("/"), capture_output=True, text=True, timeout=_ASK_S, check=True
         )
-        *prefixes, stdlib, platstdlib, purelib, platlib = json.loads(asked.stdout)
+        version, *prefixes, stdlib, platstdlib, purelib, platlib = json.loads(asked.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         detail = getattr(error, "stderr", None) or error
         raise PluginError(f"python: {python!r} does not start: {str(detail).strip()[-300:]}") from error
+    if tuple(version) < (3, 9):
+        raise PluginError(f"python: {python!r} is Python {version[0]}.{version[1]}; 3.9 or newer is needed")
     found = {stdlib, platstdlib, purelib, platlib, *_SYSTEM}
     found |= {path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)}
     found |= {str(Path(prefix) / name) for prefix in prefixes for name in ("lib", "lib64")}
