@@ -237,3 +237,36 @@ def test_a_generator_that_fails_is_named(module):
 def test_gsm8k_rows_of_the_reference_data_need_preparation_and_say_so(shared_data):
     with pytest.raises(DataError, match="columns present: answer, question"):
         load(str(shared_data / "tasks" / "gsm8k_test.jsonl"), num_rows=5)
+
+
+QUESTION = {"question": "Population?", "answer": {"ground_truth": ["14 million"]}, "metadata": {"tools": []}}
+
+
+@pytest.mark.cap("C66")
+def test_renamed_columns_are_read_and_rows_with_a_label_need_no_data_source(tmp_path):
+    file = jsonl(tmp_path / "qa.jsonl", [QUESTION, QUESTION | {"metadata": None, "extra_info": {"k": 1}}])
+    first, second = load(file, prompt_key="question", label_key="answer")[0].rows
+    assert first.prompt == [{"role": "user", "content": "Population?"}]
+    assert (first.label, first.ground_truth) == ({"ground_truth": ["14 million"]}, ["14 million"])
+    assert (first.metadata, second.metadata, first.data_source) == ({"tools": []}, {"k": 1}, "qa")
+    plain = load(jsonl(tmp_path / "p.jsonl", [QUESTION | {"answer": "yes"}]), prompt_key="question", label_key="answer")
+    assert plain[0].rows[0].label == plain[0].rows[0].ground_truth == "yes"
+    assert (
+        load(jsonl(tmp_path / "v.jsonl", [ROW]))[0].rows[0].label
+        == load(str(tmp_path / "v.jsonl"))[0].rows[0].ground_truth
+    )
+
+
+@pytest.mark.cap("C66")
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"answer": "x"}, "row 1: column 'question' is missing"),
+        ({"question": "x", "anwser": "y"}, r"row 1: column 'answer' is missing; did you mean 'anwser'"),
+        ({"question": "x", "answer": "y", "metadata": [1]}, "row 1: column metadata must be a mapping, got list"),
+    ],
+)
+def test_a_missing_column_is_named_with_its_row(tmp_path, row, text):
+    file = jsonl(tmp_path / "qa.jsonl", [QUESTION, row])
+    with pytest.raises(DataError, match=text):
+        load(file, prompt_key="question", label_key="answer")

@@ -20,6 +20,7 @@ from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError
 from verl_mt.rollout.custom_generate import CustomGenerateDoor, GenerateState, post
+from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.generate_args import GenerateArgs, Runtime
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.runner import RolloutPlan
@@ -494,3 +495,22 @@ def test_a_deterministic_run_refuses_requests_side_by_side_and_accepts_one_after
     runner = runner_of(AGENT, None, engine=slow, limits=limits, deterministic=True)
     with pytest.raises(DeadlineError):
         roll_out(runner, rows("Which?", label=LABEL))
+
+
+@pytest.mark.cap("C67")
+def test_thirty_two_prompts_times_four_are_128_samples_in_groups_that_lie_together():
+    runner = runner_of("generate_functions.once", lambda request: turn("a"))
+    groups = roll_out(runner, rows(*[str(k) for k in range(32)]), n=4)
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert len(trajectories) == 128
+    assert [t.sample.group_index for t in trajectories] == [k // 4 for k in range(128)]
+    assert [t.sample.index for t in trajectories] == list(range(128))
+    assert [t.group_id for t in trajectories] == [f"s1.{k // 4:05d}" for k in range(128)]
+
+
+@pytest.mark.cap("C44")
+def test_a_reward_of_slimes_signature_scores_the_tool_loop_too():
+    runner = runner_of("generate_functions.once", [turn("so <answer>Paris</answer>")], reward=REWARD)
+    runner.door = ToolLoopDoor()
+    trajectory = only(roll_out(runner, rows("Which?", label=LABEL)))
+    assert trajectory.reward == 1.0 and trajectory.sample is None
