@@ -57,18 +57,33 @@ def lock_in(setup: dict) -> None:
     _filter_system_calls(bytes.fromhex(setup["filter"]))
 
 
-def _restrict_files(folder: str, readable: list[str]) -> None:
-    abi = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    if abi < 1:
+def landlock_version() -> int:
+    """The kernel's version of Landlock's interface.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    version = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
         raise Unavailable(
             f"Landlock is missing ({os.strerror(ctypes.get_errno())}): it needs Linux 5.13 or newer, built with "
             "CONFIG_SECURITY_LANDLOCK and with landlock among the kernel's lsm= modules, and a container runtime that "
             "lets its three system calls through"
         )
-    # Rights by version: 13 in the first, then refer, truncate, (network,) ioctl of devices.
-    files = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    network, scoped = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
-    attributes = struct.pack("=QQQ", files, network, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    return version
+
+
+def ruleset_attributes(version: int) -> tuple[int, bytes]:
+    """All rights over files that this version can take away, and the struct that takes these and all others away."""
+    # 13 in the first version, then: refer, truncate, (network,) ioctl of devices.
+    files = (1 << (13 if version < 2 else 14 if version < 3 else 15 if version < 5 else 16)) - 1
+    network, scoped = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    return files, struct.pack("=QQQ", files, network, scoped)[:size]
+
+
+def _restrict_files(folder: str, readable: list[str]) -> None:
+    files, attributes = ruleset_attributes(landlock_version())
     ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(ruleset, "landlock_create_ruleset")
     rights = dict.fromkeys(readable, _READ_FILE | _READ_DIR) | _DEVICES
