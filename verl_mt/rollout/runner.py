@@ -137,6 +137,7 @@ class RolloutRunner:
                     counters={},
                     time_spans=[],
                     info={},
+                    media={},
                 )
                 session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)

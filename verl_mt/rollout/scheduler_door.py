@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import time
 from typing import Any
 
@@ -16,8 +17,11 @@ from verl_mt.rollout.schedulers.outputs import take_outputs
 from verl_mt.rollout.schedulers.request import make_request
 from verl_mt.user_code import CallTimeout, user_code_of
 
+log = logging.getLogger(__name__)
+
 _NO_DEADLINE_S = float("inf")
 _LOOK_S = 1.0
+_UNHAPPY = ("error", "engine", "cancelled")
 
 
 class SchedulerDoor:
@@ -39,7 +43,8 @@ class SchedulerDoor:
         """Drive the episode to its end; `on_trajectory_end` is called once, whatever that is."""
         session = episode.session
         session.verbatim = True
-        if "infer_engine" not in vars(self.scheduler):
+        engine = getattr(self.scheduler, "infer_engine", None)
+        if not isinstance(engine, InferEngine) or engine.chat is not session.context.chat:
             self.scheduler.infer_engine = InferEngine(session.context.chat)
         conversation = Conversation(
             session, self._code, type(self.scheduler).__name__, self.timeout_s, tools=episode.tools, media=self.media
@@ -112,4 +117,9 @@ class SchedulerDoor:
         positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         args = (reason,) if len(positional) == 1 else (copy.copy(request), reason)
         call = conversation.hook("on_trajectory_end", *args)
-        await asyncio.shield(asyncio.ensure_future(call))
+        try:
+            await asyncio.shield(asyncio.ensure_future(call))
+        except UserCodeError as error:
+            if reason not in _UNHAPPY:
+                raise
+            log.warning("%s", error)  # what ended the trajectory is what is reported of it

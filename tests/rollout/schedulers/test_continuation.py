@@ -123,12 +123,38 @@ def test_a_mask_clears_bits_of_sampled_tokens():
             lambda c: {"response_token_ids": c.token_ids, "rollout_logprobs": [0.0] * 5},
             "rollout_logprobs has 5 entries for 3 response_token_ids",
         ),
+        (
+            lambda c: {"response_token_ids": [*c.token_ids, 10**6]},
+            f"response_token_ids holds 1000000, but the vocabulary has {len(CHAT.tokenizer)} ids",
+        ),
     ],
 )
 def test_ids_and_masks_that_do_not_fit_are_refused_with_both_numbers(extra, complaint):
     run = converse(Continue(lambda text: text + "T", extra), [said("ab"), said("c")])
     assert run.trajectory.status is Status.FAILED
     assert complaint in run.trajectory.error
+
+
+@pytest.mark.cap("C25")
+def test_ids_that_spell_another_text_than_the_message_are_read_and_said_once(caplog, monkeypatch):
+    monkeypatch.setattr("verl_mt.rollout.schedulers.reconcile._said", set())
+    extra = lambda c: {"response_token_ids": [*c.token_ids[:-1], *ids_of("IDS")]}  # noqa: E731
+    for _ in range(2):
+        run = converse(Continue(lambda text: text + "TEXT", extra), [said("ab"), said("c")])
+        assert CHAT.decode(run.engine.requests[1].input_ids).endswith("abIDS")
+        assert run.trajectory.counters["differing_response_ids"] == 1
+    assert sum("spell another text than the message" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.cap("C32")
+def test_ids_that_do_not_fit_a_rewritten_history_are_refused_with_both_numbers():
+    class Rewrites(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages = [{"role": "user", "content": "other"}]
+            return {"infer_request": infer_request, "response_token_ids": [5]}
+
+    run = converse(Rewrites(max_turns=2), [said("ab"), said("c")])
+    assert "returned 1 response_token_ids that are not the 3 sampled ones" in run.trajectory.error
 
 
 @pytest.mark.cap("C3")

@@ -66,6 +66,17 @@ def test_the_constructor_takes_max_turns_and_anything_else():
     assert AskAgain(2, "extra").max_turns == 2
 
 
+@pytest.mark.cap("C2", "C87")
+def test_constructors_of_later_releases_that_take_the_engine_first_work():
+    class Later(AskAgain):
+        def __init__(self, infer_engine=None, max_turns=None, *args, **kwargs):
+            super().__init__(infer_engine, max_turns, *args, **kwargs)
+
+    assert Later(max_turns=3).max_turns == 3
+    assert Later(None, 4).max_turns == 4
+    assert len(converse(Later(max_turns=2), [said("a"), said("b")]).engine.requests) == 2
+
+
 @pytest.mark.cap("C4")
 def test_a_turn_cut_by_length_ends_it_and_step_is_never_called():
     scheduler = AskAgain(max_turns=9)

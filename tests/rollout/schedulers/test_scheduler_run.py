@@ -331,6 +331,20 @@ def test_a_run_may_catch_the_end_and_return_what_it_has():
     assert len(run.trajectory.records) == 2
 
 
+def test_outputs_without_messages_have_those_that_their_records_have_seen():
+    class Bare(Turns):
+        async def run(self, infer_request, request_config, **kwargs):
+            outputs = await super().run(infer_request, request_config, **kwargs)
+            for output in outputs:
+                output.messages = None
+            return outputs
+
+    run = converse(Bare(max_turns=3), [said("a"), said("b"), said("c")])
+    assert [[m["content"] for m in r.messages] for r in run.trajectory.records] == [
+        ["q", "a"], ["q", "a", "u", "b"], [],
+    ]  # fmt: skip
+
+
 def test_an_engine_that_goes_away_is_not_hidden_by_a_run_that_catches_everything():
     class Swallows(MultiTurnScheduler):
         async def run(self, infer_request, request_config, **kwargs):
@@ -466,6 +480,18 @@ def test_the_end_is_told_to_a_hook_that_takes_the_reason_alone():
 
     converse(Older(max_turns=1), [said("a")])
     assert reasons == ["max_assistant_turns"]
+
+
+@pytest.mark.cap("C90")
+@pytest.mark.parametrize(("question", "told"), [("q", "cannot clean up"), ("raise", "boom")])
+def test_an_end_that_raises_fails_the_trajectory_unless_something_else_did(question, told):
+    class Messy(Ends):
+        def on_trajectory_end(self, infer_request, reason):
+            raise RuntimeError("cannot clean up")
+
+    run = converse(Messy(max_turns=2), [said("a"), said("b")], prompt=prompt_of(question))
+    assert run.trajectory.status is Status.FAILED
+    assert told in run.trajectory.error.splitlines()[-1]
 
 
 @pytest.mark.cap("C90")

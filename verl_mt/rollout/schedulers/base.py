@@ -36,9 +36,9 @@ class MultiTurnScheduler:
         Args:
             max_turns: engine turns of one trajectory; None = only the run's other limits.
         """
-        if isinstance(max_turns, InferEngine):  # ms-swift's later releases pass the engine first
-            self.infer_engine = max_turns
-            max_turns = args[0] if args else None
+        # ms-swift's later releases pass the engine first; here it is not there yet, and comes before the first hook.
+        if max_turns is None and args and isinstance(args[0], int):
+            max_turns = args[0]
         self.max_turns = max_turns
 
     def step(

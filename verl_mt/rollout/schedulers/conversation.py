@@ -51,6 +51,7 @@ class InferEngine:
     """What a scheduler samples with. One per scheduler, whatever conversation it is called in."""
 
     def __init__(self, chat: ChatTemplate):
+        self.chat = chat
         self.tokenizer = PlainTextTokenizer(chat)
         self.default_template = _Template(self.tokenizer)
         """ms-swift's place of the tokenizer."""
@@ -81,7 +82,7 @@ class InferEngine:
 
 
 class PlainTextTokenizer:
-    """The policy's tokenizer, except that `encode` makes plain text of what reads like a control token.
+    """The policy's tokenizer, except that encoding makes plain text of what reads like a control token.
 
     Every other attribute is the tokenizer's own.
     """
@@ -92,6 +93,14 @@ class PlainTextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
         """Ids of foreign text as it stands in the middle of a turn. Nothing is added at its ends."""
         return self._chat.continuation_ids(text)
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        """`input_ids` and `attention_mask` of one text."""
+        ids = self.encode(text)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def __len__(self) -> int:
+        return len(self._chat.tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chat.tokenizer, name)
@@ -224,6 +233,10 @@ class Conversation:
         if ids is None:
             return
         self._ids = [int(i) for i in ids]
+        size = len(self.session.context.chat.tokenizer)
+        unknown = [i for i in self._ids if not 0 <= i < size and i not in self.session.record.token_ids]
+        if unknown:
+            raise LedgerError(f"response_token_ids holds {unknown[0]}, but the vocabulary has {size} ids")
         if mask is not None:
             self.session.mask_given = True
             clear_bits(self.session, self._start, self._ids, [int(bool(bit)) for bit in mask])

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from verl_mt.data.conversation import Message
 from verl_mt.data.requests import RolloutOutput
 from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
 from verl_mt.errors import LedgerError
@@ -58,6 +59,7 @@ def _take(conversation: Conversation, output: RolloutOutput, after: int, turn: i
     own = [s for s in record.turns if s.kind == "assistant" and after < s.turn <= turn]
     if any(s.kind == "assistant" and s.turn <= after for s in record.turns):
         first, record = record.split(own[0].start)
+        first.messages = first.messages or _seen(conversation, after)
         trajectory.records[place : place + 1] = [first, record]
         place += 1
     if output.messages is not None and place < len(trajectory.records):
@@ -70,6 +72,13 @@ def _take(conversation: Conversation, output: RolloutOutput, after: int, turn: i
         _mask(conversation, record, own, output)
     except LedgerError as error:
         raise conversation.error("run", str(error)) from error
+
+
+def _seen(conversation: Conversation, turn: int) -> list[Message]:
+    """The messages up to a turn of the last record."""
+    session = conversation.session
+    places = [p for p, number in session.message_rounds.items() if number == session.rounds[turn - 1]]
+    return copy.deepcopy(session.messages[: places[0] + 1]) if places else []
 
 
 def _mask(conversation: Conversation, record: TrajectoryRecord, own: Sequence[TurnSpan], output: RolloutOutput) -> None:
