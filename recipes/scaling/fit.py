@@ -26,34 +26,9 @@ def fit(observed: Sequence[Observed]) -> Machine:
     steps = [step for step in observed if step.work.calls * step.work.tool_latency_s < 0.02 * step.times.rollout_s]
     if len(steps) < 3:
         raise SystemExit(f"only {len(steps)} of {len(observed)} steps are without waits for tools; a fit needs three")
-    rollout = non_negative(
-        [
-            [
-                decoding_steps(s.work),
-                decoding_steps(s.work) * s.model.layers,
-                decoding_steps(s.work) * s.model.matmul_parameters * s.model.bytes_per_parameter
-                + s.work.trajectories * s.work.sampled_tokens * s.model.kv_bytes * s.work.context,
-                s.work.trajectories * s.work.sampled_tokens,
-                s.work.trajectories * s.work.turns,
-                engine_flops(s.model, s.work),
-            ]
-            for s in steps
-        ],
-        [s.times.rollout_s for s in steps],
-    )
-    update = non_negative(
-        [
-            [
-                s.work.trained_tokens * 3 * s.model.flops(s.work.prompt_tokens + s.work.response_tokens / 2),
-                s.work.trained_tokens * s.model.layers * s.model.attention_width,
-                s.work.passes * s.model.layers,
-                s.work.updates * s.model.parameters,
-            ]
-            for s in steps
-            if s.work.ranks == 1 and s.work.updates
-        ],
-        [s.times.update_s for s in steps if s.work.ranks == 1 and s.work.updates],
-    )
+    rollout = non_negative([_rollout_quantities(s) for s in steps], [s.times.rollout_s for s in steps])
+    inline = [s for s in steps if s.work.ranks == 1 and s.work.updates]
+    update = non_negative([_update_quantities(s) for s in inline], [s.times.update_s for s in inline])
     weights = non_negative(
         [[1.0, s.model.parameters * s.model.bytes_per_parameter] for s in steps], [s.times.weights_s for s in steps]
     )
@@ -77,6 +52,29 @@ def fit(observed: Sequence[Observed]) -> Machine:
         rest_overhead_s=rest[0],
         rest_token_s=rest[1],
     )
+
+
+def _rollout_quantities(step: Observed) -> list[float]:
+    model, work, steps = step.model, step.work, decoding_steps(step.work)
+    sampled = work.trajectories * work.sampled_tokens
+    return [
+        steps,
+        steps * model.layers,
+        steps * model.matmul_parameters * model.bytes_per_parameter + sampled * model.kv_bytes * work.context,
+        sampled,
+        work.trajectories * work.turns,
+        engine_flops(model, work),
+    ]
+
+
+def _update_quantities(step: Observed) -> list[float]:
+    model, work = step.model, step.work
+    return [
+        work.trained_tokens * 3 * model.flops(work.prompt_tokens + work.response_tokens / 2),
+        work.trained_tokens * model.layers * model.attention_width,
+        work.passes * model.layers,
+        work.updates * model.parameters,
+    ]
 
 
 def non_negative(quantities: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
