@@ -64,7 +64,6 @@ def test_the_schemas_defaults_pass():
         ([f"{ROLLOUT}.dtype=bfloat16"], ["dtype is bfloat16", "float32"]),
         ([f"{ROLLOUT}.max_model_len=256"], ["max_model_len (256)", "(256)"]),
         ([f"{ACTOR}.ppo_max_token_len=300"], ["ppo_max_token_len (300)", "384"]),
-        ([f"{ROLLOUT}.prompt_length=99"], ["prompt_length (99)", "(256)"]),
         (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
         (["trainer.resume_from_path=x"], ["resume_mode=auto", "resume_path"]),
         (["trainer.logger=[swanlab]"], ["swanlab", "tensorboard"]),

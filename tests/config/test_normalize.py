@@ -237,3 +237,11 @@ def test_a_config_groups_file_may_not_set_keys_outside_its_package():
 def test_interpolations_follow_a_renamed_key():
     config = to_config({"data": {"max_response_length": 64, "max_prompt_length": "${data.max_response_length}"}})
     assert config.data.max_prompt_length == 64
+
+
+def test_verls_two_keys_for_the_longest_prompt_are_one():
+    words = ["actor_rollout_ref.rollout.prompt_length=99"]
+    assert compose(words).data.max_prompt_length == 99
+    assert compose([*words, "data.max_prompt_length=99"]).data.max_prompt_length == 99
+    with pytest.raises(ConfigError, match=r"both set data\.max_prompt_length"):
+        compose([*words, "data.max_prompt_length=100"])

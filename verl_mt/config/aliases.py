@@ -94,6 +94,7 @@ RENAMES: dict[str, Rename] = {
     "data.max_response_length": Rename(ROLLOUT + "response_length"),
     "data.tool_config_path": Rename(ROLLOUT + "tool_kwargs.tools_config_file"),
     "data.trust_remote_code": Rename(MODEL + "trust_remote_code"),
+    ROLLOUT + "prompt_length": Rename("data.max_prompt_length"),
     ROLLOUT + "multi_turn": Rename(ROLLOUT + "multi_turn.enable"),
     ROLLOUT + "multi_turn.tool_config_path": Rename(ROLLOUT + "tool_kwargs.tools_config_file"),
     ROLLOUT + "multi_turn.interaction_config_path": Rename(ROLLOUT + "interaction_config_file"),

@@ -162,7 +162,8 @@ def _batches(config: Config) -> Iterator[str]:
         return
     ranks = config.trainer.nnodes * config.trainer.n_workers_per_node
     sequences = (mini or batch) * config.actor_rollout_ref.rollout.n
-    if sequences < ranks:
+    makes_more = config.actor_rollout_ref.rollout.custom_generate_function_path is not None
+    if sequences < ranks and not makes_more:
         yield (
             f"{sequences} sequences per optimizer step ({mini or batch} prompts x {_ROLLOUT}.n) are fewer than "
             f"{ranks} ranks (trainer.nnodes x trainer.n_workers_per_node): some would never train"
@@ -176,12 +177,7 @@ def _divisors(number: int) -> str:
 
 def _lengths(config: Config) -> Iterator[str]:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    prompt = config.data.max_prompt_length if rollout.prompt_length is None else rollout.prompt_length
-    if prompt != config.data.max_prompt_length:
-        yield (
-            f"{_ROLLOUT}.prompt_length ({prompt}) and data.max_prompt_length ({config.data.max_prompt_length}) are the "
-            "same limit: give the second only"
-        )
+    prompt = config.data.max_prompt_length
     if rollout.max_model_len is not None and rollout.max_model_len <= prompt:
         yield (
             f"{_ROLLOUT}.max_model_len ({rollout.max_model_len}) leaves no room after a prompt of "
@@ -189,6 +185,8 @@ def _lengths(config: Config) -> Iterator[str]:
         )
         return
     longest = min(prompt + rollout.response_length, rollout.max_model_len or prompt + rollout.response_length)
+    if rollout.custom_generate_function_path is not None:  # it may write longer prompts of its own
+        longest = rollout.max_model_len or longest
     passes = {f"{_ACTOR}.ppo_max_token_len": actor.ppo_max_token_len if actor.ppo_micro_batch_size is None else longest}
     of_ref = config.actor_rollout_ref.ref.log_prob_max_token_len
     if actor.use_kl_loss and of_ref is not None:

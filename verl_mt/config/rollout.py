@@ -117,7 +117,6 @@ class RolloutConfig(Section):
     min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, below=1)
     stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
-    prompt_length: int | None = knob(None, "Longest prompt in tokens; null = `data.max_prompt_length`.", min=1)
     response_length: int = knob(512, "Everything after the first prompt, observations included, in tokens.", min=1)
     max_tokens_per_turn: int | None = knob(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
     max_model_len: int | None = knob(None, "Longest sequence in tokens; null = prompt + response length.", min=2)

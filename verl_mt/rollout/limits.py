@@ -27,10 +27,9 @@ class Limits:
         """Without several turns there is one assistant turn."""
         rollout = config.actor_rollout_ref.rollout
         multi_turn = rollout.multi_turn
-        prompt_length = rollout.prompt_length or config.data.max_prompt_length
         return cls(
             response_length=rollout.response_length,
-            max_model_len=rollout.max_model_len or prompt_length + rollout.response_length,
+            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.response_length,
             max_tokens_per_turn=rollout.max_tokens_per_turn,
             max_assistant_turns=multi_turn.max_assistant_turns if is_multi_turn(config) else 1,
             max_user_turns=multi_turn.max_user_turns,
