@@ -85,8 +85,10 @@ class Team:
 
     async def _converse(self, role: str, prompt: str) -> tuple[Sample, str | None]:
         chat, tools = self.state.chat, self.state.tools
-        messages = [m for m in self.sample.prompt if m["role"] == "system"] + [{"role": "user", "content": prompt}]
-        ids = chat.prompt_ids(messages, tools)
+        system = [m for m in self.sample.prompt if m["role"] == "system"]
+        messages = [*system, {"role": "user", "content": prompt}]
+        # What other agents wrote is plain text in this prompt, whatever they wrote.
+        ids = chat.mixed_prompt_ids(system, messages[len(system) :], tools)
         length = len(ids)
         for turn in range(1, MAX_TURNS + 1):
             reply = await post(self.url, {"input_ids": ids, "sampling_params": self.sampling})

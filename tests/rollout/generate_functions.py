@@ -266,3 +266,13 @@ async def with_tools(args, sample, params):
         messages += answers
     sample.tokens, sample.response_length = ids, len(ids) - start
     return sample
+
+
+async def through_wait_for(args, sample, params):
+    """Every request in a task of its own: what it learns about contexts is lost (Python 3.11's `wait_for`)."""
+    first = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt)), 5)
+    kept = first["text"][:3]
+    second = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt + kept + " | ")), 5)
+    first["meta_info"]["output_token_logprobs"] = first["meta_info"]["output_token_logprobs"][:3]
+    first["text"] = kept
+    return fill(args, sample, first, " | ", second)

@@ -514,3 +514,12 @@ def test_a_reward_of_slimes_signature_scores_the_tool_loop_too():
     runner.door = ToolLoopDoor()
     trajectory = only(roll_out(runner, rows("Which?", label=LABEL)))
     assert trajectory.reward == 1.0 and trajectory.sample is None
+
+
+def test_a_function_may_ask_through_tasks_of_their_own():
+    trajectory, engine = run_one("through_wait_for", turn("one two"), turn("three"))
+    assert trajectory.error is None
+    assert trajectory.sample.tokens == [*PROMPT, *spelled("one"), *spelled(" | "), *spelled("three"), EOS]
+    assert len(engine.requests) == 2 and trajectory.counters["cut_tokens"] == len("two") + 1
+    # The function's " | " begins as the model had gone on; that one space stays sampled, and is not trained.
+    assert trajectory.counters["masked_tokens"] == 1 and trajectory.sample.loss_mask == [1] * 3 + [0] * 3 + [1] * 6

@@ -179,7 +179,9 @@ class Conversations:
             best = max(fitting, key=lambda c: (len(c.session.record.token_ids), c.number in own, c.number))
             self._extend(best, request)
             return best
-        cut = [c for c in self.items if not c.busy and c.number in own and self._cut(c, request)]
+        # One that is the only one is the task's own, also where the task asks through others (asyncio.wait_for).
+        mine = [c for c in self.items if not c.busy and (c.number in own or len(self.items) == 1)]
+        cut = [c for c in mine if self._cut(c, request)]
         return cut[0] if cut else self._begin(request)
 
     def _continues(self, conversation: Conversation, request: EngineRequest, own: Sequence[int]) -> bool:

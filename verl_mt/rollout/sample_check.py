@@ -111,8 +111,8 @@ def _check_response(sample: Sample, record: TrajectoryRecord, found: Alignment, 
                 f"response_length is {sample.response_length}, so the response begins at token {first} of "
                 f"{len(sample.tokens)}, but the engine sampled token {place} already"
             )
-        if sample.rollout_log_probs is None:
-            continue
+        if sample.rollout_log_probs is None or (sample.loss_mask is not None and not sample.loss_mask[place - first]):
+            continue  # a token that the function does not train may have a filler
         said, known = sample.rollout_log_probs[place - first], record.rollout_log_probs[position]
         if not abs(said - known) <= _TOLERANCE * max(1.0, abs(known)):
             raise LedgerError(
