@@ -52,7 +52,7 @@ def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunD
 def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
     """What turns rows into prompts."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    length = rollout.prompt_length or data.max_prompt_length
+    length = data.max_prompt_length
     single_turn = rollout.multi_turn.enable is False
     return PromptBuilder(chat, tools, length, data.filter_overlong_prompts, data.truncation, single_turn)
 
