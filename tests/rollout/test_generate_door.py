@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
+from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams, VersionSpan
 from verl_mt.data.sample import Sample
@@ -56,7 +57,8 @@ async def tool_agent(args, sample: Sample, sampling_params):
         reply = await post(url, payload)
         ids, mask = ids + reply["output_ids"], mask + [1] * len(reply["output_ids"])
         parsed = parser.parse(state.chat.turn_text(reply["output_ids"]), tools).with_ids(f"call_{number}_")
-        if reply["meta_info"]["finish_reason"]["type"] == "length" or not parsed.calls:
+        was_cut = reply["meta_info"]["finish_reason"]["type"] == "length"
+        if (was_cut and not getattr(args, "runs_cut_calls", False)) or not parsed.calls:
             break
         message = {"role": "assistant", "content": parsed.content}
         messages.append({**message, "tool_calls": [call.to_message() for call in parsed.calls]})
@@ -90,8 +92,10 @@ def by_tool_loop(script, limits):
     return only(roll_out(runner, [prompt_of("q")])), engine
 
 
-def by_function(script, limits):
-    runner = runner_of(f"{__name__}.tool_agent", script, limits=limits)
+def by_function(script, limits, **kwargs):
+    config = Config()
+    config.actor_rollout_ref.rollout.custom_generate_kwargs = kwargs
+    runner = runner_of(f"{__name__}.tool_agent", script, limits=limits, config=config)
     return only(roll_out(runner, [prompt_of("q")])), runner.context.engine
 
 
@@ -147,3 +151,16 @@ def test_the_last_allowed_turn_is_where_they_may_differ():
     function, engine = by_function(script_of([call("a")]), limits)
     assert loop.records == function.records and len(engine.requests) == 1
     assert function.counters["unread_tokens"] > 0 and "unread_tokens" not in loop.counters
+
+
+def test_a_call_in_a_turn_cut_by_length_is_where_they_may_differ():
+    """The loop ends there. A function may run the call and go on, behind an end of turn that nobody sampled."""
+    cut, end = script_of([call("a")], length=True)[0], script_of(["yes"])[0]
+    loop, _ = by_tool_loop([cut, end], LIMITS)
+    function, engine = by_function([cut, end], LIMITS, runs_cut_calls=True)
+    assert loop.num_turns == 1 and loop.status is Status.TRUNCATED
+    assert (function.error, function.num_turns, function.status) == (None, 2, Status.COMPLETED)
+    record, first = function.records[0], loop.records[0]
+    assert record.token_ids[: len(first.token_ids)] == first.token_ids
+    assert record.token_ids[len(first.token_ids)] == EOS and not record.sampled[len(first.token_ids)]
+    assert engine.requests[1].input_ids == record.token_ids[: record.turns[-1].start]
