@@ -200,7 +200,8 @@ def test_a_function_may_go_on_behind_a_turn_that_a_limit_cut():
 
 
 def test_a_prompt_of_the_functions_own_opens_its_own_conversation_and_is_the_records_prompt():
-    trajectory, engine = run_one("posts", turn("hi"), settings={"payload": {"text": "PROMPT", "return_logprob": True}})
+    payload = {"text": "PROMPT", "return_logprob": True, "return_text_in_logprobs": True}
+    trajectory, engine = run_one("posts", turn("hi"), settings={"payload": payload})
     assert trajectory.error is None
     reply = generate_functions.SEEN[0]
     assert reply["text"] == "hi" and reply["output_ids"] == [*spelled("hi"), EOS]

@@ -31,7 +31,10 @@ from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
-_KNOWN = ("text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid")
+_KNOWN = (
+    "text", "input_ids", "sampling_params", "return_logprob", "return_text_in_logprobs", "logprob_start_len", "stream",
+    "rid",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class EngineRequest:
     ids: list[int] | None
     turn: TurnSampling
     return_logprob: bool
+    return_text: bool
 
     @classmethod
     def parse(cls, payload: Mapping[str, Any], base: SamplingParams) -> EngineRequest:
@@ -66,7 +70,8 @@ class EngineRequest:
         if ids is not None and not all(isinstance(i, int) for i in ids):
             raise LedgerError("payload of /generate: input_ids must be the ids of one request")
         turn = TurnSampling.parse(payload.get("sampling_params"), base)
-        return cls(text, None if ids is None else list(ids), turn, bool(payload.get("return_logprob")))
+        wants = (bool(payload.get("return_logprob")), bool(payload.get("return_text_in_logprobs")))
+        return cls(text, None if ids is None else list(ids), turn, *wants)
 
 
 @dataclass
@@ -325,7 +330,13 @@ class Conversations:
         answer = await session.generate()
         if answer is None:
             return self._no_turn(session)
-        reply = reply_to(session, turn, answer.finish_reason, return_logprob=request.return_logprob)
+        reply = reply_to(
+            session,
+            turn,
+            answer.finish_reason,
+            return_logprob=request.return_logprob,
+            return_text=request.return_text,
+        )
         reply["meta_info"]["cached_tokens"] = int(session.trajectory.counters.get("cached_tokens", 0) - cached)
         conversation.last = reply["text"]
         conversation.text += reply["text"]

@@ -11,13 +11,19 @@ from verl_mt.rollout.session import RolloutSession
 
 
 def reply_to(
-    session: RolloutSession, turn: TurnSampling, finish_reason: FinishReason, *, return_logprob: bool
+    session: RolloutSession,
+    turn: TurnSampling,
+    finish_reason: FinishReason,
+    *,
+    return_logprob: bool,
+    return_text: bool = False,
 ) -> dict[str, Any]:
     """The reply for the turn that the session has just recorded.
 
     Returns:
         `text`, `output_ids`, and `meta_info` with `finish_reason` (`type`: stop, length, abort), token counts,
-        `weight_version`, and with `return_logprob` the `output_token_logprobs`: items [log-prob, id, text].
+        `weight_version`, and with `return_logprob` the `output_token_logprobs`: items [log-prob, id, text], where the
+        text is None unless `return_text` asks for it (as in SGLang, and it costs a call of the tokenizer per token).
 
     Raises:
         EngineError: log-probs are asked for and the engine gave none.
@@ -35,9 +41,9 @@ def reply_to(
     if return_logprob:
         if not record.has_log_probs:
             raise EngineError("return_logprob: this engine gives no log-probs")
-        decode = session.context.chat.decode
+        texts = [session.context.chat.decode([i]) if return_text else None for i in ids]
         log_probs = record.rollout_log_probs[span.start : span.end]
-        meta["output_token_logprobs"] = [[p, i, decode([i])] for p, i in zip(log_probs, ids)]
+        meta["output_token_logprobs"] = [list(item) for item in zip(log_probs, ids, texts)]
     return {"text": _text(session, turn, ids, finish_reason), "output_ids": ids, "meta_info": meta}
 
 
