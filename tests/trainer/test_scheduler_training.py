@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+from mixed_scheduler import Mixed
 
 from verl_mt.config.compose import compose
+from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.errors import ConfigError
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
-from verl_mt.trainer.build import build_trainer
+from verl_mt.rollout.scheduler_door import SchedulerDoor
+from verl_mt.rollout.stream import RolloutStream
+from verl_mt.trainer.build import build_trainer, build_workers
+from verl_mt.trainer.build_data import build_prompts, load_val_prompts
+from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
@@ -66,6 +73,32 @@ def test_records_of_rewritten_histories_are_trained(tmp_path):
         assert row["records"][0]["messages"][1]["content"] != row["messages"][1]["content"]
         advantages = {a for r in row["records"] for a, bit in zip(r["advantages"] or [], r["loss_mask"]) if bit}
         assert len(advantages) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.cap("C15", "C17", "C20")
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_log_probs_stay_those_of_the_trainer_whatever_a_scheduler_does_to_the_conversation(mode):
+    """The local engine keeps caches of conversations; one that is cut back or rewritten must not read what is gone."""
+    more = [f"{MULTI_TURN}.max_assistant_turns=6", "actor_rollout_ref.rollout.response_length=600"]
+    config = compose([f"actor_rollout_ref.rollout.mode={mode}", "data.val_max_samples=24", *more])
+    workers = build_workers(config, total_steps=1)
+    chat, tools = build_chat(config), build_tools(config)
+    runner = build_runner(config, chat, tools, workers.policy_module)
+    runner.door = SchedulerDoor(Mixed())
+    prompts = load_val_prompts(config, build_prompts(config, chat, tools))
+    stream = RolloutStream(runner)
+    try:
+        stream.call(runner.context.engine.start())
+        stream.start(RolloutPlan(prompts, 2, "s1"))
+        trajectories = [t for group in stream.collect("s1") for t in group.trajectories]
+    finally:
+        stream.close(runner.context.engine.close)
+    assert sum(len(t.records) > 1 for t in trajectories) > 20
+    assert sum(t.counters.get("cut_tokens", 0) > 0 for t in trajectories) > 20
+    batch = build_batch(trajectories, pad_token_id=0)
+    own = workers.compute_log_probs(batch)
+    assert float((own - batch[ROLLOUT_LOG_PROBS])[batch[SAMPLED]].abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(
