@@ -1,6 +1,6 @@
 """How wrong the formula of `step_time.py` is: fits it to some runs and predicts others, on this machine.
 
-    python recipes/scaling/check.py [--rounds 4] [--engine local|sglang] [--out runs/step_time]
+    python recipes/scaling/check.py [--rounds 4] [--engine local|sglang] [--out FOLDER] [--again]
 
 The runs take turns, a step each; the first round warms up. Steps of the local engine are timed by a clock that counts
 this process's own time only (`lab.OwnClock`; `--clock wall` for an ordinary one), SGLang's by an ordinary one: there,
@@ -127,19 +127,28 @@ def _config_of(trainer: Any) -> Any:
     return to_config(yaml.safe_load((trainer.log.run.path / "config.yaml").read_text()))
 
 
-def measure(runs: tuple[Run, ...], folder: Path, engine: str, rounds: int, clock: Any) -> dict[str, list[Any]]:
-    """`rounds` steps of each run, taking turns, the warm-up not counted. SGLang runs go one after the other: each has
-    an engine of its own, which takes memory."""
+def measure(
+    runs: tuple[Run, ...], args: argparse.Namespace, clock: Any, keep: Callable[[dict[str, list[Any]]], None]
+) -> dict[str, list[Any]]:
+    """`args.rounds` steps of each run, taking turns, the warm-up not counted; `keep` is given what there is after each
+    round. SGLang runs go one after the other: each has an engine of its own, which takes memory."""
+    with tempfile.TemporaryDirectory(prefix="step_time_") as folder:
+        return _measure(runs, Path(folder), args, clock, keep)
+
+
+def _measure(
+    runs: tuple[Run, ...], folder: Path, args: argparse.Namespace, clock: Any, keep: Callable[[Any], None]
+) -> dict[str, list[Any]]:
     observed: dict[str, list[Any]] = {run.name: [] for run in runs}
     latency = {run.name: run.latency_s for run in runs}
-    groups = [runs] if engine == "local" else [(run,) for run in runs]
+    groups = [runs] if args.engine == "local" else [(run,) for run in runs]
     for group in groups:
-        trainers = {run.name: build(run, folder, engine) for run in group}
+        trainers = {run.name: build(run, folder, args.engine) for run in group}
         if clock is not None:
             for trainer in trainers.values():
                 clock.watch(trainer.engine)
         try:
-            for number in range(rounds + 1):
+            for number in range(args.rounds + 1):
                 for name, trainer in trainers.items():
                     seen = step(trainer)
                     if clock is not None and seen.work.calls:  # spans are in ordinary seconds
@@ -147,6 +156,7 @@ def measure(runs: tuple[Run, ...], folder: Path, engine: str, rounds: int, clock
                     if number:
                         observed[name].append(seen)
                         print(f"  {name}: step {number} took {seen.times.step_s:.2f} s", flush=True)
+                keep(observed)
         finally:
             for trainer in trainers.values():
                 trainer.close()
@@ -177,6 +187,22 @@ def evaluate(runs: tuple[Run, ...], observed: dict[str, list[Any]]) -> tuple[Any
     return machine, rows
 
 
+def write_steps(observed: dict[str, list[Any]], file: Path) -> None:
+    """What was measured, for `--again`."""
+    file.write_text(json.dumps({name: [asdict(seen) for seen in found] for name, found in observed.items()}) + "\n")
+
+
+def read_steps(file: Path) -> dict[str, list[Any]]:
+    """What `write_steps` wrote."""
+    from step_time import Model, Observed, StepTime, Work
+
+    def step_of(given: dict[str, Any]) -> Observed:
+        work = given["work"] | {"last": tuple(tuple(path) for path in given["work"]["last"])}
+        return Observed(Model(**given["model"]), Work(**work), StepTime(**given["times"]))
+
+    return {name: [step_of(given) for given in found] for name, found in json.loads(file.read_text()).items()}
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """A table; numbers in brackets are predictions."""
     print("\n| run | prompts x n | model | tokens | step, s | rollout, s | update, s | error | new |")
@@ -199,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", choices=["local", "sglang"], default="local")
     parser.add_argument("--clock", choices=["own", "wall"], default="own", help="of the local engine's runs")
     parser.add_argument("--only", nargs="+", help="names of runs; others are left out")
-    parser.add_argument("--out", type=Path, default=None, help="folder for machine.json and errors.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/step_time"), help="folder of the results")
+    parser.add_argument("--again", action="store_true", help="measure nothing; take the steps that --out holds")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent))
@@ -213,15 +240,16 @@ def main(argv: list[str] | None = None) -> int:
     if clock is not None:
         lab.CLOCK = clock
         ppo_trainer.time = SimpleNamespace(monotonic=clock)
-    with tempfile.TemporaryDirectory(prefix="step_time_") as folder:
-        observed = measure(runs, Path(folder), args.engine, args.rounds, clock)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "steps.json"
+    if args.again:
+        observed = read_steps(file)
+        runs = tuple(run for run in runs if observed.get(run.name))
+    else:
+        observed = measure(runs, args, clock, lambda found: write_steps(found, file))
     machine, rows = evaluate(runs, observed)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        save_machine(machine, args.out / "machine.json")
-        (args.out / "errors.json").write_text(json.dumps(rows, indent=1) + "\n")
-        steps = {name: [asdict(seen) for seen in found] for name, found in observed.items()}
-        (args.out / "steps.json").write_text(json.dumps(steps) + "\n")
+    save_machine(machine, args.out / "machine.json")
+    (args.out / "errors.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"\n{machine}\nload {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     show(rows)
     worst = max((abs(row["error"]) for row in rows if row["new"]), default=0.0)
