@@ -50,6 +50,7 @@ def test_the_documents_launch_command_composes():
         "--input-key", "question", "--label-key", "answer", "--metadata-key", "metadata",
         "--rollout-batch-size", "32", "--n-samples-per-prompt", "4",
         "--rollout-max-response-len", "8192", "--rollout-temperature", "1.0", "--apply-chat-template",
+        "--use-tis", "--tis-clip", "2.0",
         "--save-debug-rollout-data", "/root/debug/rollout_{rollout_id}.pt",
         "--hf-checkpoint", "verl_mt://tiny", "actor_rollout_ref.actor.ppo_max_token_len=9000",
     ]  # fmt: skip
@@ -115,3 +116,19 @@ def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text
 def test_settings_of_a_function_that_is_not_named_are_refused():
     with pytest.raises(ConfigError, match="custom_generate_kwargs are given, but"):
         compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"])
+
+
+@pytest.mark.cap("C65")
+@pytest.mark.parametrize(
+    ("words", "clip"),
+    [
+        ([], None),
+        (["--use-tis"], 2.0),
+        (["--use-tis", "--tis-clip", "3.5"], 3.5),
+        (["--tis-clip", "3.5", "--use-tis"], 3.5),
+        (["use_tis=False", "tis_clip=3.5"], None),
+        (["tis_clip=1.5"], 1.5),
+    ],
+)
+def test_the_two_flags_of_truncated_importance_sampling_are_one_key(words, clip):
+    assert compose(normalize_argv(words)).actor_rollout_ref.actor.tis_clip == clip

@@ -18,7 +18,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
-    groups = (_multi_turn, _sampling, _batches, _lengths, _adapters, _engine, _placement, _run, _numbers)
+    groups = (_multi_turn, _sampling, _batches, _lengths, _corrections, _adapters, _engine, _placement, _run, _numbers)
     problems = [text for group in groups for text in group(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -194,6 +194,15 @@ def _lengths(config: Config) -> Iterator[str]:
     for key, limit in passes.items():
         if limit < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
+
+
+def _corrections(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.tis_clip is not None and actor.use_sampler_log_probs == "always":
+        yield (
+            f"{_ACTOR}.tis_clip is {actor.tis_clip} with use_sampler_log_probs=always: ratios are taken to the "
+            "sampler already, every weight would be 1; use auto, or leave tis_clip out"
+        )
 
 
 def _adapters(config: Config) -> Iterator[str]:

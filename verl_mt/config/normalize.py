@@ -84,6 +84,7 @@ def normalise_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     for key, value in _flatten(given):
         _normalise_one(key, value, where, outcome)
     _place_workers(outcome, where)
+    outcome.items = slime_spellings.settle(outcome.items)
     _find_conflicts(outcome, where)
     outcome.items = _check_values(outcome, where)
     return outcome

@@ -72,7 +72,6 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = knob("grpo", "How rewards become advantages.", choices=("grpo",))
     norm_adv_by_std_in_grpo: bool = knob(True, "Divide by the group's standard deviation (False: Dr.GRPO).")
-    adv_eps: float = knob(1e-6, "Added to the standard deviation.", min=0)
 
 
 @dataclass

@@ -63,6 +63,8 @@ RENAMES: dict[str, Rename] = {
     "kl_loss_coef": Rename(ACTOR + "kl_loss_coef"),
     "kl_loss_type": Rename(ACTOR + "kl_loss_type"),
     "max_tokens_per_gpu": Rename(ACTOR + "ppo_max_token_len"),
+    "use_tis": Rename(ACTOR + "tis_clip", lambda on: 2.0 if on else None),
+    "tis_clip": Rename(ACTOR + "tis_clip"),
     "save_debug_rollout_data": Rename("trainer.debug_rollout_data"),
     "trainer.save_debug_rollout_data": Rename("trainer.debug_rollout_data"),
     "debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
@@ -71,7 +73,6 @@ RENAMES: dict[str, Rename] = {
 }
 
 _LOAD = "use trainer.debug_rollout_data=PATH with trainer.debug_mode=train_only"
-_TIS = "weights against the sampler's drift are not offered; see actor_rollout_ref.actor.use_sampler_log_probs"
 _SPEED = "only speed or memory depends on it"
 
 ALWAYS: dict[str, Always] = {
@@ -88,9 +89,7 @@ ALWAYS: dict[str, Always] = {
 REFUSED: dict[str, str] = {
     "load_debug_rollout_data": _LOAD,
     "trainer.load_debug_rollout_data": _LOAD,
-    "use_tis": _TIS,
-    "tis_clip": _TIS,
-    "tis_clip_low": _TIS,
+    "tis_clip_low": "small weights stay as they are; actor_rollout_ref.actor.tis_clip bounds the large ones",
     "tool_key": "a row's tools are in its metadata (sample.metadata['tools']), or extra_info.tool_selection names them",
     "multimodal_keys": "images are not offered",
     "rm_type": "use reward.path (a registered name, file.py:name or a dotted path), or the rows' data_source",
@@ -104,6 +103,15 @@ REFUSED: dict[str, str] = {
     "load": "use trainer.resume_mode=resume_path and trainer.resume_from_path, or give the same command again",
     "ref_load": "the reference policy is the model that training starts from",
 }
+
+
+def settle(items: list[Any]) -> list[Any]:
+    """`--use-tis` alone means slime's default bound; beside `--tis-clip` it only switches that on or off."""
+    switch = next((item for item in items if item.spelling == "use_tis"), None)
+    bounds = [item for item in items if item.key == ACTOR + "tis_clip" and item is not switch]
+    if switch is None or not bounds:
+        return items
+    return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
 
 
 def with_flags_as_overrides(argv: Sequence[str]) -> list[str]:

@@ -219,7 +219,7 @@ def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None
     def fill(batch: TensorDict) -> None:
         rewards_N, group_index_N = trajectory_rewards(batch)
         advantages_N = estimate(
-            rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo, eps=config.adv_eps
+            rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo
         )
         batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
 

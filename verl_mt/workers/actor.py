@@ -12,16 +12,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.algorithms.aggregate import token_weights
-from verl_mt.algorithms.kl import kl_penalty
-from verl_mt.algorithms.losses import ppo_clip_loss
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling import lora
-from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
+from verl_mt.workers.policy_loss import policy_loss
 from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
 from verl_mt.workers.state import copy_into, live_tensors
@@ -290,42 +288,12 @@ class ActorWorker:
                     with_entropy=True,
                     entropy_grad=self.config.entropy_coeff != 0,
                 )
-                micro_loss = self._loss(output, micro, weights_BT[part], old_BT[part], metrics)
+                micro_loss = policy_loss(self.config, output, micro, weights_BT[part], old_BT[part], metrics)
                 if torch.is_grad_enabled():
                     micro_loss.backward()
                 loss += micro_loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
         return loss, seen_BT
-
-    def _loss(
-        self, output: LogProbs, micro: TensorDict, weights_BT: Tensor, old_BT: Tensor, metrics: UpdateMetrics
-    ) -> Tensor:
-        config, log_probs_BT, entropy_BT = self.config, output.log_probs_BT, output.entropy_BT
-        assert entropy_BT is not None
-        old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
-        clip: dict[str, Any] = {
-            "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-            "clip_high": config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
-            "clip_c": config.clip_ratio_c,
-        }
-        sampled_BT = micro[columns.LOSS_MASK] & micro[columns.SAMPLED]
-        loss_BT, numbers = ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], sampled_BT, **clip)
-        given_BT = micro[columns.LOSS_MASK] & ~micro[columns.SAMPLED]
-        if given_BT.any():
-            # Tokens that nobody sampled are trained on request; they stay out of the metrics.
-            loss_BT = loss_BT + ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], given_BT, **clip)[0]
-        pg_loss = (loss_BT * weights_BT).sum()
-        loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
-        metrics.add_sum("actor/pg_loss", pg_loss)
-        if config.use_kl_loss:
-            kl_BT = kl_penalty(log_probs_BT, micro[columns.REF_LOG_PROBS], config.kl_loss_type)
-            kl_loss = (masked_fill_zero(kl_BT, micro[columns.LOSS_MASK]) * weights_BT).sum()
-            loss = loss + config.kl_loss_coef * kl_loss
-            metrics.add_sum("actor/kl_loss", kl_loss)
-        metrics.add_sum("actor/loss", loss)
-        numbers["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / sampled_BT.sum().clamp(min=1)
-        metrics.add_token_means(numbers, sampled_BT.sum())
-        return loss
 
     def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
         """Clip and step; or drop a gradient that is not finite."""

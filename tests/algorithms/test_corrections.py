@@ -1,0 +1,92 @@
+"""Weights against a sampler that drifts from the trainer: pinned numbers and the formulas written out with loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mt.algorithms import corrections as c
+
+TRAIN = torch.tensor([[-1.0, -1.0, -1.0, 0.0, -2.0]])
+ROLLOUT = torch.tensor([[-1.0, -2.0, -0.5, 0.0, -1.0]])
+MASK = torch.tensor([[1, 1, 1, 0, 1]])
+RAW = [1.0, math.e, math.exp(-0.5), 0.0, math.exp(-1.0)]
+
+
+def close(found: torch.Tensor, expected: list[float]) -> None:
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.cap("C65")
+def test_token_weights_and_their_truncation():
+    raw = c.importance_weights(TRAIN, ROLLOUT, MASK)
+    close(raw, RAW)
+    close(c.truncate(raw, 2.0), [1.0, 2.0, 0.606531, 0.0, 0.367879])
+
+
+def test_a_sequence_has_its_product_or_its_geometric_mean():
+    close(c.importance_weights(TRAIN, ROLLOUT, MASK, level="sequence"), [0.606531, 0.606531, 0.606531, 0, 0.606531])
+    close(c.importance_weights(TRAIN, ROLLOUT, MASK, level="geometric"), [0.882497, 0.882497, 0.882497, 0, 0.882497])
+
+
+def test_normalised_weights_have_mean_one():
+    weights = c.truncate(c.importance_weights(TRAIN, ROLLOUT, MASK), 2.0)
+    close(c.batch_normalise(weights, MASK), [1.006439, 2.012877, 0.610436, 0.0, 0.370248])
+    assert c.batch_normalise(weights, torch.zeros_like(MASK)).tolist() == [[0.0] * 5]
+
+
+def test_tokens_outside_of_the_bounds_are_masked():
+    raw = c.importance_weights(TRAIN, ROLLOUT, MASK)
+    assert c.inside(raw, MASK, 0.5, 2.0).int().tolist() == [[1, 0, 1, 0, 0]]
+
+
+def test_one_hopeless_token_vetoes_its_sequence():
+    assert c.veto(TRAIN, ROLLOUT, MASK, 1e-4).int().tolist() == MASK.tolist()
+    rollout = ROLLOUT.clone()
+    rollout[0, -1] = 8.0
+    assert not c.veto(TRAIN, rollout, MASK, 1e-4).any()
+
+
+@pytest.mark.parametrize("level", c.LEVELS)
+def test_what_was_not_sampled_never_changes_a_weight(level):
+    plain = c.importance_weights(TRAIN, ROLLOUT, MASK, level=level)
+    for filler in (-3.2, float("nan"), float("-inf")):
+        train = TRAIN.clone()
+        train[0, 3] = filler
+        assert torch.equal(c.importance_weights(train, ROLLOUT, MASK, level=level), plain)
+
+
+NUMBERS = st.floats(-4, 0, allow_nan=False)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=8))
+def test_the_formulas_written_out(tokens):
+    train, rollout, mask = (torch.tensor([list(column)], dtype=torch.float64) for column in zip(*tokens))
+    inside = [(a, b) for a, b, m in tokens if m]
+    total = sum(a - b for a, b in inside)
+    expected = {
+        "token": [math.exp(a - b) if m else 0.0 for a, b, m in tokens],
+        "sequence": [math.exp(max(-20.0, min(20.0, total))) if m else 0.0 for _, _, m in tokens],
+        "geometric": [math.exp(total / max(1, len(inside))) if m else 0.0 for _, _, m in tokens],
+    }
+    for level, weights in expected.items():
+        found = c.importance_weights(train, rollout, mask, level=level)
+        assert found[0].tolist() == pytest.approx(weights, rel=1e-9)
+    ratios = [math.exp(a - b) for a, b in inside]
+    ess = sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)) if ratios else 1.0
+    weights = c.importance_weights(train, rollout, mask)
+    assert c.effective_sample_size(weights, mask).item() == pytest.approx(ess, rel=1e-9)
+
+
+def test_no_gradient_flows_through_a_weight():
+    train = TRAIN.clone().requires_grad_()
+    assert not c.importance_weights(train, ROLLOUT, MASK).requires_grad
+
+
+def test_an_unknown_level_lists_those_there_are():
+    with pytest.raises(ValueError, match="token, sequence, geometric"):
+        c.importance_weights(TRAIN, ROLLOUT, MASK, level="turn")

@@ -1,0 +1,77 @@
+"""Weights that correct for a sampler that is not quite the trainer's policy.
+
+With w = pi_train / pi_rollout per token, importance sampling is exact and has a large variance; every form bounds it.
+What w is taken over has different names in different papers, so the names here say it: `token` (each its own),
+`sequence` (the product over a sequence), `geometric` (the geometric mean over it).
+
+Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, section 4.1: truncated weights); Yao et al. 2025, "Your efficient RL
+framework secretly brings you off-policy RL training" (truncated importance sampling between engine and trainer).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_mt.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
+
+LEVELS = ("token", "sequence", "geometric")
+_LOG_RATIO_BOUND = 20.0
+
+
+def importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level: str = "token") -> Tensor:
+    """pi_train / pi_rollout of each token, or of the sequence that it belongs to.
+
+    Args:
+        log_probs: [B, T] by the trainer's policy before the update.
+        rollout_log_probs: [B, T] by the sampler.
+        mask: [B, T]; the sampled tokens. Other positions never change a weight.
+        level: one of `LEVELS`.
+
+    Returns:
+        [B, T] without gradient, 0 where masked out.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}; known: {', '.join(LEVELS)}")
+    log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
+    if level == "sequence":
+        log_ratio = masked_sum(log_ratio, mask, dim=-1).unsqueeze(-1).expand_as(log_ratio)
+    elif level == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, dim=-1).unsqueeze(-1).expand_as(log_ratio)
+    return masked_fill_zero(log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask)
+
+
+def truncate(weights: Tensor, upper: float) -> Tensor:
+    """min(w, upper): too small weights stay, which lowers the variance and keeps the sign of the bias known."""
+    return weights.clamp(max=upper)
+
+
+def batch_normalise(weights: Tensor, mask: Tensor) -> Tensor:
+    """w / mean(w) over the masked-in tokens of the batch (self-normalised importance sampling); 0 where masked out."""
+    mean = masked_mean(weights, mask)
+    return masked_fill_zero(weights / torch.where(mean > 0, mean, torch.ones_like(mean)), mask)
+
+
+def inside(weights: Tensor, mask: Tensor, lower: float, upper: float) -> Tensor:
+    """The mask without tokens whose weight is outside of [lower, upper]: what the two policies disagree on is not
+    trained (IcePop)."""
+    return mask.bool() & (weights >= lower) & (weights <= upper)
+
+
+def veto(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """The mask without whole sequences in which a single token's ratio is below `threshold`: the trainer's policy would
+    practically never have said it."""
+    log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
+    hopeless = (mask.bool() & (log_ratio < torch.tensor(threshold).log())).any(-1, keepdim=True)
+    return mask.bool() & ~hopeless
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """(sum w)^2 / (n sum w^2) in (0, 1]: the share of tokens that a weighted mean is worth (Kong 1992); 1 for none."""
+    squares = masked_sum(weights**2, mask)
+    count = mask.bool().to(weights.dtype).sum()
+    share = masked_sum(weights, mask) ** 2 / (count * squares).clamp(min=1e-30)
+    return torch.where(squares > 0, share, torch.ones_like(share))
