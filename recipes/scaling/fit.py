@@ -78,7 +78,11 @@ def _update_quantities(step: Observed) -> list[float]:
 
 
 def non_negative(quantities: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """x >= 0 that minimizes the sum of ((quantities x - seconds) / seconds)^2: the best of all supports, which are few.
+    """x >= 0 that minimizes the sum of ((quantities x - seconds) / quantities x)^2: the best of all supports, which are
+    few.
+
+    Errors are taken relative to what is predicted: relative to what was measured, noise would make every prediction
+    too small. The weights come from the solution before, a few times over.
 
     Args:
         quantities: [N, K].
@@ -86,21 +90,29 @@ def non_negative(quantities: Sequence[Sequence[float]], seconds: Sequence[float]
     """
     if not len(seconds):
         return [0.0] * 4
-    target = np.asarray(seconds)
-    matrix = np.asarray(quantities, dtype=float) / np.maximum(target, 1e-9)[:, None]
+    target = np.maximum(np.asarray(seconds, dtype=float), 1e-9)
+    matrix = np.asarray(quantities, dtype=float)
+    predicted = target
+    for _ in range(4):
+        found = _solve(matrix / predicted[:, None], target / predicted)
+        predicted = np.maximum(matrix @ found, 1e-3 * target)
+    return [float(value) for value in found]
+
+
+def _solve(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     matrix = matrix / scale
     best, found = math.inf, np.zeros(matrix.shape[1])
     for size in range(1, matrix.shape[1] + 1):
         for support in itertools.combinations(range(matrix.shape[1]), size):
             chosen = list(support)
-            x, *_ = np.linalg.lstsq(matrix[:, chosen], np.ones(len(target)), rcond=None)
-            error = float(((matrix[:, chosen] @ x - 1) ** 2).sum())
+            x, *_ = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)
+            error = float(((matrix[:, chosen] @ x - target) ** 2).sum())
             # A larger support has to earn its place: terms that nothing tells apart stay at zero.
             if (x >= 0).all() and error < best * (1 - 1e-3):
                 best, found = error, np.zeros(matrix.shape[1])
                 found[chosen] = x
-    return [float(value) for value in found / scale]
+    return found / scale
 
 
 def _per_second(seconds_per_unit: float) -> float:
