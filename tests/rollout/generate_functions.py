@@ -276,3 +276,23 @@ async def through_wait_for(args, sample, params):
     first["meta_info"]["output_token_logprobs"] = first["meta_info"]["output_token_logprobs"][:3]
     first["text"] = kept
     return fill(args, sample, first, " | ", second)
+
+
+async def walks(args, sample, params):
+    """Turn after turn as `args.steps` say: how the request is sent, how much of the turn is kept, what is appended."""
+    tokenizer = GenerateState(args).tokenizer
+    ids, text = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"], sample.prompt
+    start, mask, log_probs = len(ids), [], []
+    for by_text, cut, observed in args.steps:
+        payload = {"text": text} if by_text else {"input_ids": ids}
+        reply = await post(url(args), payload | {"sampling_params": params, "return_logprob": True})
+        items, said = reply["meta_info"]["output_token_logprobs"], reply["text"]
+        if cut is not None and cut < len(items) - 1:
+            items, said = items[:cut], said[:cut]
+        new = tokenizer(observed, add_special_tokens=False)["input_ids"]
+        ids, text = ids + [item[1] for item in items] + new, text + said + observed
+        mask += [1] * len(items) + [0] * len(new)
+        log_probs += [item[0] for item in items] + [0.0] * len(new)
+    sample.tokens, sample.response_length, sample.response = ids, len(ids) - start, text[len(sample.prompt) :]
+    sample.loss_mask, sample.rollout_log_probs = mask, log_probs
+    return sample

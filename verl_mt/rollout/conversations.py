@@ -168,7 +168,7 @@ class Conversations:
         for conversation in self.items if among is None else among:
             record = conversation.session.record
             try:
-                found = align(sample.tokens, record, self._run.chat.decode)
+                found = align(sample, record, self._run.chat.decode)
             except LedgerError:
                 continue
             missing = len(record.token_ids) - len(found.places)

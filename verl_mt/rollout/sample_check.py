@@ -34,14 +34,15 @@ class Alignment:
     """How many of `sample.tokens` they are; the rest follows the last turn."""
 
 
-def align(tokens: Sequence[int], record: TrajectoryRecord, decode: Decode) -> Alignment:
-    """Find a record in `sample.tokens`.
+def align(sample: Sample, record: TrajectoryRecord, decode: Decode) -> Alignment:
+    """Find a record in `sample.tokens`. Of the last sampled turn the Sample may hold a beginning only.
 
     Raises:
         LedgerError: names the first token that is another one.
     """
+    tokens, wanted = sample.tokens, _wanted(sample)
     places: list[int | None] = []
-    at = 0
+    at, last = 0, max((k for k, span in enumerate(record.turns) if span.kind == "assistant"), default=-1)
     for number, span in enumerate(record.turns):
         ids = record.token_ids[span.start : span.end]
         here = list(tokens[at : at + len(ids)])
@@ -50,8 +51,11 @@ def align(tokens: Sequence[int], record: TrajectoryRecord, decode: Decode) -> Al
             at += len(ids)
             continue
         if span.kind == "assistant":
-            if at + len(here) == len(tokens) and 0 < len(here) < len(ids) and ids[: len(here)] == here:
-                return Alignment([*places, *range(at, len(tokens))], len(tokens))
+            kept = next((k for k, i in enumerate(here) if i != ids[k]), len(here))
+            # What follows in the Sample is the function's own where it says so; else it passes for the model's.
+            more = any(wanted[at + kept :]) if wanted is not None else at + kept < len(tokens)
+            if number == last and not more and (kept or any(record.sampled[: span.start])):
+                return Alignment([*places, *range(at, at + kept)], at + kept)
             raise _differs(tokens, at, span, ids, decode)
         width = _width_of_text(tokens, at, ids, _next_sampled(record, number), decode)
         if width is None:
@@ -59,6 +63,13 @@ def align(tokens: Sequence[int], record: TrajectoryRecord, decode: Decode) -> Al
         places += [None] * len(ids)
         at += width
     return Alignment(places, at)
+
+
+def _wanted(sample: Sample) -> list[int] | None:
+    """Per token whether the function wants it trained; None where it does not say."""
+    if sample.loss_mask is None or len(sample.loss_mask) > len(sample.tokens):
+        return None
+    return [0] * (len(sample.tokens) - len(sample.loss_mask)) + list(sample.loss_mask)
 
 
 def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
@@ -74,7 +85,7 @@ def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
     record = trajectory.records[-1]
     check_unsupported(sample)
     sample.check_lengths()
-    found = align(sample.tokens, record, decode)
+    found = align(sample, record, decode)
     first = len(sample.tokens) - sample.response_length
     _check_response(sample, record, found, first)
     trained = sum(record.loss_mask)

@@ -145,7 +145,7 @@ def _refuse(sample: Sample, unmatched: list[Conversation], conversations: Conver
     problems = []
     for conversation in unmatched:
         try:
-            align(sample.tokens, conversation.session.record, conversation.session.context.chat.decode)
+            align(sample, conversation.session.record, conversation.session.context.chat.decode)
         except LedgerError as error:
             problems.append((conversation.number, str(error)))
     shown = "; ".join(f"conversation {number}: {text}" if len(problems) > 1 else text for number, text in problems[:3])
