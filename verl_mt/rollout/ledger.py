@@ -246,7 +246,7 @@ class Ledger:
 
     def _open_record(self, prompt_ids: list[int]) -> bool:
         """History was rewritten: what the model really saw stays in its own record, and a new one begins."""
-        trajectory = self.trajectory
+        trajectory, prompt_ids = self.trajectory, [*prompt_ids, *self._prefill_ids]
         if self.context.limits.room(len(prompt_ids), self._num_response_tokens)[0] < 1:
             return False
         if any(self.record.sampled):
@@ -256,7 +256,7 @@ class Ledger:
             trajectory.records[-1] = TrajectoryRecord()
         self.record.append_given(prompt_ids, kind="prompt", turn=trajectory.num_turns)
         self._prompt_messages = len(trajectory.messages)
-        self._pending, self._new_prompt = [], None
+        self._pending, self._tail_ids, self._prefill_ids, self._new_prompt = [], [], [], None
         return True
 
     def _cut(self, keep: int) -> None:

@@ -41,6 +41,8 @@ def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajector
     Raises:
         UserCodeError: the scale's pieces do not fit the text.
     """
+    if type(scale) is LossScale and not scale.patterns:
+        return
     before = sum(sum(r.loss_mask) for r in trajectory.records)
     for record in trajectory.records:
         if trains_everything(scale):

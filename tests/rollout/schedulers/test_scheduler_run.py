@@ -528,3 +528,21 @@ def test_the_inference_template_and_a_scheduler_go_together():
         Ask(max_turns=2), turns, chat=FORGETS, use_inference_chat_template=True, prompt=prompt_of(chat=FORGETS)
     )
     assert [trained(r) for r in run.trajectory.records] == [t[0] for t in turns]
+
+
+def test_text_put_into_and_before_answers_is_there_once_where_the_history_is_rewritten_too():
+    class Both(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages[-1]["content"] += " [checked]"
+            infer_request.messages += [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Well, "}]
+            return {"infer_request": infer_request}
+
+    turns = [said("<think>x</think>a"), said("b")]
+    run = converse(
+        Both(max_turns=2), turns, chat=FORGETS, use_inference_chat_template=True, prompt=prompt_of(chat=FORGETS)
+    )
+    assert len(run.trajectory.records) == 2
+    text = FORGETS.full_text(run.trajectory.messages)
+    assert FORGETS.decode(run.record.token_ids) == text.removesuffix("\n")
+    assert text.count("[checked]") == text.count("Well, ") == 1
+    assert [trained(r) for r in run.trajectory.records] == [turns[0][0][:-1], turns[1][0]]

@@ -21,8 +21,8 @@ def make_request(episode: Episode) -> RolloutInferRequest:
     session, row = episode.session, episode.prompt.row
     return RolloutInferRequest(
         messages=copy.deepcopy(session.messages),
-        images=list(row.raw.get("images") or []),
-        videos=list(row.raw.get("videos") or []),
+        images=_listed(row.raw.get("images")),
+        videos=_listed(row.raw.get("videos")),
         tools=copy.deepcopy(session.trajectory.tools) or None,
         objects=_mapping(episode, "objects"),
         data_dict=_data_dict(episode),
@@ -37,6 +37,11 @@ def _data_dict(episode: Episode) -> dict[str, Any]:
     if row.ground_truth is not None:
         columns.setdefault("solution", row.ground_truth)
     return copy.deepcopy({**columns, **_mapping(episode, "data_dict")})
+
+
+def _listed(value: Any) -> list[Any]:
+    """A column that holds one image, or several."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _mapping(episode: Episode, column: str) -> dict[str, Any]:
