@@ -127,7 +127,7 @@ def same(script, limits=LIMITS):
 
 
 @pytest.mark.cap("C42", "C61", "C62")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(["arl", "a", "ll</tool_call>"]), min_size=1, max_size=2), max_size=3), st.data()
 )

@@ -15,7 +15,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.none() | st.integers(1, 4), OBSERVE
 
 
 @pytest.mark.cap("C60", "C61", "C62", "C83")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps=STEPS, data=st.data())
 def test_the_record_is_what_the_engine_read_and_sampled(steps, data):
     said = [data.draw(WORDS, label="the model's turn") for _ in steps]

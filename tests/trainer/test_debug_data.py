@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,15 +111,13 @@ def test_a_missing_file_and_a_foreign_one_are_named(tmp_path):
 def test_paths_and_modes_that_cannot_work_are_refused_and_braces_need_no_quotes():
     config = compose(["trainer.debug_rollout_data=/x/rollout_{rollout_id}.pt"])
     assert config.trainer.debug_rollout_data == "/x/rollout_{rollout_id}.pt"
-    for overrides, text in (
-        (["trainer.debug_rollout_data=/x/rollout.pt"], "write {rollout_id} into it"),
-        (
-            ["trainer.debug_mode=train_only"],
-            "it needs trainer.debug_rollout_data",
-        ),
+    for changes, text in (
+        ({"debug_rollout_data": "/x/rollout.pt"}, "write {rollout_id} into it"),
+        ({"debug_rollout_data": None, "debug_mode": "train_only"}, "it needs trainer.debug_rollout_data"),
     ):
+        wrong = replace(config, trainer=replace(config.trainer, **changes))
         with pytest.raises(ConfigError, match=text):
-            check(compose(overrides))
+            check(wrong)
 
 
 def weights_of(trainer):
