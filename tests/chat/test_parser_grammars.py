@@ -162,7 +162,7 @@ def coder(**arguments: str) -> str:
 def test_qwen3_coder_arguments_are_typed_by_the_schema():
     turn = parse("qwen3_coder", coder(i="3", s="3", b="true", n="2.0", l="[1, 2]", o='{"a": 1}'))
     assert turn.calls == [ToolCall("f", {"i": 3, "s": "3", "b": True, "n": 2, "l": [1, 2], "o": {"a": 1}})]
-    assert type(turn.calls[0].arguments["n"]) is int
+    assert repr(turn.calls[0].arguments["n"]) == "2.0"  # a template writes it again as the model did
     assert parse("qwen3_coder", coder(i="abc", s="null", b="None", l="['a', None]", o="{'a': True}")).calls[
         0
     ].arguments == {

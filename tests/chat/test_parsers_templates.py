@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,9 @@ def check_round_trip(chat: ChatTemplate, grammar: Grammar, data: st.DataObject) 
     # Before the text a template may write a space, behind text alone a line end; nothing between text and call is lost.
     assert (turn.content if calls else turn.content.rstrip()).lstrip() == content
     assert (turn.reasoning or "").strip() == (reasoning or "").strip()
+    if calls:
+        again = [replace(call, id="") for call in turn.calls]
+        assert sampled_text(chat, assistant(turn.content, again, turn.reasoning if grammar.reasons else None)) == text
 
 
 QUICK = list({type(get_parser(grammar.parser)): grammar for grammar in GRAMMARS}.values())

@@ -31,7 +31,6 @@ _TAG_BEGINS = re.compile(r"[<\[]")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _LONGEST_PYTHON = 20_000
 _DEEPEST_SCHEMA = 16
-_EXACT = 2.0**53
 
 
 class BadCall(ValueError):
@@ -119,9 +118,9 @@ def read_argument(text: str, key: str, parameters: Mapping[str, Any] | None, *, 
     for value in _readings(text, types):
         if not types and not isinstance(value, str):
             return value
-        for name in types - {"string"}:
-            if _fits(value, name):
-                return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
+        if any(_fits(value, name) for name in types - {"string"}):
+            whole = isinstance(value, float) and "integer" in types and "number" not in types
+            return int(value) if whole else value
         if types and "string" not in types:
             return value
     return text
