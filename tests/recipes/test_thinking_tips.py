@@ -48,6 +48,7 @@ def test_the_reference_scripts_load_and_validate_on_a_cpu(mode, servers, tmp_pat
     assert load_reward(config.reward.path) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C41", "C10", "C11")
 @pytest.mark.parametrize("name", ["math_tip_trick", "math_tip_trick_multi_turn", "tool_call_scheduler"])
 def test_every_shipped_scheduler_can_be_chosen_in_either_mode(name):

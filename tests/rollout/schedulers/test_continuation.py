@@ -54,7 +54,7 @@ def test_after_a_cut_the_kept_tokens_are_a_prefix_of_the_sampled_ones():
 
 
 @given(st.text("ab<>/ ", min_size=1, max_size=30), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @pytest.mark.cap("C17")
 def test_whatever_is_cut_and_added_the_record_reads_as_the_message(text, data):
     keep = data.draw(st.integers(1, len(text)))

@@ -68,7 +68,7 @@ def server_process() -> FakeEngine:
     return FakeEngine(script, num_replicas=2, ours=False)
 
 
-def run(engine, n=3) -> list[Trajectory]:
+def run(engine, n=2) -> list[Trajectory]:
     return roll_out(runner_for(engine, Mixed(max_turns=4)), [prompt_of("a"), prompt_of("b")], n=n)
 
 
@@ -85,7 +85,7 @@ def test_colocated_server_and_lock_step_give_the_same_records():
 def test_the_trainers_background_thread_gives_the_same_records():
     stream = RolloutStream(runner_for(colocated(), Mixed(max_turns=4)))
     try:
-        stream.start(RolloutPlan([prompt_of("a"), prompt_of("b")], 3, "s1"))
+        stream.start(RolloutPlan([prompt_of("a"), prompt_of("b")], 2, "s1"))
         groups = stream.collect("s1")
     finally:
         stream.close()
