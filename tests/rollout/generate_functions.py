@@ -230,6 +230,16 @@ async def team(args, sample, params):
     return list(samples)
 
 
+class Agent:
+    """State beside the function."""
+
+    async def __call__(self, args, sample, params):
+        return await once(args, sample, params)
+
+
+agent = Agent()
+
+
 def not_async(args, sample, params):
     return sample
 

@@ -426,6 +426,7 @@ def test_evaluation_is_told_to_those_who_ask_and_nobody_shares_sampling_paramete
         seen = {"evaluation": evaluation, "max_new_tokens": 1999}
         assert [seen, seen, seen] == generate_functions.SEEN
     assert run_one("once", turn("a"))[0].error is None, "one that does not take it is called without"
+    assert run_one("agent", turn("a"))[0].error is None, "an object with an async __call__ is a function too"
 
 
 @pytest.mark.cap("C63", "C67")
@@ -475,6 +476,7 @@ def test_args_hold_the_config_by_section_by_slimes_names_and_the_users_own():
         ("no_such_module.generate", PluginError, "no module 'no_such_module'"),
         ("generate_functions.SEEN", PluginError, "expected a function"),
         ("generate_functions.not_async", ConfigError, "must be an async function"),
+        ("generate_functions.Agent", ConfigError, "must be an async function"),
         ("generate_functions.too_few", ConfigError, "cannot be called as"),
     ],
 )

@@ -24,6 +24,7 @@ from verl_mt.data.sample import Sample
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, PluginError, UserCodeError
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput
+from verl_mt.rewards.calls import is_async_callable
 from verl_mt.rollout.conversations import Conversations
 from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
@@ -241,7 +242,7 @@ class _GenerateFunction:
         self._function = load_object(path, what=key)
         if not callable(self._function):
             raise PluginError(f"{key}: {path} is {self._function!r:.80}, expected a function")
-        if not inspect.iscoroutinefunction(inspect.unwrap(self._function)):
+        if isinstance(self._function, type) or not is_async_callable(self._function):
             raise ConfigError(f"{key}: {path} must be an async function: async def generate(args, sample, params)")
         parameters = inspect.signature(self._function).parameters
         try:
