@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -226,9 +227,9 @@ class CustomGenerateDoor:
         return Sample(
             group_index=place.group,
             index=place.sample,
-            prompt=shown,
-            label=row.label,
-            metadata=dict(row.metadata),
+            prompt=copy.deepcopy(shown),
+            label=copy.deepcopy(row.label),
+            metadata=copy.deepcopy(row.metadata),
             session_id=episode.session.trajectory.trajectory_id,
         )
 
