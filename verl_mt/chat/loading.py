@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_mt.chat.media_processor import load_media_processor
+from verl_mt.chat.processor_chat import ProcessorChat
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import TemplateError
@@ -94,7 +96,8 @@ def load_chat(
     trust_prompts: bool = True,
     trust_remote_code: bool = False,
 ) -> ChatTemplate:
-    """The chat template of a model: tokenizer, Jinja text, and the ids at which it stops.
+    """The chat template of a model: tokenizer, Jinja text, and the ids at which it stops; and the image processor of a
+    model that sees (`ProcessorChat`).
 
     Args:
         path: the model's folder or hub name.
@@ -107,17 +110,23 @@ def load_chat(
 
     Raises:
         TemplateError: folder, tokenizer or template missing or unusable.
+        ConfigError: a vision model without Pillow, or without an image processor.
     """
     where = tokenizer_path or path
     tokenizer = load_tokenizer(where, revision=revision if where == path else None, trust_remote_code=trust_remote_code)
-    return ChatTemplate(
-        tokenizer,
-        chat_template=read_template(custom_chat_template) if custom_chat_template else None,
-        source=_source(where, custom_chat_template),
-        template_kwargs=template_kwargs,
-        trust_prompts=trust_prompts,
-        extra_end_ids=_generation_eos(resolve_model_path(str(path)), revision),
-    )
+    folder = resolve_model_path(str(path))
+    keys: dict[str, Any] = {
+        "chat_template": read_template(custom_chat_template) if custom_chat_template else None,
+        "source": _source(where, custom_chat_template),
+        "template_kwargs": template_kwargs,
+        "trust_prompts": trust_prompts,
+        "extra_end_ids": _generation_eos(folder, revision),
+    }
+    if _sees(folder, revision):
+        media = load_media_processor(folder, revision=revision, trust_remote_code=trust_remote_code)
+        if media is not None:
+            return ProcessorChat(tokenizer, media=media, **keys)
+    return ChatTemplate(tokenizer, **keys)
 
 
 def _source(where: str, custom: str | None) -> str:
@@ -175,6 +184,12 @@ def _generation_eos(where: str, revision: str | None) -> list[int]:
         if eos is not None:
             return [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     return []
+
+
+def _sees(where: str, revision: str | None) -> bool:
+    """Whether it is a model that takes images."""
+    file = _file_of(where, "config.json", revision)
+    return file is not None and "vision_config" in json.loads(Path(file).read_text(encoding="utf-8"))
 
 
 def _file_of(where: str, name: str, revision: str | None) -> str | None:

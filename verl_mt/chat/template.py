@@ -23,6 +23,7 @@ from verl_mt.chat.probe import (
 )
 from verl_mt.chat.render import CallShape, Renderer, normalise
 from verl_mt.data.conversation import Message
+from verl_mt.data.media import MediaInput, describe, parts_of
 from verl_mt.errors import TemplateError
 
 ALWAYS_ENDS = ("<|return|>", "<|call|>", "<|eom_id|>")
@@ -91,6 +92,25 @@ class ChatTemplate:
         )
 
     # ---- what the template is
+
+    @property
+    def media_kinds(self) -> frozenset[str]:
+        """What the model sees beside text: `images`, `videos`. See `ProcessorChat`."""
+        return frozenset()
+
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Ids that stand for images and videos."""
+        return frozenset()
+
+    def media_inputs(self, messages: Sequence[Message], ids: Sequence[int]) -> list[MediaInput]:
+        """What the model is given for the images and videos of the messages, whose rendering `ids` are.
+
+        Raises:
+            TemplateError: there are any, and the model takes text only.
+        """
+        self._check_media(messages)
+        return []
 
     @property
     def custom_template(self) -> str | None:
@@ -182,6 +202,7 @@ class ChatTemplate:
 
         Assistant messages among `arrived` are the model's own turns and are rendered as the template writes them.
         """
+        self._check_media([*messages, *arrived])
         hidden = self._encoder.hidden()
         if self.trust_prompts:
             foreign = [m for m in arrived if m["role"] != "assistant"]
@@ -213,6 +234,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template cannot write these messages there, or drops them.
         """
+        self._check_media(messages)
         delta = self._delta
         if isinstance(delta, TemplateError):
             raise delta
@@ -250,8 +272,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
         """The whole conversation as the template writes it today: for checks, never for training."""
-        shaped = normalise(messages, self._shape)
-        return self._renderer.text(shaped, tools or None, add_generation_prompt=add_generation_prompt)
+        return self._rendered(messages, tools, add_generation_prompt)
 
     def full_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
@@ -283,12 +304,25 @@ class ChatTemplate:
         ids = list(sampled_ids)
         return self.decode(ids[:-1] if ids and ids[-1] in self.end_token_ids else ids)
 
+    def _check_media(self, messages: Sequence[Message]) -> None:
+        """Refuse what would be rendered as something that the model never sees."""
+        for kind, _ in parts_of(messages):
+            if f"{kind}s" not in self.media_kinds:
+                takes = " and ".join(["text", *sorted(self.media_kinds)])
+                raise TemplateError(
+                    f"the messages hold {describe(messages)}, but this model takes {takes} only; use a vision-language "
+                    "model (docs/multimodal.md), or leave them out"
+                )
+
     # ---- probes
 
     def _full(self, messages: Sequence[Message], tools: Sequence[Any] | None, gen: bool) -> str:
         strip = not gen and self._generation_prompt[1]
-        text = self.full_text(messages, tools, add_generation_prompt=gen or strip)
+        text = self._rendered(messages, tools, gen or strip)
         return text.removesuffix(self.generation_prompt_text) if strip else text
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None, gen: bool) -> str:
+        return self._renderer.text(normalise(messages, self._shape), tools or None, add_generation_prompt=gen)
 
     @cached_property
     def _generation_prompt(self) -> tuple[str, bool]:

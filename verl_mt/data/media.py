@@ -1,12 +1,132 @@
-"""Images on their way through JSON: an object of Pillow's becomes a data URI, and an image again."""
+"""Images and videos: as parts of messages, as a model takes them, and on their way through JSON.
+
+A message with media has a list of parts as its content: `{"type": "text", "text": ...}`, `{"type": "image",
+"image": ...}` and `{"type": "video", "video": ...}`. An image is Pillow's, a path, a data URI, bytes, or a mapping with
+one of these under `image`, `bytes`, `path` or `url`; a video is a list of images (its frames), or a mapping with them
+under `video` and with `fps`, frames per second.
+"""
 
 from __future__ import annotations
 
 import base64
+import binascii
 import io
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_mt.data.conversation import Message
+from verl_mt.errors import DataError
+
+Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
 
 _PREFIX = "data:image/png;base64,"
+
+
+@dataclass(frozen=True, eq=False)
+class MediaInput:
+    """One image or video of a record, as the model takes it."""
+
+    kind: Kind
+    start: int
+    """Its first placeholder token in the record."""
+    num_tokens: int
+    """Placeholder tokens; they are adjacent."""
+    tensors: dict[str, Any]
+    """Arguments of the model's forward pass: `pixel_values` float32 [patches, values], `image_grid_thw` int64 [1, 3]
+    (frames, rows and columns of patches), or `pixel_values_videos`, `video_grid_thw`, `second_per_grid_ts` [1]."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    def moved(self, by: int) -> MediaInput:
+        """The same, `by` tokens later."""
+        return replace(self, start=self.start + by)
+
+
+def parts_of(messages: Iterable[Message]) -> Iterator[tuple[Kind, Any]]:
+    """Kind and value of every image and video in the messages, in order."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in KINDS:
+                yield kind, part.get(kind)
+
+
+def has_media(messages: Iterable[Message]) -> bool:
+    """Whether there is an image or a video in the messages."""
+    return next(parts_of(messages), None) is not None
+
+
+def describe(messages: Iterable[Message]) -> str:
+    """`2 images and 1 video`; empty where there are none."""
+    found = [kind for kind, _ in parts_of(messages)]
+    counted = ((found.count(kind), kind) for kind in KINDS)
+    return " and ".join(f"{number} {kind}{'s' * (number > 1)}" for number, kind in counted if number)
+
+
+def load_image(value: Any) -> Any:
+    """An image in any of the forms of this module's first lines, as Pillow's, in RGB.
+
+    Raises:
+        DataError: there is no such file, or it is no image that can be read; names it.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(value, Mapping):
+        inner = next((value[key] for key in ("image", "bytes", "path", "url") if value.get(key) is not None), None)
+        if inner is None:
+            raise DataError(f"an image as a mapping needs image, bytes, path or url, got the keys {sorted(value)}")
+        return load_image(inner)
+    if is_image(value):
+        return value.convert("RGB")
+    name = _named(value)
+    try:
+        source = _opened(value)
+        with Image.open(source) as image:
+            return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise DataError(f"image {name} is not in a format that Pillow can read") from error
+    except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
+        raise DataError(f"image {name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def load_video(value: Any) -> list[Any]:
+    """The frames of a video, as Pillow's images.
+
+    Raises:
+        DataError: not a list of images, or a frame cannot be read.
+    """
+    frames = value.get("video") if isinstance(value, Mapping) else value
+    if not isinstance(frames, Sequence) or isinstance(frames, str | bytes) or not frames:
+        raise DataError(
+            f"a video must be a list of images (its frames), got {_named(value)}: video files are not decoded here"
+        )
+    return [load_image(frame) for frame in frames]
+
+
+def _opened(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return io.BytesIO(value)
+    if isinstance(value, str | Path):
+        text = str(value)
+        if text.startswith("data:"):
+            return io.BytesIO(base64.b64decode(text.partition("base64,")[2], validate=True))
+        if text.startswith(("http://", "https://")):
+            raise ValueError("images are not downloaded; save it as a file first")
+        return Path(text.removeprefix("file://")).expanduser()
+    raise ValueError(f"expected an image, a path, a data URI or bytes, got {type(value).__name__}")
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, bytes | bytearray):
+        return f"of {len(value)} bytes"
+    text = repr(str(value) if isinstance(value, Path) else value)
+    return text if len(text) <= 200 else text[:100] + "..."
 
 
 def is_image(value: Any) -> bool:
