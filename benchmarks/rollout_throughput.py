@@ -12,10 +12,10 @@ at T = 1; both engines also return log-probs, `generate` does not.
   prefilled again at each turn, everyone waiting for the longest turn. Tokens beyond a turn's end do not count.
 
 Repetitions are interleaved and have prompts of their own, so that no cache holds what an earlier one left; medians. The
-hit rate of turn k is `cached_tokens` over prompt tokens, of all k-th turns; `possible` is what a cache hits that holds
-exactly the conversation's earlier turns (in the first turn: nothing). CPU seconds are those of all processes that do
-the work. Needs SGLang (docs/sglang.md), no GPU. The last line is for the first size, in tokens per second:
-`rollout at C conversations: sglang / generate = R, local / generate = R`, for the largest C.
+hit rate of turn k is `cached_tokens` over prompt tokens, of all k-th turns; `possible` is that of a cache that holds
+exactly what the conversation itself has computed before (in the first turn: nothing). CPU seconds are those of all
+processes that do the work. Needs SGLang (docs/sglang.md), no GPU. The last line is for the first size and the largest
+C, in tokens per second: `rollout at C conversations: sglang / generate = R, local / generate = R`.
 """
 
 from __future__ import annotations
@@ -177,8 +177,10 @@ def show(size: str, found: dict[tuple[int, str], Measured]) -> None:
         cpu = 1000 * statistics.median(m.cpu) / m.tokens
         against = m.rate / found[concurrency, "generate"].rate
         print(f"| {concurrency} | {name} | {m.rate:.0f} | {cpu:.2f} | {against:.2f} | {rates} |")
-    m = next(m for (_, name), m in found.items() if name == "sglang")
-    print("possible: " + ", ".join(f"{m.possible[turn] / m.prompt[turn]:.2f}" for turn in sorted(m.prompt)), flush=True)
+    for (concurrency, name), m in found.items():
+        if name == "local":
+            rates = ", ".join(f"{m.possible[turn] / m.prompt[turn]:.2f}" for turn in sorted(m.prompt))
+            print(f"possible at {concurrency}: {rates}", flush=True)
 
 
 def main() -> None:
