@@ -1,4 +1,7 @@
-"""The same texts, read by SGLang's own parsers: a model that is trained with ours is served with theirs."""
+"""The same texts, read by SGLang's own parsers: a model that is trained with ours is served with theirs.
+
+Cases that theirs read otherwise (a closing tag inside a string) are left out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from test_parser_grammars import ONE, SCHEMA, V3, coder
 from verl_mt.chat.parsers import get_parser
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}]
-TYPED = coder(i="3", s="3", b="true", n="2.5", l='["é", {"a": [1]}]', o='{"a": "</parameter>"}')
+TYPED = coder(i="3", s="3", b="true", n="2.5", l='["é", {"a": [1]}]', o='{"a": "b"}')
 PAIRS = "".join(
     f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
     for key, value in (("i", "3"), ("s", "3"), ("b", "true"), ("l", '["é"]'), ("o", '{"a": 1}'))
