@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_mt.chat import ChatTemplate
+from verl_mt.chat.parser_fit import suggest_parser
 from verl_mt.errors import TemplateError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -162,7 +163,7 @@ _SHAPES = (
 
 def template_table(files: list[Path]) -> str:
     """The page: one row per template, each shape supported or refused with its cause."""
-    heads = ["template", *(title for _, title in _SHAPES), "arguments", "remarks"]
+    heads = ["template", *(title for _, title in _SHAPES), "arguments", "tool parser", "remarks"]
     rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for file in files:
         rows.append("| " + " | ".join(_row(file)) + " |")
@@ -176,7 +177,7 @@ def _row(file: Path) -> list[str]:
         capabilities = template.capabilities
         prefilled = template.prefilled_reasoning
     except TemplateError as error:
-        return [file.stem, *[f"refused: {error.cause}"] * len(_SHAPES), "", str(error.__cause__)[:80]]
+        return [file.stem, *[f"refused: {error.cause}"] * len(_SHAPES), "", "", str(error.__cause__)[:80]]
     cells = [
         "yes" if capabilities.supports(shape) else f"refused: {capabilities.problems[shape].cause}"
         for shape, _ in _SHAPES
@@ -194,7 +195,7 @@ def _row(file: Path) -> list[str]:
         )
         if holds
     ]
-    return [file.stem, *cells, capabilities.arguments or "", ", ".join(remarks)]
+    return [file.stem, *cells, capabilities.arguments or "", suggest_parser(template) or "", ", ".join(remarks)]
 
 
 _INTRODUCTION = """# Chat templates
@@ -208,8 +209,9 @@ without tools) on a template that refuses them stops before its first step and n
 
 The three columns about calls concern full renderings only: in a rollout the model's own call is kept as it was sampled,
 so tool results follow it even where the template could not write the call again. *Arguments* is how call arguments
-are handed to the template. *Drops old reasoning* and *tools move* are about full renderings too: a rollout never
-rewrites what the model saw. For your own model: `python -m verl_mt.check_template --model PATH`.
+are handed to the template; *tool parser* is the [one](tool_parsers.md) that reads the calls it writes. *Drops old
+reasoning* and *tools move* are about full renderings too: a rollout never rewrites what the model saw. For your own
+model: `python -m verl_mt.check_template --model PATH`.
 
 ## Causes
 """
