@@ -289,11 +289,15 @@ class ChatTemplate:
 
     def continuation_ids(self, text: str) -> list[int]:
         """Ids of foreign text in the middle of a turn: no control token, and no space that it does not begin with."""
-        anchor = self._plain_anchor
         hidden = self._encoder.hidden()
-        ids = self._encoder.encode_hidden(anchor + hidden.hide(text), hidden)[self._anchor_length(anchor) :]
-        # Some control tokens swallow white space behind them (Phi-3).
-        return ids if self.decode(ids) == text else self.encode_text(text, neutral=True)
+        shown = hidden.hide(text)
+        # Some control tokens swallow white space behind them (Phi-3): there the text is encoded behind a word.
+        for lead in (self._plain_anchor, "x\n", "x"):
+            before = self._encoder.encode(lead)
+            ids = self._encoder.encode_hidden(lead + shown, hidden)
+            if ids[: len(before)] == before and self.decode(ids) == self.decode(before) + text:
+                return ids[len(before) :]
+        return self.encode_text(text, neutral=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, control tokens kept."""
