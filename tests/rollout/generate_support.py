@@ -57,29 +57,29 @@ def turn(text: str, *, reason: str = "stop", log_prob: float = -0.5):
     return ids, None, reason, [log_prob - 0.01 * k for k in range(len(ids))]
 
 
-def rows(*questions: str, **columns) -> list[Prompt]:
+def rows(*questions: str, chat: ChatTemplate | None = None, **columns) -> list[Prompt]:
     """Prompts of rows with these questions; `columns` go into every row."""
-    prompts = []
+    prompts, chat = [], chat or CHAT
     for index, question in enumerate(questions):
         messages = [{"role": "user", "content": question}]
         raw = {"prompt": question, **columns}
         row = DataRow(messages, "toy", columns.get("label"), {}, raw, index, "toy.jsonl", "toy")
         row.label, row.metadata = columns.get("label"), columns.get("metadata", {})
-        prompts.append(Prompt(row, messages, [], CHAT.prompt_ids(messages)))
+        prompts.append(Prompt(row, messages, [], chat.prompt_ids(messages)))
     return prompts
 
 
 def runner_of(path, script, *, limits=None, reward=None, engine=None, config=None, **keys) -> RolloutRunner:
     """A runner whose conversations are driven by the function at `path`, over scripted turns."""
-    config = config or Config()
+    config, chat = config or Config(), keys.pop("chat", CHAT)
     config.actor_rollout_ref.rollout.custom_generate_function_path = path
     scorer = load_reward(reward or f"{__name__}.one", timeout_s=5.0)
-    args = GenerateArgs(config, Runtime(CHAT, scorer, None))
+    args = GenerateArgs(config, Runtime(chat, scorer, None))
     scorer.bind(args)
     return RolloutRunner(
         context=SessionContext(
-            chat=CHAT,
-            engine=engine or ScriptedEngine(script, decode=CHAT.decode),
+            chat=chat,
+            engine=engine or ScriptedEngine(script, decode=chat.decode),
             limits=limits or Limits(response_length=2000, max_model_len=4000),
             parser=None,
             sampling=SamplingParams(max_new_tokens=1),

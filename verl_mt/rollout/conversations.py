@@ -313,7 +313,7 @@ class Conversations:
                 "plain text: say `generate.trust_text = True` behind the function if all that it appends may hold "
                 "control tokens (so no text of a tool or a user), or send input_ids"
             )
-        return chat.encode_text(text, neutral=True)
+        return chat.continuation_ids(text)
 
     # ---- one turn
 
@@ -371,8 +371,11 @@ def _tokens_in(ids: Sequence[int], text: str, chat: ChatTemplate) -> int:
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high + 1) // 2
-        if text.startswith(chat.decode(ids[:middle])):
+        # In the middle of a character of several tokens the last sign is a stand-in for it.
+        if text.startswith(chat.decode(ids[:middle]).rstrip("\ufffd")):
             low = middle
         else:
             high = middle - 1
+    while not text.startswith(chat.decode(ids[:low])):
+        low -= 1
     return low

@@ -166,16 +166,21 @@ def _width_of_text(
     tokens: Sequence[int], at: int, ids: Sequence[int], following: Sequence[int], decode: Decode
 ) -> int | None:
     """How many of the Sample's tokens spell the same text as `ids`, before the sampled turn that follows."""
-    text = decode(ids).strip()
+    text = _without_space(decode(ids))
     if not following:
-        return len(tokens) - at if decode(tokens[at:]).strip() == text else None
+        return len(tokens) - at if _without_space(decode(tokens[at:])) == text else None
     head = list(following[: len(tokens) - at])
     for end in range(at, len(tokens)):
         if tokens[end] != following[0] or list(tokens[end : end + len(following)]) != head[: len(tokens) - end]:
             continue
-        if decode(tokens[at:end]).strip() == text:
+        if _without_space(decode(tokens[at:end])) == text:
             return end - at
     return None
+
+
+def _without_space(text: str) -> str:
+    """Some tokenizers swallow white space at their control tokens, or put one before every text (Phi-3)."""
+    return "".join(text.split())
 
 
 def _differs(tokens: Sequence[int], at: int, span: TurnSpan, ids: Sequence[int], decode: Decode) -> LedgerError:
