@@ -74,7 +74,7 @@ async def measure(
     """Starts an engine; for each way, `repetitions` updates and as many plain copies, in turns.
 
     Returns:
-        Seconds by way, and by `way, copy`. The first update of each way, which allocates, is left out.
+        Seconds by way, and by `way, copy`.
     """
     import torch
 
@@ -97,13 +97,29 @@ async def measure(
                 begun = time.perf_counter()
                 await engine.apply(make(version))
                 seconds.setdefault(name, []).append(time.perf_counter() - begun)
-            worst = await worst_difference(engine, model)
-            print(f"  {name}: first {seconds[name][0]:.2f} s; log-probs then differ by {worst:.1e} at most", flush=True)
-            if worst > 1e-3:
-                raise SystemExit(f"{name}: the engine does not have the new weights")
+            if (worst := await worst_difference(engine, model)) > 1e-3:
+                raise SystemExit(f"{name}: log-probs differ by {worst:.1e}; the engine does not have the new weights")
+            show(name, seconds, sum(target.numel() * target.element_size() for target in targets))
     finally:
         await engine.close()
-    return {name: values[1:] for name, values in seconds.items()}
+    return seconds
+
+
+def show(name: str, seconds: dict[str, list[float]], num_bytes: int) -> None:
+    """One line; the first update, which allocates, is shown by itself."""
+    first, *others = seconds[name]
+    spread, median = ", ".join(f"{1e3 * s:.0f}" for s in others), statistics.median(others)
+    rate = num_bytes / median / 1e9
+    print(
+        f"  {name:<26} {1e3 * median:7.1f} ms of [{spread}], the first {1e3 * first:.0f}; {rate:.2f} GB/s; "
+        f"copy {1e3 * statistics.median(seconds[f'{name}, copy'][1:]):.1f} ms; ratio {ratio(seconds, name):.2f}",
+        flush=True,
+    )
+
+
+def ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Of medians, first ones left out."""
+    return statistics.median(seconds[name][1:]) / statistics.median(seconds[f"{name}, copy"][1:])
 
 
 def main() -> None:
@@ -144,20 +160,8 @@ def main() -> None:
         seconds |= asyncio.run(measure("server", server, model, ways, args.repetitions))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ratios = {}
-    for name in [*buckets, "broadcast", "disk"]:
-        median, plain = statistics.median(seconds[name]), statistics.median(seconds[f"{name}, copy"])
-        ratios[name] = median / plain
-        spread = ", ".join(f"{1e3 * s:.0f}" for s in seconds[name])
-        print(
-            f"{name:<26} {1e3 * median:7.1f} ms of [{spread}], {num_bytes / median / 1e9:5.2f} GB/s; "
-            f"copy {1e3 * plain:6.1f} ms; ratio {ratios[name]:.2f}"
-        )
-    first = next(iter(buckets))
-    print(
-        f"weight sync / memory copy: tensors {ratios[first]:.2f}, broadcast {ratios['broadcast']:.2f}, "
-        f"disk {ratios['disk']:.2f}"
-    )
+    tensor, broadcast, files = (ratio(seconds, name) for name in (next(iter(buckets)), "broadcast", "disk"))
+    print(f"weight sync / memory copy: tensors {tensor:.2f}, broadcast {broadcast:.2f}, disk {files:.2f}")
 
 
 if __name__ == "__main__":
