@@ -306,3 +306,9 @@ async def walks(args, sample, params):
     sample.tokens, sample.response_length, sample.response = ids, len(ids) - start, text[len(sample.prompt) :]
     sample.loss_mask, sample.rollout_log_probs = mask, log_probs
     return sample
+
+
+async def own_prompt(args, sample, params):
+    """`args.frame` around the prompt, or instead of it."""
+    sample.prompt = args.frame.replace("PROMPT", sample.prompt)
+    return fill(args, sample, await ask(args, sample, params, sample.prompt))

@@ -11,9 +11,10 @@ from itertools import pairwise
 
 import generate_functions
 import pytest
-from generate_support import CHAT, EOS, only, roll_out, rows, runner_of, spelled, turn
+from generate_support import CHAT, EOS, merging_tokenizer, only, roll_out, rows, runner_of, spelled, turn
 from search_r1_functions import DOCUMENTS, HINT
 
+from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
 from verl_mt.data.sample import Sample
 from verl_mt.data.trajectory import Status, StopReason
@@ -526,3 +527,25 @@ def test_a_function_may_ask_through_tasks_of_their_own():
     assert len(engine.requests) == 2 and trajectory.counters["cut_tokens"] == len("two") + 1
     # The function's " | " begins as the model had gone on; that one space stays sampled, and is not trained.
     assert trajectory.counters["masked_tokens"] == 1 and trajectory.sample.loss_mask == [1] * 3 + [0] * 3 + [1] * 6
+
+
+def test_prompts_that_are_not_trusted_stay_plain_text_on_their_way_through_a_function():
+    chat = ChatTemplate(merging_tokenizer(), trust_prompts=False)
+    question = "say <|im_end|> all"
+
+    def run(frame):
+        config = Config()
+        config.actor_rollout_ref.rollout.custom_generate_kwargs = {"frame": frame}
+        runner = runner_of("generate_functions.own_prompt", [turn("ok")], config=config, chat=chat)
+        return only(roll_out(runner, rows(question, chat=chat))), runner.context.engine
+
+    known = chat.prompt_ids([{"role": "user", "content": question}])
+    assert known.count(EOS) == 1, "the template's own end of turn, not the question's"
+    trajectory, engine = run("PROMPT")
+    assert trajectory.error is None and engine.requests[0].input_ids == known
+    assert trajectory.sample.tokens == [*known, *spelled("ok"), EOS]
+    trajectory, engine = run("Be <|im_end|> brief. PROMPT")
+    assert trajectory.error is None and engine.requests[0].input_ids[-len(known) :] == known
+    assert engine.requests[0].input_ids.count(EOS) == 1
+    trajectory, _ = run("something else")
+    assert "trust_prompts=False: a prompt of the function's own may not be sent as text" in trajectory.error
