@@ -65,9 +65,9 @@ class RunsEverything(CallsTools):
         return "<tool_call>" not in response_choice.message.content
 
 
-def through(door, turns, **limits):
+def through(door, turns, max_calls=None, **limits):
     RAN.clear()
-    executor = ToolExecutor(TOOLS, ToolLimits(timeout_s=2.0), CHAT.tokenizer.encode)
+    executor = ToolExecutor(TOOLS, ToolLimits(timeout_s=2.0, max_calls=max_calls), CHAT.tokenizer.encode)
     runner = runner_for(
         ScriptedEngine(turns), door, limits=Limits(**{"response_length": 4000, "max_model_len": 8000, **limits}),
         tools=executor, max_retries=0,
@@ -127,3 +127,13 @@ def test_a_call_in_a_turn_cut_by_length_is_run_by_a_scheduler_that_says_so():
 def test_run_tools_without_tools_says_which_key_names_them():
     (trajectory,) = roll_out(runner_for(ScriptedEngine([said(call("a"))]), CallsTools()), [prompt_of()])
     assert "no tools are configured (actor_rollout_ref.rollout.tool_kwargs.tools_config_file)" in trajectory.error
+
+
+@pytest.mark.cap("C88")
+def test_the_limit_of_tool_calls_holds_for_schedulers_too():
+    turns = [said(call("a")), said(call("b")), said(call("c"))]
+    looped, ran = through(ToolLoopDoor(), turns, max_calls=1)
+    scheduled, ran_too = through(SchedulerDoor(CallsTools()), turns, max_calls=1)
+    assert records(scheduled) == records(looped)
+    assert (ran, ran_too) == (["a"], ["a"])
+    assert looped.stop_reason is scheduled.stop_reason is StopReason.MAX_TOOL_CALLS

@@ -76,6 +76,7 @@ class InferEngine:
             One message per call, to be put behind the turn; a failure is text for the model, as in the tool loop.
 
         Raises:
+            TrajectoryOver: the trajectory's calls (`multi_turn.max_tool_calls`) are used up, and the model was told.
             EngineGoneError: a tool's infrastructure is gone; the trajectory starts again.
         """
         return await current().run_tools()
@@ -185,6 +186,9 @@ class Conversation:
             raise self.error("run_tools", f"no tools are configured ({_TOOLS_KEY})")
         if self._parsed is None:
             raise self.error("run_tools", "no turn has been sampled yet")
+        if self.tools.budget_spent:
+            self.session.end(StopReason.MAX_TOOL_CALLS)
+            raise TrajectoryOver(str(StopReason.MAX_TOOL_CALLS))
         self.waiting_since = None
         try:
             return await run_calls(self.tools, self._parsed.actions, turn=self.session.trajectory.num_turns)
