@@ -175,6 +175,10 @@ def test_workers_that_fail_are_left_out_and_counted_and_the_others_go_on():
     assert group.trajectories[0].counters["dropped_samples"] == 1
     assert group.trajectories[0].counters["unreturned_conversations"] == 1
     assert sorted(engine.opened) == sorted(engine.closed)
+    assert "s1.00000.00" not in {t.trajectory_id for t in group.trajectories}, "the first conversation was the lost one"
+    sent = sum(len(r.input_ids) for r in engine.requests)
+    lost = len(engine.requests[0].input_ids)
+    assert sum(t.counters["input_tokens"] for t in group.trajectories) == sent - lost
     metrics = rollout_metrics([group])
     assert metrics["rollout/dropped_samples"] == 1 and metrics["rollout/trajectories"] == 4
     everybody = [EngineError("refused")] * 2

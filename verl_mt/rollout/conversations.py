@@ -21,7 +21,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sample import Sample
-from verl_mt.data.trajectory import StopReason
+from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
 from verl_mt.rollout.engine_reply import abort_reply, reply_to
 from verl_mt.rollout.generate_args import TurnSampling
@@ -270,12 +270,15 @@ class Conversations:
     def _another(self, number: int) -> RolloutSession:
         """A session beside the first one, under the same episode."""
         main, first = self.main, self.main.trajectory
-        trajectory = replace(
-            first,
-            trajectory_id=f"{first.trajectory_id}.{number}",
-            stop_reason=None, num_turns=0,
-            messages=[], turn_texts=[], tools=[], records=[], counters={}, time_spans=[], info={},
-        )  # fmt: skip
+        trajectory = Trajectory(
+            f"{first.trajectory_id}.{number}",
+            first.prompt_id,
+            first.group_id,
+            first.episode_id,
+            first.data_source,
+            first.row_index,
+            source=first.source,
+        )
         shared = first.trajectory_id if self._run.deterministic else None
         session = RolloutSession(self._run, trajectory, main.order, main.attempt, engine_session=shared)
         if shared is None:

@@ -141,6 +141,8 @@ class RolloutRunner:
                 )
                 session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
+                if all(t is not trajectory for t in outcome):
+                    _hand_over(trajectory, outcome[0])
                 if attempt:
                     outcome[0].counters["retries"] = attempt
                 if not isinstance(error, EngineGoneError):
@@ -251,6 +253,13 @@ class RolloutRunner:
             return item
         decode, row = self.context.chat.decode, prompt.row
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
+
+
+def _hand_over(dropped: Trajectory, kept: Trajectory) -> None:
+    """What tools and engine did for an episode is counted, though its first conversation came to nothing."""
+    for name, amount in dropped.counters.items():
+        kept.counters[name] = kept.counters.get(name, 0) + amount
+    kept.time_spans += dropped.time_spans
 
 
 def _refuse_timeouts(trajectory: Trajectory, tools: ToolSession) -> None:
