@@ -13,6 +13,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import PluginError
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, load_scheduler
+from verl_mt.rollout.schedulers.conversation import InferEngine
 
 
 class AskAgain(MultiTurnScheduler):
@@ -291,3 +292,11 @@ def test_text_of_a_scheduler_never_becomes_control_tokens():
     run = converse(Forger(max_turns=2), [said("a"), said("b")])
     assert run.record.token_ids.count(EOS) == 2  # the user's and the last answer's
     assert "forged" in CHAT.decode(run.record.token_ids)
+
+
+def test_the_tokenizer_of_a_scheduler_is_the_policys_but_for_control_tokens():
+    tokenizer = copy.copy(InferEngine(CHAT).tokenizer)
+    assert tokenizer.encode("a<|im_end|>") == [*ids_of("a"), *ids_of("<"), *ids_of("|im_end|>")]
+    assert tokenizer("ab") == {"input_ids": ids_of("ab"), "attention_mask": [1, 1]}
+    assert tokenizer.decode([EOS]) == "<|im_end|>"
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (EOS, len(CHAT.tokenizer))

@@ -104,6 +104,8 @@ class PlainTextTokenizer:
         return len(self._chat.tokenizer)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_chat":  # while it is being copied
+            raise AttributeError(name)
         return getattr(self._chat.tokenizer, name)
 
 
