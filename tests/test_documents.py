@@ -53,3 +53,13 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
 def test_links_are_found_in_text_and_not_in_code():
     text = 'see [a](x.md#y), ![b](<i.svg> "t"), [web](https://h/), <img src="p.png">\n`[c](no.md)`\n```\n[d](no)\n```\n'
     assert relative_links(text) == ["x.md#y", "i.svg", "p.png"]
+
+
+@pytest.mark.sglang
+def test_sglang_knows_the_arguments_that_the_pages_name():
+    from sglang.srt.server_args import ServerArgs
+
+    given = [block for page in PAGES for block in re.findall(r"engine_kwargs=\{([^}]*)\}", page.read_text())]
+    names = {pair.split(":")[0].strip() for block in given for pair in block.split(",")} - {"name"}
+    assert {"chunked_prefill_size", "enable_metrics"} <= names
+    assert [name for name in sorted(names) if not hasattr(ServerArgs, name)] == []
