@@ -26,7 +26,7 @@ folder = os.environ["LOG_FOLDER"]
 tokens = [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS")]
 def write(what):
     with open(f"{folder}/log", "a") as log:
-        log.write(json.dumps([what, nodes, command, tokens]) + "\\n")
+        log.write(json.dumps([what, nodes, command, tokens, options]) + "\\n")
 def ended(*_):
     write("ended")
     sys.exit(0)
@@ -70,7 +70,7 @@ def job(tmp_path):
     return start
 
 
-def log_of(tmp_path: Path) -> list[tuple[str, str, list[str], list[str]]]:
+def log_of(tmp_path: Path) -> list[tuple[str, str, list[str], list[str], list[str]]]:
     file = tmp_path / "log"
     return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -78,7 +78,7 @@ def log_of(tmp_path: Path) -> list[tuple[str, str, list[str], list[str]]]:
 def commands(tmp_path: Path, what: str) -> list[tuple[str, str]]:
     """(machines, first words) of each step that `begun` or `ended`, repetitions of a question left out."""
     found = [
-        (nodes, " ".join(c[:3] if c[0] != "python" else c[:2])) for w, nodes, c, _ in log_of(tmp_path) if w == what
+        (nodes, " ".join(c[:3] if c[0] != "python" else c[:2])) for w, nodes, c, *_ in log_of(tmp_path) if w == what
     ]
     return [step for k, step in enumerate(found) if k == 0 or step != found[k - 1]]
 
@@ -98,7 +98,7 @@ def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended
     assert begun[-2:] == [("n01", "python -c"), ("n01", "python -m")]
     assert sorted(commands(tmp_path, "ended")) == [("n01", "ray start --head"), ("n02,n03", "ray start --block")]
     assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s)" in out
-    steps = {" ".join(command[:3]): command for what, _, command, _ in log_of(tmp_path)}
+    steps = {" ".join(command[:3]): command for what, _, command, *_ in log_of(tmp_path)}
     assert {"--node-ip-address=10.0.0.7", "--port=22345"} < set(steps["ray start --head"])
     assert "--address=10.0.0.7:22345" in steps["ray start --block"]
     for name in ("ray start --head", "ray start --block"):
@@ -108,7 +108,7 @@ def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended
 def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(job, tmp_path):
     process = job("trainer.n_workers_per_node=4", "trainer.seed=3")
     process.communicate(timeout=30)
-    *_, (_, _, command, _) = [entry for entry in log_of(tmp_path) if entry[2][:2] == ["python", "-m"]]
+    *_, (_, _, command, *_) = [entry for entry in log_of(tmp_path) if entry[2][:2] == ["python", "-m"]]
     assert command[:3] == ["python", "-m", "verl_mt.trainer"]
     configs = []
     hydra_main(configs.append, argv=command[3:])
@@ -118,9 +118,16 @@ def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(job, tmp_path
 
 def test_every_step_knows_the_address_and_a_token_of_this_job(job, tmp_path):
     job().communicate(timeout=30)
-    known = [tuple(tokens) for _, _, command, tokens in log_of(tmp_path) if command[0] != "hostname"]
+    known = [tuple(tokens) for _, _, command, tokens, _ in log_of(tmp_path) if command[0] != "hostname"]
     assert len(set(known)) == 1 and known[0][0] == "token" and known[0][2] == "10.0.0.7:22345"
     assert len(known[0][1]) > 20
+
+
+def test_every_step_has_all_cores_and_shares_them_and_one_task_per_machine(job, tmp_path):
+    job(SLURM_CPUS_ON_NODE="96").communicate(timeout=30)
+    for _, nodes, _, _, options in log_of(tmp_path):
+        assert {"--overlap", "--cpus-per-task=96", "--ntasks-per-node=1"} < set(options)
+        assert {f"--nodes={nodes.count(',') + 1}", f"--ntasks={nodes.count(',') + 1}"} < set(options)
 
 
 def test_the_job_ends_as_the_trainer_ended(job, tmp_path):
