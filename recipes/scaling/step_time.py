@@ -272,6 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fit", type=Path, nargs="+", metavar="RUN", help="finished runs to fit the machine to")
     parser.add_argument("--run", type=Path, help="a finished run: its work is predicted and compared")
     parser.add_argument("--model", help="folder or hub name; with --run, the run's own")
+    parser.add_argument("--dtype", default="float32", help="of the engine's weights, with --model")
     for field in dataclasses.fields(Work):
         if field.name not in ("ref", "last"):
             flag = "--" + field.name.removesuffix("_s").replace("_", "-")
@@ -294,7 +295,13 @@ def main(argv: list[str] | None = None) -> None:
     missing = [n for n in ("trajectories", "prompt_tokens", "sampled_tokens", "longest_tokens") if given[n] is None]
     if args.model is None or missing:
         parser.error(f"without --run: --model and --{' --'.join(missing or ['...']).replace('_', '-')} are needed")
-    print(describe(predict(model_of(args.model), Work(**{k: v for k, v in given.items() if v is not None}), machine)))
+    print(
+        describe(
+            predict(
+                model_of(args.model, args.dtype), Work(**{k: v for k, v in given.items() if v is not None}), machine
+            )
+        )
+    )
 
 
 def describe(predicted: StepTime, measured: StepTime | None = None) -> str:

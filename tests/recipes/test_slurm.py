@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,12 @@ else:
 """
 
 
-@pytest.fixture
-def job(tmp_path):
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def job_in(folder: Path) -> Start:
     """Starts the script as Slurm would, on three machines; environment variables can be changed."""
-    stubs = tmp_path / "bin"
+    stubs = folder / "bin"
     stubs.mkdir()
     (stubs / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
     (stubs / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames n[01-03]" ] && printf "n01\\nn02\\nn03\\n"\n')
@@ -63,11 +66,27 @@ def job(tmp_path):
 
     def start(*words: str, **changes: str) -> subprocess.Popen[str]:
         slurm = {"SLURM_JOB_NODELIST": "n[01-03]", "SLURM_JOB_ID": "12345", "SLURM_GPUS_ON_NODE": "8"}
-        environment = {"PATH": f"{stubs}:{os.environ['PATH']}", "LOG_FOLDER": str(tmp_path), **slurm, **changes}
+        environment = {"PATH": f"{stubs}:{os.environ['PATH']}", "LOG_FOLDER": str(folder), **slurm, **changes}
         command = ["bash", str(SCRIPT), *words]
         return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     return start
+
+
+@pytest.fixture
+def job(tmp_path) -> Start:
+    return job_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """The folder of a job that went well; what it said is in `out`."""
+    folder = tmp_path_factory.mktemp("ran")
+    process = job_in(folder)("trainer.n_workers_per_node=4", "trainer.seed=3", SLURM_CPUS_ON_NODE="96")
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    (folder / "out").write_text(out)
+    return folder
 
 
 def log_of(tmp_path: Path) -> list[tuple[str, str, list[str], list[str], list[str]]]:
@@ -83,10 +102,8 @@ def commands(tmp_path: Path, what: str) -> list[tuple[str, str]]:
     return [step for k, step in enumerate(found) if k == 0 or step != found[k - 1]]
 
 
-def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended(job, tmp_path):
-    out, err = (process := job("trainer.total_epochs=2")).communicate(timeout=30)
-    assert process.returncode == 0, err
-    begun = commands(tmp_path, "begun")
+def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended(ran):
+    begun = commands(ran, "begun")
     asked = [step for step in begun if step[1] in ("ray status --address", "python -c")]
     assert [step for step in begun if step not in asked] == [
         ("n01", "hostname --ip-address"),
@@ -96,19 +113,17 @@ def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended
     ]
     assert ("n01", "ray status --address") in begun[: begun.index(("n02,n03", "ray start --block"))]
     assert begun[-2:] == [("n01", "python -c"), ("n01", "python -m")]
-    assert sorted(commands(tmp_path, "ended")) == [("n01", "ray start --head"), ("n02,n03", "ray start --block")]
-    assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s)" in out
-    steps = {" ".join(command[:3]): command for what, _, command, *_ in log_of(tmp_path)}
+    assert sorted(commands(ran, "ended")) == [("n01", "ray start --head"), ("n02,n03", "ray start --block")]
+    assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s)" in (ran / "out").read_text()
+    steps = {" ".join(command[:3]): command for what, _, command, *_ in log_of(ran)}
     assert {"--node-ip-address=10.0.0.7", "--port=22345"} < set(steps["ray start --head"])
     assert "--address=10.0.0.7:22345" in steps["ray start --block"]
     for name in ("ray start --head", "ray start --block"):
         assert steps[name][steps[name].index("--num-gpus") + 1] == "8"
 
 
-def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(job, tmp_path):
-    process = job("trainer.n_workers_per_node=4", "trainer.seed=3")
-    process.communicate(timeout=30)
-    *_, (_, _, command, *_) = [entry for entry in log_of(tmp_path) if entry[2][:2] == ["python", "-m"]]
+def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(ran):
+    *_, (_, _, command, *_) = [entry for entry in log_of(ran) if entry[2][:2] == ["python", "-m"]]
     assert command[:3] == ["python", "-m", "verl_mt.trainer"]
     configs = []
     hydra_main(configs.append, argv=command[3:])
@@ -116,16 +131,14 @@ def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(job, tmp_path
     assert (trainer.placement, trainer.nnodes, trainer.n_workers_per_node, trainer.seed) == ("ray", 3, 4, 3)
 
 
-def test_every_step_knows_the_address_and_a_token_of_this_job(job, tmp_path):
-    job().communicate(timeout=30)
-    known = [tuple(tokens) for _, _, command, tokens, _ in log_of(tmp_path) if command[0] != "hostname"]
+def test_every_step_knows_the_address_and_a_token_of_this_job(ran):
+    known = [tuple(tokens) for _, _, command, tokens, _ in log_of(ran) if command[0] != "hostname"]
     assert len(set(known)) == 1 and known[0][0] == "token" and known[0][2] == "10.0.0.7:22345"
     assert len(known[0][1]) > 20
 
 
-def test_every_step_has_all_cores_and_shares_them_and_one_task_per_machine(job, tmp_path):
-    job(SLURM_CPUS_ON_NODE="96").communicate(timeout=30)
-    for _, nodes, _, _, options in log_of(tmp_path):
+def test_every_step_has_all_cores_and_shares_them_and_one_task_per_machine(ran):
+    for _, nodes, _, _, options in log_of(ran):
         assert {"--overlap", "--cpus-per-task=96", "--ntasks-per-node=1"} < set(options)
         assert {f"--nodes={nodes.count(',') + 1}", f"--ntasks={nodes.count(',') + 1}"} < set(options)
 
@@ -141,7 +154,6 @@ def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_pat
     deadline = time.monotonic() + 30
     while ("n01", "python -m") not in commands(tmp_path, "begun") and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.3)  # its handler is set after the line is written
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     ended = commands(tmp_path, "ended")
