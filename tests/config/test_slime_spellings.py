@@ -65,8 +65,10 @@ def test_the_documents_launch_command_composes():
 
 def test_flags_of_hydra_and_overrides_are_left_alone():
     argv = ["--config-name", "tiny", "--cfg", "job", "data.seed=3", "--colocate", "data.shuffle=False", "--lr=1e-5"]
+    argv += ["--prompt-data", "/data/split=train/x.jsonl", "--use-tis", "--weight-decay", "-1", "--use-kl-loss"]
     assert slime.with_flags_as_overrides(argv) == [
         "--config-name", "tiny", "--cfg", "job", "data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5",
+        "prompt_data=/data/split=train/x.jsonl", "use_tis=True", "weight_decay=-1", "use_kl_loss=True",
     ]  # fmt: skip
 
 

@@ -114,8 +114,18 @@ def settle(items: list[Any]) -> list[Any]:
     return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
 
 
+_SWITCHES = frozenset(
+    {
+        "apply_chat_template", "balance_data", "colocate", "debug_rollout_only", "debug_train_only", "group_rm",
+        "partial_rollout", "rewards_normalization", "rollout_shuffle", "rollout_skip_special_tokens",
+        "use_dynamic_batch_size", "use_kl_loss", "use_tis",
+    }
+)  # fmt: skip
+"""Flags that take no value."""
+
+
 def with_flags_as_overrides(argv: Sequence[str]) -> list[str]:
-    """slime's `--rollout-batch-size 32` as `rollout_batch_size=32`; a flag without a value is True. All else stays."""
+    """slime's `--rollout-batch-size 32` as `rollout_batch_size=32`; a switch (`--use-tis`) is True. All else stays."""
     words, known = list(argv), {*RENAMES, *ALWAYS, *REFUSED}
     out: list[str] = []
     while words:
@@ -126,8 +136,8 @@ def with_flags_as_overrides(argv: Sequence[str]) -> list[str]:
             out.append(word)
         elif equals:
             out.append(f"{key}={value}")
-        elif words and not words[0].startswith("-") and "=" not in words[0]:
-            out.append(f"{key}={words.pop(0)}")
-        else:
+        elif key in _SWITCHES or not words:
             out.append(f"{key}=True")
+        else:
+            out.append(f"{key}={words.pop(0)}")
     return out
