@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,3 +78,38 @@ def test_a_payload_holds_a_handle_and_no_class_of_sglang_and_leaves_the_sharing_
     meta = content["metadata"][0]
     part = content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
     assert (meta.name, part.tolist()) == ("w", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+
+
+SENDER = """
+import pathlib, sys, time, torch
+from verl_mt.engines.sglang.buckets import Buckets, payload
+bucket = next(Buckets({"w": (2, 3)}, torch.float32).pack([("w", torch.arange(6.0).view(2, 3))], 1000))
+folder = pathlib.Path(sys.argv[1])
+(folder / "part").write_bytes(payload(bucket.buffer, bucket.entries))
+(folder / "part").rename(folder / "payload")
+while not (folder / "opened").exists():
+    time.sleep(0.01)
+print("sent", file=sys.stderr)
+"""
+SERVER = """
+import pathlib, pickle, sys, time
+import torch
+folder = pathlib.Path(sys.argv[1])
+while not (folder / "payload").exists():
+    time.sleep(0.01)
+content = pickle.loads((folder / "payload").read_bytes())
+(folder / "opened").touch()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_who_reads_the_output_of_a_run_does_not_wait_for_a_server_that_lives_on(tmp_path):
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(tmp_path)], stdin=subprocess.PIPE)
+    try:
+        words = [sys.executable, "-c", SENDER, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "sent" in done.stderr and server.poll() is None
+    finally:
+        server.stdin.close()
+        server.wait(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -187,7 +188,7 @@ def payload(buffer: Tensor, entries: list[Entry]) -> bytes:
 def _allocate(size: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
-    with _file_system_sharing():
+    with _file_system_sharing(), _standard_error_of_our_own():
         # Not share_memory_(), which would copy, and so touch, every page of it.
         return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
@@ -205,6 +206,22 @@ def _file_system_sharing() -> Iterator[None]:
         yield
     finally:
         mp.set_sharing_strategy(before)
+
+
+@contextmanager
+def _standard_error_of_our_own() -> Iterator[None]:
+    """With the first shared memory torch starts a process that lives until the last one that opened it has ended. That
+    may be a server which outlives us: whoever reads our output would wait for its end, too."""
+    try:
+        flags = fcntl.fcntl(2, fcntl.F_GETFD)
+    except OSError:  # closed
+        yield
+        return
+    fcntl.fcntl(2, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(2, fcntl.F_SETFD, flags)
 
 
 def _some(names: Iterable[str]) -> str:
