@@ -18,6 +18,7 @@ class FixedChat:
 
     deltas: list[list[int]] = field(default_factory=list)
     prefilled_reasoning: bool = False
+    placeholder_ids: frozenset[int] = frozenset()
     capabilities: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(reasoning_content="ignored"))
 
     def delta_ids(self, messages, *, history, tools=None, last_ids, add_generation_prompt=True):

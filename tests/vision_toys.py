@@ -102,8 +102,8 @@ def vision_model(seed: int = 0) -> Any:
     )  # fmt: skip
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config)
-    for parameter in model.parameters():  # large enough for an image to matter
-        torch.nn.init.normal_(parameter, std=0.1)
+    for name, parameter in model.named_parameters():  # large enough for an image to matter
+        torch.nn.init.normal_(parameter, std=0.5 if "merger" in name else 0.1)
     return model.eval()
 
 

@@ -79,6 +79,12 @@ class MediaProcessor:
                 self._kept.popitem(last=False)
         return made
 
+    def save_pretrained(self, folder: Any) -> None:
+        """Write what `load_media_processor` reads."""
+        for processor in (self.image_processor, self.video_processor):
+            if hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(folder)
+
     def _image(self, value: Any) -> MediaInput:
         made = self.image_processor(images=[load_image(value)], return_tensors="pt")
         return _input("image", dict(made), self.image_processor.merge_size)

@@ -8,7 +8,7 @@ what arrives is processed: a delta never touches an image that an earlier turn h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_mt.chat.encode import Hidden, compile_literals
@@ -159,6 +159,18 @@ class ProcessorChat(ChatTemplate):
                 f"{self.media.tokens[kind]!r}: the template must write one for each, and no trusted text may hold one"
             )
         return [self.media(kind, value) for value in values]
+
+
+@dataclass(frozen=True)
+class SavedTogether:
+    """A tokenizer and the processor of what its model sees, written into one folder."""
+
+    tokenizer: Any
+    media: MediaProcessor
+
+    def save_pretrained(self, folder: Any) -> None:
+        self.tokenizer.save_pretrained(folder)
+        self.media.save_pretrained(folder)
 
 
 def _bare(messages: Sequence[Message]) -> list[Message]:

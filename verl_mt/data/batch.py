@@ -8,12 +8,14 @@ travel with every row; nothing is ever regrouped by position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from verl_mt.data.media import MediaInput
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
 from verl_mt.errors import DataError, LedgerError
 
@@ -52,6 +54,9 @@ GROUP_ID = "group_id"
 PROMPT_ID = "prompt_id"
 DATA_SOURCE = "data_source"
 
+MEDIA = "media"
+"""Non-tensor column, only where a record has images or videos: one `RowMedia` per row."""
+
 TOKEN_COLUMNS = (
     INPUT_IDS,
     ATTENTION_MASK,
@@ -70,6 +75,13 @@ ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE)
 """Non-tensor columns: one string per row."""
 
 _REWARD_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class RowMedia:
+    """The images and videos of a row, in order; `start` counts in the row."""
+
+    inputs: tuple[MediaInput, ...] = ()
 
 
 def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -134,7 +146,16 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
     batch = TensorDict(columns, batch_size=[len(rows)])
     for name, values in ids.items():
         batch[name] = NonTensorStack(*values)
+    if any(record.media for record in records):
+        batch[MEDIA] = NonTensorStack(*(RowMedia(tuple(record.media)) for record in records))
     return batch
+
+
+def media_of(batch: TensorDict) -> list[RowMedia] | None:
+    """One entry per row; None where no row of the batch has any."""
+    if MEDIA not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        return None
+    return list(batch[MEDIA])
 
 
 def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Rows: parquet, JSON and JSON Lines files, or a Python function, in verl's schema.
 
 A row has `prompt` (messages, or one text), `data_source`, `reward_model: {ground_truth}` (or a column `ground_truth`)
-and optionally `extra_info` with `tools_kwargs`, `interaction_kwargs`, `need_tools_kwargs`, `tool_selection`. Every row
+and optionally `extra_info` with `tools_kwargs`, `interaction_kwargs`, `need_tools_kwargs`, `tool_selection`, and
+`images` and `videos` for the places `<image>` and `<video>` of the prompt. Every row
 is checked when it is loaded: what is wrong is said before the first training step, with file, row and column.
 """
 
@@ -18,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from verl_mt.data.conversation import Message
+from verl_mt.data.placeholders import place_media
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.plugins import listing, load_object, suggest
 
@@ -292,6 +294,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
     if raw.get("audios"):
         raise DataError(f"{where}: column audios holds {len(raw['audios'])} items; audio is not offered, leave it out")
     prompt = _messages(_column(raw, columns.prompt, where), f"{where}, column {columns.prompt}")
+    prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
     label = _ground_truth(raw, where) if columns.label is None else _column(raw, columns.label, where)

@@ -58,7 +58,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     """Seconds from now after which the engine aborts and returns what it has (finish_reason `abort`)."""
     media: dict[str, Any] = field(default_factory=dict)
-    """`images` / `videos` for multimodal models; empty for text."""
+    """`inputs`: the `MediaInput`s of the record, whose placeholder tokens are in `input_ids`; empty for text."""
 
 
 @dataclass(frozen=True)

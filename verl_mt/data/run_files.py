@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_mt.data.media import from_wire, to_wire
+from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
 from verl_mt.errors import DataError
 
@@ -157,6 +157,8 @@ def to_json_value(value: Any) -> Any:
         return [to_json_value(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json_value(dataclasses.asdict(value))
+    if is_image(value):
+        return to_wire(value)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return to_json_value(value.tolist())
     return repr(value)

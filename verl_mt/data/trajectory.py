@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.data.conversation import Message
+from verl_mt.data.media import MediaInput
 from verl_mt.errors import LedgerError
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class TrajectoryRecord:
     """What this record has seen, where history was rewritten after it; empty = the trajectory's `messages`."""
     tools: list[dict[str, Any]] | None = None
     """The schemas that its prompt showed, where a later record shows others; None = the trajectory's `tools`."""
+    media: list[MediaInput] = field(default_factory=list)
+    """Images and videos among its tokens, in order: exactly what the engine was given and the trainer is."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -171,15 +174,16 @@ class TrajectoryRecord:
         for column in (self.token_ids, self.sampled, self.loss_mask, self.rollout_log_probs, self.policy_versions):
             del column[end:]
         self.turns = [replace(span, end=min(span.end, end)) for span in self.turns if span.start < end]
+        self.media = [made for made in self.media if made.end <= end]
         return dropped
 
     def split(self, start: int) -> tuple[TrajectoryRecord, TrajectoryRecord]:
         """Two records that train the same tokens: what comes before position `start` is the prompt of the second."""
-        first = replace(self, turns=list(self.turns), messages=list(self.messages))
+        first = replace(self, turns=list(self.turns), messages=list(self.messages), media=list(self.media))
         for name in ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions"):
             setattr(first, name, list(getattr(self, name)))
         first.cut(max((p + 1 for p in range(start) if self.sampled[p]), default=start))
-        second = TrajectoryRecord(has_log_probs=self.has_log_probs)
+        second = TrajectoryRecord(has_log_probs=self.has_log_probs, media=list(self.media))
         turn = first.turns[-1].turn if first.turns else 0
         second.append_given(list(self.token_ids[:start]), kind="prompt", turn=turn)
         second.token_ids += self.token_ids[start:]

@@ -62,7 +62,12 @@ def build(
         )
     _check_local(rollout, policy_module)
     from verl_mt.engines.local import LocalEngine, LocalOptions
+    from verl_mt.engines.local.vision import LocalVisionEngine, sees
 
+    if sees(policy_module):
+        return LocalVisionEngine(
+            policy_module, end_token_ids=end_token_ids, decode=decode, max_model_len=max_model_len, seed=seed
+        )
     options = LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=deterministic, seed=seed)
     return LocalEngine(
         policy_module, end_token_ids=end_token_ids, decode=decode, max_model_len=max_model_len, options=options

@@ -27,6 +27,8 @@ class Capabilities:
     """It may generate while the actor updates its own weights."""
     returns_token_ids: bool = True
     """False: it yields text only, and the chat room's delta method finds the ids."""
+    media: frozenset[str] = frozenset()
+    """What it takes beside ids: `images`, `videos`."""
     frees_memory: bool = False
     """`release_memory` frees device memory worth having while training runs. After `resume_memory` such an engine has
     no weights until the next `apply`."""

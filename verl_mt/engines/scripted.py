@@ -66,6 +66,7 @@ class ScriptedEngine(InferenceEngine):
             deterministic=True,
             overlaps_training=True,
             returns_token_ids=returns_token_ids,
+            media=frozenset({"images", "videos"}),
         )
         self.requests: list[GenerationRequest] = []
         self.updates: list[WeightUpdate] = []

@@ -44,15 +44,13 @@ def load_causal_lm(
         ConfigError: no such folder or hub model, no weights in it, weights that do not fill the model, an unknown
             dtype or attention.
     """
-    from transformers import AutoModelForCausalLM
-
     if dtype not in _DTYPES:
         raise ConfigError(f"model dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}")
     source = resolve_model_path(path)
     if _is_local(source):
         _check_folder(path, Path(source))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(source, revision, trust_remote_code).from_pretrained(
             source,
             revision=revision,
             dtype=_DTYPES[dtype],
@@ -87,18 +85,27 @@ def empty_causal_lm(
 
     Memory that nobody writes costs nothing: a rank whose shards come from another one needs no more than its shards.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(
-        resolve_model_path(path), revision=revision, trust_remote_code=trust_remote_code
-    )
+    source = resolve_model_path(path)
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = _auto_class(source, revision, trust_remote_code).from_config(
             config, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     model.to_empty(device="cpu")
     model.tie_weights()
     return model.eval()
+
+
+def _auto_class(source: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The class of transformers that loads it: with its eyes, if it has any."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def export_hf(model: Any, tokenizer: Any, folder: str | Path, *, adapter: Adapter | None = None) -> Path:

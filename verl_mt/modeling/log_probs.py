@@ -11,6 +11,7 @@ The language-model head runs only where a log-prob is wanted, and a prefix that 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from verl_mt.data.batch import RowMedia
+from verl_mt.modeling.media import media_arguments
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
 _MAX_LOGITS = 2**26
@@ -42,6 +45,7 @@ def forward_log_probs(
     temperature: float,
     with_entropy: bool = False,
     entropy_grad: bool = True,
+    media: Sequence[RowMedia] | None = None,
 ) -> LogProbs:
     """Log-probs of the tokens at the wanted positions; works under autograd and without.
 
@@ -53,9 +57,11 @@ def forward_log_probs(
         temperature: T above; 0 counts as 1.
         with_entropy: also return the entropies.
         entropy_grad: False keeps the entropies out of the graph (a metric costs no memory then).
+        media: images and videos, one entry per row; None = text only. Such rows share no prefixes.
 
     Raises:
         ValueError: a log-prob of position 0 is wanted.
+        DataError: `media` and the placeholder tokens do not fit.
     """
     if wanted_BT[:, :1].any():
         raise ValueError("position 0 has no log-prob: no token comes before it")
@@ -69,7 +75,12 @@ def forward_log_probs(
     # The last wanted token itself is never an input.
     width = int(position_N.max())
     ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
-    hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, (compact_N, position_N - 1))
+    index = (compact_N, position_N - 1)
+    seen = [row for row, used in zip(media or (), used_B.tolist()) if used]
+    if any(row.inputs for row in seen):
+        hidden_NH, head = _with_media(model, ids, mask, seen, index)
+    else:
+        hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)
     flags = (with_entropy, with_entropy and entropy_grad)
     log_probs_N, entropy_N = _score(head, hidden_NH, input_ids_BT[row_N, position_N], temperature or 1.0, flags)
 
@@ -108,6 +119,18 @@ def _hidden_states(
         if plan is not None:
             return run_with_prefixes(base, ids_BT, plan, row_N, before_N), head
     return base(**inputs).last_hidden_state[row_N, before_N], head
+
+
+def _with_media(
+    model: Any, ids_BT: Tensor, mask_BT: Tensor, media: Sequence[RowMedia], index: tuple[Tensor, Tensor]
+) -> tuple[Tensor, nn.Module]:
+    """`_hidden_states` of rows with images or videos: a plain pass over whole rows."""
+    inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, **media_arguments(model, ids_BT, media)}
+    if not bool(mask_BT.all()):
+        inputs["attention_mask"] = mask_BT.long()
+    if not _has_plain_head(model):
+        return model(**inputs).logits[index], nn.Identity()
+    return model.base_model(**inputs).last_hidden_state[index], model.get_output_embeddings()
 
 
 def _score(

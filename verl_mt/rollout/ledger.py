@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mt.data.conversation import Message
+from verl_mt.data.media import has_media
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError
 from verl_mt.rollout.session_context import SessionContext
@@ -76,6 +77,7 @@ class Ledger:
         self._given, self._given_tools = list(trajectory.messages), list(tools)
         self._num_given = self._prompt_messages = len(trajectory.messages)
         self.record.append_given(list(prompt_ids), kind="prompt", turn=0)
+        self._add_media(trajectory.messages, prompt_ids, 0)
 
     @property
     def record(self) -> TrajectoryRecord:
@@ -208,6 +210,7 @@ class Ledger:
         if self._new_prompt is not None:
             return self._open_record(self._new_prompt)
         ids = list(self._tail_ids)
+        delta_ids: list[int] = []
         inserted_end = 0
         if self._pending:
             tools = self.trajectory.tools or None
@@ -216,11 +219,12 @@ class Ledger:
                 return self._fork(tools)
             delta = chat.delta_ids(self._pending, history=history, tools=tools, last_ids=[*record.token_ids, *ids])
             ids += delta.ids
-            inserted_end = delta.inserted_end
+            delta_ids, inserted_end = delta.ids, delta.inserted_end
         ids += self._prefill_ids
         if limits.room(len(record.token_ids) + len(ids), self._num_response_tokens + len(ids))[0] < 1:
             return False
         self.count("inserted_end_tokens", inserted_end)
+        self._add_media(self._pending, delta_ids, len(record.token_ids) + len(self._tail_ids))
         if ids:
             record.append_given(ids, kind="observation", turn=self.trajectory.num_turns)
         self._pending, self._tail_ids, self._prefill_ids = [], [], []
@@ -255,9 +259,15 @@ class Ledger:
         else:  # nobody has read the old one
             trajectory.records[-1] = TrajectoryRecord()
         self.record.append_given(prompt_ids, kind="prompt", turn=trajectory.num_turns)
+        self._add_media(trajectory.messages, prompt_ids, 0)
         self._prompt_messages = len(trajectory.messages)
         self._pending, self._tail_ids, self._prefill_ids, self._new_prompt = [], [], [], None
         return True
+
+    def _add_media(self, messages: Sequence[Message], ids: Sequence[int], start: int) -> None:
+        """Record the images and videos of messages whose rendering `ids` begins at token `start`."""
+        if has_media(messages):
+            self.record.media += [made.moved(start) for made in self.context.chat.media_inputs(messages, ids)]
 
     def _cut(self, keep: int) -> None:
         record, texts = self.record, self.trajectory.turn_texts

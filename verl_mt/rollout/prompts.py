@@ -9,7 +9,8 @@ from typing import Any
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
-from verl_mt.errors import DataError
+from verl_mt.data.media import describe, has_media
+from verl_mt.errors import DataError, TemplateError
 from verl_mt.tools.registry import ToolSet
 
 
@@ -58,7 +59,7 @@ class PromptBuilder:
             return known
         toolset, problem = self._tools_of(row)
         tools = toolset.schemas() if toolset is not None else []
-        ids = self.chat.prompt_ids(row.prompt, tools or None)
+        ids = self._ids(row, tools)
         too_long = len(ids) > self.max_prompt_length
         if too_long:
             if self.filter_overlong:
@@ -96,6 +97,14 @@ class PromptBuilder:
         """All rows that `keep` took."""
         return [prompt.row for prompt in self._cache.values()]
 
+    def _ids(self, row: DataRow, tools: list[dict[str, Any]]) -> list[int]:
+        if not has_media(row.prompt):
+            return self.chat.prompt_ids(row.prompt, tools or None)
+        try:
+            return self.chat.prompt_ids(row.prompt, tools or None)
+        except (TemplateError, DataError) as error:
+            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
         if self.tools is None:
             self._refuse_without_tools(row)
@@ -127,6 +136,11 @@ class PromptBuilder:
             raise DataError(
                 f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
                 "raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
+            )
+        if has_media(row.prompt):
+            raise DataError(
+                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
+                f"cannot be cut to data.max_prompt_length={limit}; raise it, or set data.filter_overlong_prompts=True"
             )
         self.num_truncated += 1
         if self.truncation == "left":

@@ -19,7 +19,7 @@ from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import StopReason, TimeSpan
-from verl_mt.errors import EngineGoneError
+from verl_mt.errors import EngineGoneError, LedgerError
 from verl_mt.rollout.ledger import Ledger
 from verl_mt.rollout.mask import apply_loss_scale, train_prompt_assistants
 from verl_mt.rollout.session_context import AssistantTurn, SessionContext, deadline_error, session_error
@@ -122,6 +122,7 @@ class RolloutSession(Ledger):
             request_id=f"{trajectory.trajectory_id}/{self.attempt}/{turn}",
             session_id=self.engine_session or trajectory.trajectory_id,
             deadline_s=deadline_s,
+            media={"inputs": list(self.record.media)} if self.record.media else {},
         )
         begun = time.monotonic()
         output = await context.engine.generate(request)
@@ -141,6 +142,7 @@ class RolloutSession(Ledger):
             self._record_text(turn, output)
         else:
             versions = [span.version for span in output.version_spans for _ in range(span.num_tokens)]
+            self._refuse_placeholders(output.token_ids)
             self.record.append_sampled(output.token_ids, output.log_probs, versions, turn=turn)
         ids = self.record.token_ids[start:]
         text = context.chat.turn_text(ids) if output.text is None or output.token_ids is not None else output.text
@@ -160,6 +162,15 @@ class RolloutSession(Ledger):
             self.end(StopReason.TIME_LIMIT)
         log_turn(self.trajectory, parsed, text, output.finish_reason)
         return AssistantTurn(text, message, parsed, output.finish_reason)
+
+    def _refuse_placeholders(self, ids: Sequence[int]) -> None:
+        """A model must not say the token of an image: no forward pass could tell it from an image that is missing."""
+        forged = self.context.chat.placeholder_ids.intersection(ids)
+        if forged:
+            raise LedgerError(
+                f"{self.trajectory.trajectory_id}: the model sampled {self.context.chat.decode(sorted(forged))!r}, "
+                "which stands for an image or a video that does not exist; the trajectory cannot be trained"
+            )
 
     def _record_text(self, turn: int, output: GenerationOutput) -> None:
         """An engine that yields only text: find the ids by the delta method."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from verl_mt.config.rollout import MultiTurnConfig
 from verl_mt.data.conversation import MalformedCall, ToolCall
+from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
 from verl_mt.plugins import listing
@@ -33,6 +34,7 @@ from verl_mt.tools.results import (
     media_note,
     normalize,
     numeric_metrics,
+    split_media,
     truncate,
 )
 from verl_mt.tools.schemas import ToolResponse
@@ -54,10 +56,13 @@ class ToolExecutor:
         tools: the tools of the run.
         limits: see `ToolLimits`.
         count_tokens: text -> token ids, of the policy's tokenizer.
+        media: what the model sees beside text: `images`, `videos`.
     """
 
-    def __init__(self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens):
-        self.tools, self.limits, self.count_tokens = tools, limits, count_tokens
+    def __init__(
+        self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens, *, media: frozenset[str] = frozenset()
+    ):
+        self.tools, self.limits, self.count_tokens, self.media = tools, limits, count_tokens, media
         self._slots = {tool.name: ConcurrencyLimit(limits.concurrency_of(tool)) for tool in tools}
         self._said: set[tuple[str, str]] = set()
 
@@ -128,8 +133,8 @@ class _Answer:
     failure: Failure | None = None
     step_reward: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
-    num_images: int = 0
-    num_videos: int = 0
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
 
 
 class ToolSession:
@@ -143,7 +148,7 @@ class ToolSession:
 
         `calls` counts every call the model wrote; `errors`, `model_errors` and `over_budget` never overlap; `timeouts`
         are among the first, or among the second where a tool ran what the model wrote and that did not end;
-        `media_dropped` counts images and videos: rollouts are text, so the model gets a note in their place."""
+        `media_dropped` counts images and videos that the model cannot see: it gets a note in their place."""
         self.time_spans: list[TimeSpan] = []
         self.budget_spent = False
         """Whether the model was told that no calls are left (`max_calls`)."""
@@ -272,8 +277,11 @@ class ToolSession:
         if instance.opening is not None:
             opening, instance.opening = _from_response(instance.opening), None
             answer.text = "\n".join(t for t in (opening.text, answer.text) if t)
-            answer.num_images += opening.num_images
-            answer.num_videos += opening.num_videos
+            answer.images, answer.videos = opening.images + answer.images, opening.videos + answer.videos
+        if "images" in self._executor.media:
+            answer.images = [load_image(image) for image in answer.images]
+        if "videos" in self._executor.media:
+            answer.videos = [load_video(video) for video in answer.videos]
         return answer
 
     async def _instance(self, name: str, timeout_s: float) -> _Instance:
@@ -323,8 +331,9 @@ class ToolSession:
         text, cut = truncate(encodable(answer.text), limits.max_response_tokens, limits.keep, count_tokens)
         if cut:
             self._count(metric, "truncated")
-        self._count(metric, "media_dropped", answer.num_images + answer.num_videos)
-        text = "\n".join(t for t in (text, media_note(answer.num_images, answer.num_videos)) if t)
+        media, dropped = split_media(answer.images, answer.videos, self._executor.media)
+        self._count(metric, "media_dropped", sum(dropped))
+        text = "\n".join(t for t in (text, media_note(*dropped)) if t)
         return ToolResult(
             name,
             call_id,
@@ -332,6 +341,7 @@ class ToolSession:
             failure=answer.failure,
             step_reward=answer.step_reward,
             metrics=answer.metrics,
+            media=media,
         )
 
     def _count(self, name: str, event: str, amount: float = 1.0) -> None:
@@ -353,8 +363,8 @@ def _from_response(response: ToolResponse, reward: float = 0.0, metrics: dict[st
         response.text or "",
         step_reward=reward,
         metrics=metrics or {},
-        num_images=len(response.image or []),
-        num_videos=len(response.video or []),
+        images=list(response.image or []),
+        videos=list(response.video or []),
     )
 
 

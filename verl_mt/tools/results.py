@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,10 +42,15 @@ class ToolResult:
     step_reward: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the tool returned as its metrics."""
+    media: list[dict[str, Any]] = field(default_factory=list)
+    """Images and videos, as parts of a message."""
 
     def to_message(self) -> Message:
-        """The tool message; its content is always text."""
-        return {"role": "tool", "content": self.text, "tool_call_id": self.call_id, "name": self.name}
+        """The tool message; its content is text, or a list of parts (media first) where there are images or videos."""
+        content: Any = self.text
+        if self.media:
+            content = [*self.media, *([{"type": "text", "text": self.text}] if self.text else [])]
+        return {"role": "tool", "content": content, "tool_call_id": self.call_id, "name": self.name}
 
 
 def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
@@ -77,8 +82,18 @@ def _shown(value: Any) -> str:
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 
+def split_media(
+    images: Sequence[Any], videos: Sequence[Any], taken: Collection[str]
+) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    """Parts of a message for what the model sees (`taken`: `images`, `videos`), and how many images and videos it does
+    not see."""
+    parts = [{"type": "image", "image": image} for image in images if "images" in taken]
+    parts += [{"type": "video", "video": video} for video in videos if "videos" in taken]
+    return parts, (len(images) * ("images" not in taken), len(videos) * ("videos" not in taken))
+
+
 def media_note(num_images: int, num_videos: int) -> str:
-    """What the model is told in place of images and videos: rollouts are text; empty where there are none."""
+    """What the model is told in place of images and videos that it cannot see; empty where there are none."""
     counted = ((num_images, "image"), (num_videos, "video"))
     kinds = " and ".join(f"{number} {kind}{'s' * (number > 1)}" for number, kind in counted if number)
     return f"[{kinds} cannot be shown: text only]" if kinds else ""

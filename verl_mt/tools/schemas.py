@@ -29,7 +29,10 @@ __all__ = [
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. Rollouts are text: of images and videos the model is told only that it cannot see them."""
+    """What a tool answers. A text model is told of images and videos only that it cannot see them.
+
+    Images are in any of the forms of `verl_mt.data.media`; a video is a list of them.
+    """
 
     text: str | None = None
     image: list[Any] | None = None

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
+from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
@@ -39,6 +40,7 @@ from verl_mt.trainer.build_rollout import (
     build_runner,
     build_tools,
     check_parser,
+    require_media,
     training_sampling,
     validation_sampling,
 )
@@ -79,6 +81,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         for row in data.prompts.rows():
+            require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
             runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
         stream.call(runner.context.engine.start())
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
@@ -218,9 +221,7 @@ def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None
 
     def fill(batch: TensorDict) -> None:
         rewards_N, group_index_N = trajectory_rewards(batch)
-        advantages_N = estimate(
-            rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo
-        )
+        advantages_N = estimate(rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo)
         batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
 
     return fill
@@ -282,12 +283,13 @@ def _load_checkpoint(folder: Path, model: dict[str, str]) -> dict[str, Any]:
 
 
 def tokenizer_as_trained(chat: ChatTemplate) -> Any:
-    """With the template that was trained with: whoever serves the export must render the same."""
-    if chat.custom_template is None:
-        return chat.tokenizer
-    tokenizer = copy.deepcopy(chat.tokenizer)
-    tokenizer.chat_template = chat.custom_template
-    return tokenizer
+    """With the template that was trained with: whoever serves the export must render the same. Of a model that sees,
+    its image processor goes with it."""
+    tokenizer = chat.tokenizer
+    if chat.custom_template is not None:
+        tokenizer = copy.deepcopy(chat.tokenizer)
+        tokenizer.chat_template = chat.custom_template
+    return SavedTogether(tokenizer, chat.media) if isinstance(chat, ProcessorChat) else tokenizer
 
 
 def pad_token_id(chat: ChatTemplate) -> int:

@@ -14,10 +14,13 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
+from verl_mt.data.dataset import DataRow
+from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.absent import AbsentEngine
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
+from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.agent_door import AgentDoor
@@ -75,8 +78,8 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
         log.warning("%s", note)
 
 
-def build_door(config: Config, args: GenerateArgs) -> Door:
-    """Who drives the conversations: the one place that decides it."""
+def build_door(config: Config, args: GenerateArgs, *, media: frozenset[str] = frozenset()) -> Door:
+    """Who drives the conversations: the one place that decides it. `media`: what model and engine take beside text."""
     agent = config.actor_rollout_ref.rollout.agent_function_path
     if agent is not None:
         return AgentDoor(agent, get_parser(config.actor_rollout_ref.rollout.multi_turn.tool_parser))
@@ -87,7 +90,7 @@ def build_door(config: Config, args: GenerateArgs) -> Door:
         scheduler = load_scheduler(
             multi_turn.scheduler, max_turns=multi_turn.max_assistant_turns, kwargs=multi_turn.scheduler_kwargs
         )
-        return SchedulerDoor(scheduler, timeout_s=multi_turn.interaction_timeout_s)
+        return SchedulerDoor(scheduler, timeout_s=multi_turn.interaction_timeout_s, media=media)
     return ToolLoopDoor()
 
 
@@ -120,9 +123,11 @@ def build_runner(
     )
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
+    media = chat.media_kinds & engine.capabilities.media
     executor = None
     if tools is not None and is_multi_turn(config):
-        executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), partial(chat.encode_text, neutral=True))
+        count_tokens = partial(chat.encode_text, neutral=True)
+        executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     reward = load_reward(
         config.reward.path, name=config.reward.name, kwargs=config.reward.kwargs, timeout_s=config.reward.timeout_s
     )
@@ -144,7 +149,7 @@ def build_runner(
             train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
-        door=build_door(config, args),
+        door=build_door(config, args, media=media),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
@@ -153,6 +158,20 @@ def build_runner(
         tool_reward_weight=config.reward.tool_reward_weight,
         turn_score_weight=config.reward.turn_score_weight,
     )
+
+
+def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -> None:
+    """Refuse a row with images or videos that the engine would not be given.
+
+    Raises:
+        ConfigError: names the row and the engine.
+    """
+    unseen = {f"{kind}s" for kind, _ in parts_of(row.prompt)} - engine.capabilities.media
+    if unseen:
+        raise ConfigError(
+            f"{row.file}, row {row.index}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
+            f"{rollout_name} takes text only; use local (docs/multimodal.md), or leave them out"
+        )
 
 
 def training_sampling(config: Config) -> SamplingParams:

@@ -287,6 +287,7 @@ class ActorWorker:
                     temperature=self._temperature,
                     with_entropy=True,
                     entropy_grad=self.config.entropy_coeff != 0,
+                    media=columns.media_of(micro),
                 )
                 micro_loss = policy_loss(self.config, output, micro, weights_BT[part], old_BT[part], metrics)
                 if torch.is_grad_enabled():

@@ -87,6 +87,7 @@ def compute_log_probs(
             batch[columns.ATTENTION_MASK][part],
             wanted_BT=mask[part],
             temperature=temperature,
+            media=columns.media_of(batch[part]),
         )
         result[part] = output.log_probs_BT.float()
     return ranks.merge(result)

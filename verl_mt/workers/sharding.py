@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
 from verl_mt.modeling.shared_prefix import forbid_sharing
 from verl_mt.workers.ranks import ALONE, Ranks
@@ -84,6 +85,11 @@ def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
     """`forward_log_probs` of a policy in one process or of a sharded one; collective for the latter."""
     if not isinstance(module, ShardedPolicy):
         return forward_log_probs(module, *args, **kwargs)
+    if any(row.inputs for row in kwargs.pop("media", None) or ()):
+        raise ConfigError(
+            "images and videos are trained on one rank: every rank would have to run the vision layers equally often; "
+            "set trainer.placement=inline, or one worker"
+        )
     output = LogProbs(*module(*args, **kwargs))
     if not torch.is_grad_enabled():
         cast(Any, module).reshard()  # fully_shard added the method; no backward pass is going to do it
