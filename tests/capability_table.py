@@ -171,9 +171,9 @@ def page() -> str:
     lines = [
         "# Capabilities",
         "",
-        "What the documents of ms-swift (C1 to C41), slime (C42 to C82) and verl (V1 to V13) promise their users, where",
-        "it is implemented here, and the tests that prove it. Made by `python tests/capability_table.py` from the tests'",
-        "own markers; a test keeps this page and the tests together.",
+        "What the documents of ms-swift (C1 to C41), slime (C42 to C82) and verl (V1 to V13) promise their users,",
+        "where it is implemented here, and the tests that prove it. `python tests/capability_table.py` makes this page",
+        "from the tests' own markers, and a test keeps the two together.",
     ]
     titles = [*SECTIONS.items(), ("verl's multi-turn rollout", None)]
     for title, numbers in titles:
