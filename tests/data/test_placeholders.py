@@ -34,13 +34,13 @@ def test_without_columns_nothing_is_a_place():
 @pytest.mark.parametrize(
     ("text", "columns", "complaint"),
     [
-        ("<image> and <image>", {"images": ["a"]}, "has 2 places <image>, but column images holds 1 items"),
-        ("none", {"images": "a"}, "has 0 places <image>, but column images holds 1 items"),
-        ("<image><video>", {"images": ["a"]}, "has 1 places <video>, but column videos holds 0 items"),
+        ("<image> and <image>", {"images": ["a"]}, "2 places <image> in the text, but images holds 1 items"),
+        ("none", {"images": "a"}, "0 places <image> in the text, but images holds 1 items"),
+        ("<image><video>", {"images": ["a"]}, "1 places <video> in the text, but videos holds 0 items"),
     ],
 )
 def test_another_number_of_places_than_items_is_refused_with_both_numbers(text, columns, complaint):
-    with pytest.raises(DataError, match=f"here: the prompt {complaint}"):
+    with pytest.raises(DataError, match=f"here: {complaint}"):
         place_media([user(text)], columns, "here")
 
 
@@ -55,7 +55,5 @@ def test_rows_of_a_file_get_their_images_beside_it_and_bytes_as_text(tmp_path):
     assert placed["content"][0]["image"]["bytes"] == "data:application/octet-stream;base64,cG5n"
     rows[0]["videos"] = [["x"], ["y"]]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(
-        DataError, match=r"rows.jsonl, row 0: the prompt has 0 places <video>, but column videos holds 2"
-    ):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 0: 0 places <video> in the text, but videos holds 2"):
         load_rows(str(tmp_path / "rows.jsonl"), split="train")

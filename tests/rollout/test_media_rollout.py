@@ -16,7 +16,7 @@ from vision_toys import picture, shown, vision_chat, vision_model
 
 from verl_mt.data import batch as columns
 from verl_mt.data.batch import RowMedia, build_batch
-from verl_mt.data.media import MediaInput
+from verl_mt.data.media import MediaInput, load_image
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.engines.local.vision import LocalVisionEngine
 from verl_mt.engines.scripted import ScriptedEngine
@@ -24,6 +24,7 @@ from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -121,6 +122,45 @@ def test_a_prompt_is_refused_by_file_and_row(tmp_path):
         prompt_of(chat=CHAT, prompt=[message], index=3)
     with pytest.raises(DataError, match=r"toy.jsonl, row 3: the messages hold 1 image, but this model takes text only"):
         prompt_of(prompt=[message], index=3)
+
+
+class Zoom(MultiTurnScheduler):
+    """Shows a part of its first image, and a part of that."""
+
+    def check_finished(self, infer_request, response_choice, current_turn):
+        return current_turn >= 3
+
+    def step(self, infer_request, response_choice, current_turn):
+        size = 24 if current_turn == 1 else 8
+        infer_request.images.append(load_image(infer_request.images[0]).crop((0, 0, size, size)))
+        infer_request.messages.append({"role": "user", "content": self.asks})
+        return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images}}
+
+    asks = "closer: <image>"
+
+
+def zoom(scheduler, prompt):
+    engine = ScriptedEngine([turn("a"), turn("b"), turn("c")])
+    runner = runner_for(engine, scheduler, chat=CHAT, media=CHAT.media_kinds)
+    return roll_out(runner, [prompt])[0]
+
+
+@pytest.mark.cap("C24")
+def test_a_scheduler_s_crops_are_shown_to_the_model_and_trained_in_the_order_of_the_messages(tmp_path):
+    picture(32, 32).save(tmp_path / "a.png")
+    path = str(tmp_path / "a.png")
+    message = {"role": "user", "content": [{"type": "image", "image": path}, {"type": "text", "text": "q"}]}
+    prompt = prompt_of(chat=CHAT, prompt=[message], images=[path])
+    trajectory = zoom(Zoom(), prompt)
+    assert trajectory.error is None
+    (record,) = trajectory.records
+    assert [made.num_tokens for made in record.media] == [9, 9, 1]
+    assert [made.tensors["image_grid_thw"].tolist() for made in record.media] == [[[1, 6, 6]], [[1, 6, 6]], [[1, 2, 2]]]
+    assert len(trajectory.media["images"]) == 3
+    kept = zoom(type("Same", (Zoom,), {"step": lambda self, request, *_: {"infer_request": request}})(), prompt)
+    assert [len(r.media) for r in kept.records] == [1]
+    two = zoom(type("Two", (Zoom,), {"asks": "<image><image>"})(), prompt)
+    assert "the messages that were added: 2 places <image> in the text, but images holds 1" in two.error
 
 
 # ---- the trainer's forward pass

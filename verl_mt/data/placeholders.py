@@ -41,11 +41,16 @@ def place_media(
     for kind in KINDS:
         if wanted[kind] != len(items[kind]):
             raise DataError(
-                f"{where}: the prompt has {wanted[kind]} places <{kind}>, but column {kind}s holds {len(items[kind])} "
-                f"items; every item needs one place, in order"
+                f"{where}: {wanted[kind]} places <{kind}> in the text, but {kind}s holds {len(items[kind])} items; "
+                "every item needs one place, in order"
             )
     supply = {kind: iter([_portable(item, folder) for item in items[kind]]) for kind in KINDS}
     return [_filled(message, supply) for message in messages]
+
+
+def has_places(messages: Sequence[Message]) -> bool:
+    """Whether there is a place `<image>` or `<video>` in the messages."""
+    return any(next(_places(message), None) is not None for message in messages)
 
 
 def _parts(message: Message) -> list[Any]:

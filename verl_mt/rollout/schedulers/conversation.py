@@ -25,9 +25,10 @@ from verl_mt.data.requests import (
     RolloutInferRequest,
 )
 from verl_mt.data.trajectory import StopReason
-from verl_mt.errors import EngineError, LedgerError, UserCodeError
+from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
+from verl_mt.rollout.schedulers.request import show_new_media
 from verl_mt.rollout.session import AssistantTurn, RolloutSession
 from verl_mt.rollout.tool_loop import run_calls
 from verl_mt.tools.executor import ToolSession
@@ -306,6 +307,11 @@ class Conversation:
         self._check_request(request)
         self.request = request
         ids, self._ids = self._ids, None
+        if self.media:
+            try:
+                show_new_media(request, session.messages)
+            except DataError as error:
+                raise self.error("infer_async", str(error)) from error
         take_over(session, request.messages, request.tools, ids)
         max_tokens, stop = self._sampling(config)
         turn = await session.generate(max_tokens=max_tokens, stop=stop)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+from verl_mt.data.conversation import Message
+from verl_mt.data.media import KINDS, parts_of
+from verl_mt.data.placeholders import has_places, place_media
 from verl_mt.data.requests import RolloutInferRequest
 from verl_mt.errors import DataError
 from verl_mt.rollout.doors import Episode
@@ -28,6 +32,25 @@ def make_request(episode: Episode) -> RolloutInferRequest:
         data_dict=_data_dict(episode),
         uuid=session.trajectory.trajectory_id,
     )
+
+
+def show_new_media(request: RolloutInferRequest, shown: Sequence[Message]) -> None:
+    """Put images and videos that a scheduler added to its request into the places `<image>` and `<video>` of the
+    messages that it added. New messages without a place stay as they are: they may also hold parts with images.
+
+    Args:
+        request: its messages are changed in place.
+        shown: the conversation so far; its images are the first ones of the request's.
+
+    Raises:
+        DataError: not as many places as new items; says both numbers.
+    """
+    new = request.messages[len(shown) :]
+    if not has_places(new):
+        return
+    seen = [kind for kind, _ in parts_of(shown)]
+    columns = {f"{kind}s": list(getattr(request, f"{kind}s"))[seen.count(kind) :] for kind in KINDS}
+    request.messages[len(shown) :] = place_media(new, columns, "the messages that were added")
 
 
 def _data_dict(episode: Episode) -> dict[str, Any]:
