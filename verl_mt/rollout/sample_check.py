@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from verl_mt.data.sample import Sample, check_unsupported, fill_from_record
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord, TurnSpan
@@ -57,7 +58,9 @@ def align(sample: Sample, record: TrajectoryRecord, decode: Decode) -> Alignment
             if number == last and not more and (kept or any(record.sampled[: span.start])):
                 return Alignment([*places, *range(at, at + kept)], at + kept)
             raise _differs(tokens, at, span, ids, decode)
-        width = _width_of_text(tokens, at, ids, _next_sampled(record, number), decode)
+        # A tokenizer writes one placeholder for an image of which the engine reads many.
+        spelling = _squeezed(decode) if span.kind == "prompt" and record.media else decode
+        width = _width_of_text(tokens, at, ids, _next_sampled(record, number), spelling)
         if width is None:
             raise _differs(tokens, at, span, ids, decode)
         places += [None] * len(ids)
@@ -176,6 +179,15 @@ def _width_of_text(
         if _without_space(decode(tokens[at:end])) == text:
             return end - at
     return None
+
+
+def _squeezed(decode: Decode) -> Decode:
+    """`decode` of ids of which runs of one and the same count once."""
+
+    def spell(ids: Sequence[int]) -> str:
+        return decode([token for token, _ in groupby(ids)])
+
+    return spell
 
 
 def _without_space(text: str) -> str:
