@@ -19,6 +19,7 @@ SAYS = {
     "04_scheduler.py": "2 record(s)",
     "05_multi_agent.py": "trajectories of one episode",
     "06_python_tool.py": "PermissionError",
+    "07_image_tool.py": "are a picture of 12 x 18 patches",
     "08_your_own_agent.py": "step 1/1",
 }
 

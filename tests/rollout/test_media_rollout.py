@@ -246,6 +246,8 @@ def test_placeholders_without_their_images_are_refused_with_both_numbers():
     with pytest.raises(DataError, match="row 0: 4 placeholder tokens, but its 1 images and videos have 3"):
         short = MediaInput("image", made.start, 3, made.tensors)
         forward_log_probs(model, ids, torch.ones_like(ids), media=[RowMedia((short,))], **keys)
+    with pytest.raises(DataError, match="row 0: 4 placeholder tokens, but its 0 images and videos have 0"):
+        forward_log_probs(model, ids, torch.ones_like(ids), **keys)
     from toys import toy_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

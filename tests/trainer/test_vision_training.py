@@ -15,7 +15,7 @@ from vision_toys import image_processor, picture, vision_model, vision_tokenizer
 from verl_mt.chat.loading import load_chat
 from verl_mt.chat.processor_chat import ProcessorChat
 from verl_mt.config.compose import compose
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.trainer.build import build_trainer
 
@@ -89,6 +89,14 @@ def test_a_run_on_images_trains_the_tensors_it_sampled_from(folders):
     assert isinstance(load_chat(str(folders / "run" / "hf")), ProcessorChat)
     (row, *_) = rows_of(folders / "run", 1)
     assert row["messages"][0]["content"][0]["type"] == "image"
+
+
+def test_saved_rollouts_with_images_are_refused_where_they_would_be_trained_again(folders):
+    saved = f"trainer.debug_rollout_data={folders / 'saved'}/{{rollout_id}}.pt"
+    build_trainer(config_of(folders, saved, "trainer.debug_mode=save", "trainer.total_training_steps=1")).fit()
+    again = (saved, "trainer.debug_mode=train_only", f"trainer.default_local_dir={folders / 'again'}")
+    with pytest.raises(DataError, match="it holds images, whose tensors are not saved"):
+        build_trainer(config_of(folders, *again)).fit()
 
 
 def test_an_engine_that_would_not_see_the_images_is_refused_before_it_starts(folders):

@@ -161,9 +161,12 @@ class TrajectoryRecord:
 
     def set_mask(self, positions: Iterable[int]) -> int:
         """Put tokens into the loss, sampled or not: an explicit request of the user. Returns how many of them that
-        nobody sampled were not in it before."""
+        nobody sampled were not in it before. Placeholders of images and videos stay out: they say nothing."""
         added = 0
+        shown = {p for made in self.media for p in range(made.start, made.end)}
         for p in positions:
+            if p in shown:
+                continue
             added += not self.loss_mask[p] and not self.sampled[p]
             self.loss_mask[p] = 1
         return added

@@ -11,7 +11,12 @@ class AbsentEngine(InferenceEngine):
     """Takes weights and samples nothing."""
 
     def __init__(self) -> None:
-        self.capabilities = Capabilities(transports=frozenset({"in_place"}), deterministic=True, overlaps_training=True)
+        self.capabilities = Capabilities(
+            transports=frozenset({"in_place"}),
+            deterministic=True,
+            overlaps_training=True,
+            media=frozenset({"images", "videos"}),
+        )
         self._version = 0
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from verl_mt.data.batch import RowMedia
-from verl_mt.modeling.media import media_arguments
+from verl_mt.modeling.media import has_placeholders, media_arguments
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
 _MAX_LOGITS = 2**26
@@ -76,8 +76,8 @@ def forward_log_probs(
     width = int(position_N.max())
     ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
     index = (compact_N, position_N - 1)
-    seen = [row for row, used in zip(media or (), used_B.tolist()) if used]
-    if any(row.inputs for row in seen):
+    seen = [row for row, used in zip(media or [RowMedia()] * len(used_B), used_B.tolist()) if used]
+    if any(row.inputs for row in seen) or has_placeholders(model, ids):
         hidden_NH, head = _with_media(model, ids, mask, seen, index)
     else:
         hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)

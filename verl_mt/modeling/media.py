@@ -15,6 +15,16 @@ _TYPES = {"image": 1, "video": 2}
 """`mm_token_type_ids` of transformers; 0 is text."""
 
 
+def has_placeholders(model: Any, ids_BT: Tensor) -> bool:
+    """Whether there are tokens among the ids that stand for images or videos; False for a text model."""
+    return any(bool((ids_BT == token).any()) for token in _tokens(model))
+
+
+def _tokens(model: Any) -> list[int]:
+    found = [getattr(model.config, f"{kind}_token_id", None) for kind in _TYPES]
+    return [token for token in found if token is not None]
+
+
 def media_arguments(model: Any, ids_BT: Tensor, media: Sequence[RowMedia]) -> dict[str, Tensor]:
     """`pixel_values`, `image_grid_thw` and so on of all rows, and `mm_token_type_ids` [B, T], from which the model
     makes its three-dimensional positions (`get_rope_index`).
@@ -28,8 +38,8 @@ def media_arguments(model: Any, ids_BT: Tensor, media: Sequence[RowMedia]) -> di
         ConfigError: the model has no image tokens.
         DataError: the placeholder tokens of a row are not those of its images and videos; says both numbers.
     """
-    tokens = [getattr(model.config, f"{kind}_token_id", None) for kind in _TYPES]
-    if all(token is None for token in tokens):
+    tokens = _tokens(model)
+    if not tokens:
         raise ConfigError(
             f"{type(model).__name__} takes text only, but the batch holds images; use a vision-language model"
         )
@@ -40,7 +50,7 @@ def media_arguments(model: Any, ids_BT: Tensor, media: Sequence[RowMedia]) -> di
             types_BT[row, made.start : made.end] = _TYPES[made.kind]
             for name, tensor in made.tensors.items():
                 tensors.setdefault(name, []).append(tensor)
-    placeholders_BT = sum((ids_BT == token for token in tokens if token is not None), torch.zeros_like(ids_BT).bool())
+    placeholders_BT = torch.isin(ids_BT, torch.tensor(tokens, device=ids_BT.device))
     for row in ((types_BT > 0) != placeholders_BT).any(1).nonzero().flatten().tolist():
         num_inputs = len(media[row].inputs)
         raise DataError(

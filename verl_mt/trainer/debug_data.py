@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from verl_mt.config.schema import TrainerConfig
+from verl_mt.data.media import has_media
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.data.sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
@@ -73,6 +74,12 @@ class DebugData:
                 f"trainer.debug_rollout_data: {path} has no trajectories; it was not written by trainer.debug_mode=save"
             )
         trajectories = [row_to_trajectory(row) for row in content["trajectories"]]
+        shown = next((t.trajectory_id for t in trajectories if has_media(t.messages)), None)
+        if shown is not None:
+            raise DataError(
+                f"trainer.debug_rollout_data: {path}, trajectory {shown}: it holds images, whose tensors are not "
+                "saved; trainer.debug_mode=train_only is for text"
+            )
         samples = [Sample.from_dict(dict(sample)) for sample in content["samples"]]
         _take_edits(trajectories, samples, path)
         return _groups(trajectories)

@@ -73,6 +73,9 @@ class Inference(AbstractContextManager["Inference"]):
             ConfigError: a row whose data source has no reward; named before anything is sampled.
         """
         for row in (prompt.row for prompt in prompts):
+            build_rollout.require_media(
+                self.runner.context.engine, row, rollout_name=self.config.actor_rollout_ref.rollout.name
+            )
             self.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
         self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
         return self.stream.collect(name, while_waiting)
