@@ -47,7 +47,7 @@ def test_the_schemas_defaults_pass():
         ([f"{ROLLOUT}.top_k=20"], ["top_k is 20"]),
         ([f"{ROLLOUT}.min_p=0.1"], ["min_p is 0.1"]),
         ([f"{ROLLOUT}.temperature=0"], ["temperature is 0"]),
-        ([f"{ROLLOUT}.n=1"], ["n is 1", "GRPO"]),
+        ([f"{ROLLOUT}.n=1"], ["n is 1", "grpo", "reinforce_plus_plus"]),
         ([f"{ROLLOUT}.stop=['x','']"], ["stop is ['x', '']", "empty string"]),
         (["data.train_batch_size=12", f"{ACTOR}.ppo_mini_batch_size=5"], ["(5)", "(12)", "1, 2, 3, 4, 6, 12"]),
         (["trainer.deterministic=True", f"{ROLLOUT}.name=sglang"], ["deterministic", "sglang"]),
@@ -75,6 +75,25 @@ def test_the_schemas_defaults_pass():
         (["actor_rollout_ref.model.target_modules=[q_proj]"], ["lora_target_modules is ['q_proj']", "lora_rank is 0"]),
         (["data.sampler_kwargs.a=1"], ["data.sampler"]),
         ([f"{ACTOR}.optim.betas=[0.9]"], ["betas"]),
+        (
+            ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=False"],
+            ["norm_adv_by_std_in_grpo is False", "adv_estimator=rloo", "use grpo"],
+        ),
+        ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=opo"], ["n is 1", "opo"]),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspa"], [f"{ACTOR}.policy_loss.loss_mode", "'gspa'", "'gspo'"]),
+        ([f"{ACTOR}.policy_loss.lossmode=gspo"], [f"{ACTOR}.policy_loss.lossmode", "did you mean", "loss_mode"]),
+        ([f"{ACTOR}.tau_pos=2"], [f"{ACTOR}.policy_loss.tau_pos is 2", "loss_mode=sapo", "vanilla"]),
+        ([f"{ACTOR}.policy_loss={{loss_mode:sapo,tau_pos:0}}"], ["tau_pos", "at least"]),
+        ([f"{ACTOR}.policy_loss={{loss_mode:sapo,tau_pos:high}}"], ["tau_pos", "'high'", "a number"]),
+        (
+            [f"{ACTOR}.policy_loss={{loss_mode:clip_cov,clip_cov_lb:2,clip_cov_ub:1}}"],
+            ["clip_cov_lb (2)", "clip_cov_ub (1)"],
+        ),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.tis_clip=2"], ["tis_clip is 2", "gspo", "per token"]),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_high=0.3"],
+            ["clip_ratio_high is 0.3", "loss_mode=gpg", "clips nothing"],
+        ),
         ([f"{ROLLOUT}.val_kwargs.top_k=-5"], ["val_kwargs.top_k is -5"]),
     ],
 )
@@ -94,6 +113,9 @@ def test_several_problems_are_one_error():
 @pytest.mark.parametrize(
     "overrides",
     [
+        [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        [f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.2"],
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.01"],
         [f"{ROLLOUT}.val_kwargs.top_p=0.9", f"{ROLLOUT}.val_kwargs.top_k=20", f"{ROLLOUT}.val_kwargs.temperature=0"],
         [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.n=1", "trainer.val_only=True"],
         [f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.tool_kwargs.tools_config_file=null"],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from actor_toys import REWARDS, make_batch
+from actor_toys import REWARDS, fill_advantages, make_batch
 from sharded_jobs import one_update
+from test_split_records import conversation, split_at
 
 from verl_mt.data import batch as col
+from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.workers.ranks import ALONE
+
+FINISHED = StopReason.FINISHED
 
 
 def drifted(shift: float):
@@ -40,3 +46,93 @@ def test_rows_without_log_probs_of_a_sampler_have_weight_one():
     plain = one_update(ALONE, batch.clone(), grad_clip=0.0)
     weighted = one_update(ALONE, batch.clone(), grad_clip=0.0, tis_clip=2.0)
     torch.testing.assert_close(weighted["gradients"], plain["gradients"])
+
+
+ACTOR_OF = {
+    "vanilla": {},
+    "gspo": {"clip_ratio": 0.5},
+    "cispo": {},
+    "sapo": {},
+    "gpg": {},
+    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
+    "kl_cov": {"kl_cov_ratio": 0.2},
+}
+"""Every loss, with numbers that do something on a batch of a few dozen tokens."""
+
+
+def off_policy(mode: str, batch=None, **kwargs):
+    """One update on a fixed batch that another policy sampled: ratios are taken to its log-probs."""
+    clip = {k: v for k, v in ACTOR_OF[mode].items() if k.startswith("clip_ratio")}
+    loss = {"loss_mode": mode} | {k: v for k, v in ACTOR_OF[mode].items() if k not in clip}
+    given = {"grad_clip": 0.0, "use_sampler_log_probs": "always", "policy_loss": loss, **clip, **kwargs}
+    return one_update(ALONE, (drifting(2) if batch is None else batch).clone(), **given)
+
+
+def drifting(records: int):
+    batch = make_batch(REWARDS, records=records)
+    own = one_update(ALONE, batch.clone(), skip_zero_advantage=False)["old"]
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(3)) * 0.4
+    batch[col.ROLLOUT_LOG_PROBS] = torch.where(batch[col.SAMPLED], torch.nan_to_num(own) + noise, 0.0)
+    return batch
+
+
+def flat(result) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in result["gradients"][0].values()])
+
+
+@pytest.mark.slow
+def test_on_a_fixed_off_policy_batch_the_gradients_differ_pairwise():
+    found = {mode: flat(off_policy(mode)) for mode in ACTOR_OF}
+    for one, other in itertools.combinations(found, 2):
+        difference = (found[one] - found[other]).norm() / found[one].norm()
+        assert difference > 0.01, (one, other, difference)
+
+
+@pytest.mark.parametrize("mode", ACTOR_OF)
+def test_no_split_into_micro_batches_changes_the_gradient(mode):
+    """With trajectories of two records, that then pass through the model one by one."""
+    batch = drifting(2)
+    whole, single = (off_policy(mode, batch, ppo_micro_batch_size=size) for size in (None, 1))
+    torch.testing.assert_close(flat(single), flat(whole), rtol=1e-4, atol=1e-6)
+    assert single["metrics"]["actor/pg_loss"] == pytest.approx(whole["metrics"]["actor/pg_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_gspos_ratio_is_that_of_the_trajectory_however_many_records_it_became(agg):
+    record = conversation([(3, 2), (2, 1), (4, 2)], prompt=4, seed=1)
+    other = conversation([(2, 2), (3, 0)], prompt=4, seed=2)
+    found = []
+    for turns in (set(), {2}, {2, 3}):
+        batch = col.build_batch(
+            [
+                Trajectory("a", "p", "p", "a", records=split_at(record, turns), reward=1.0, stop_reason=FINISHED),
+                Trajectory("b", "p", "p", "b", records=[other], reward=0.0, stop_reason=FINISHED),
+            ],
+            pad_token_id=0,
+        )
+        fill_advantages(batch)
+        found.append(flat(off_policy("gspo", batch, loss_agg_mode=agg, clip_ratio=30.0)))
+    assert found[0].norm() > 0
+    for split in found[1:]:
+        torch.testing.assert_close(split, found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_the_share_of_chosen_tokens_is_a_metric_and_the_draw_repeats(mode):
+    batch = drifting(1)
+    first, again = off_policy(mode, batch), off_policy(mode, batch)
+    assert first["metrics"]["actor/chosen_frac"] == pytest.approx(0.2, abs=0.03)
+    torch.testing.assert_close(flat(first), flat(again), rtol=0, atol=0)
+    plain = off_policy("vanilla", batch)
+    assert (flat(first) - flat(plain)).norm() > 0.01 * flat(plain).norm()
+
+
+@pytest.mark.parametrize("mode", ACTOR_OF)
+def test_on_policy_every_loss_trains_and_a_batch_of_equal_rewards_changes_nothing(mode):
+    kwargs = {"policy_loss": {"loss_mode": mode}, "grad_clip": 0.0}
+    assert one_update(ALONE, make_batch(REWARDS), **kwargs)["metrics"]["actor/grad_norm"] > 0
+    idle = one_update(ALONE, make_batch([[1.0, 1.0], [0.0, 0.0]]), **kwargs)
+    if mode == "kl_cov":  # its penalty may move tokens without advantage, so they pass through the model
+        assert idle["metrics"]["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
+    else:
+        assert idle["gradients"] == []

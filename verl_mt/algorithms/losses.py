@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
+from verl_mt.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 
 _LOG_RATIO_BOUND = 20.0
 
@@ -43,7 +43,7 @@ def ppo_clip_loss(
         active), `clipfrac_lower` (the dual clip was active), `ppo_kl` (the mean of old_log_prob - log_prob).
     """
     log_ratio = masked_fill_zero(log_probs - old_log_probs, mask)
-    ratio = log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    ratio = _exp(log_ratio)
     advantages = masked_fill_zero(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -60,3 +60,163 @@ def ppo_clip_loss(
             "ppo_kl": masked_mean(-log_ratio.detach(), mask),
         }
     return masked_fill_zero(loss, mask), metrics
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    log_ratio_B: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipping by the likelihood ratio of the whole sequence.
+
+    With s the geometric mean of the ratios of a sequence's tokens in the mask, on each of its tokens::
+
+        s = exp(mean_t (log_prob_t - old_log_prob_t))
+        L_t = max(-A * s_t, -A * clip(s_t, 1 - clip_low, 1 + clip_high)),   s_t = s * prob_t / stop_gradient(prob_t)
+
+    Zheng et al. 2025 (arXiv:2507.18071, section 4.1, in the token form of section 4.3). Where all tokens of a sequence
+    have one advantage and one weight (every mode of `aggregate.py`), the gradient is that of the sequence form,
+    because ds = s * mean_t d log_prob_t. Their clip range is 3e-4 / 4e-4, three orders of magnitude below PPO's.
+
+    A sequence is a trajectory. Where one has several records, `log_ratio_B` must give the mean over all of them
+    (`sequence_log_ratio`): a mean over one record would be the ratio of another sequence.
+
+    Args:
+        log_probs: [B, T] of the sampled tokens, carries the gradient.
+        old_log_probs: [B, T] under the policy that the ratio is taken to; no gradient.
+        advantages: [B, T], the same on all tokens of a sequence.
+        mask: [B, T] tokens of the loss.
+        clip_low, clip_high: s is trusted in [1 - clip_low, 1 + clip_high].
+        log_ratio_B: log s of each row's sequence, no gradient; NaN = that row is a sequence, None = each row is.
+
+    Returns:
+        The loss [B, T], 0 where masked out, and masked means: `clipfrac`, `ppo_kl`.
+    """
+    log_ratio = masked_fill_zero(log_probs - old_log_probs, mask)
+    mean_B = masked_mean(log_ratio.detach(), mask, dim=-1)
+    if log_ratio_B is not None:
+        mean_B = torch.where(torch.isnan(log_ratio_B), mean_B, log_ratio_B.to(mean_B.dtype))
+    own = masked_fill_zero(log_probs - log_probs.detach(), mask)
+    ratio = _exp(mean_B.unsqueeze(-1) + own)
+    advantages = masked_fill_zero(advantages, mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return masked_fill_zero(torch.maximum(unclipped, clipped), mask), {
+        "clipfrac": masked_mean((clipped > unclipped).detach().to(ratio.dtype), mask),
+        "ppo_kl": masked_mean(-log_ratio.detach(), mask),
+    }
+
+
+def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, trajectory_index_B: Tensor) -> Tensor:
+    """[B]: the mean of log_prob - old_log_prob over the masked-in tokens of ALL records of each row's trajectory.
+
+    Args:
+        log_probs, old_log_probs: [B, T].
+        mask: [B, T] tokens of the loss.
+        trajectory_index_B: int64, the trajectory of each row; any numbers.
+
+    Returns:
+        [B] without gradient; 0 where a trajectory has no token in the mask.
+    """
+    log_ratio_B = masked_sum(log_probs.detach() - old_log_probs, mask, dim=-1)
+    _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
+    zeros = log_ratio_B.new_zeros(len(place_B))
+    sums = zeros.index_add(0, place_B, log_ratio_B)
+    counts = zeros.index_add(0, place_B, mask.bool().sum(-1).to(zeros.dtype))
+    return (sums / counts.clamp(min=1))[place_B]
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by a clipped ratio: no token loses its gradient, as clipped ones do with PPO.
+
+    ::
+
+        L = -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_prob
+
+    MiniMax 2025 (MiniMax-M1, arXiv:2506.13585, section 3.1). They leave the lower end open: `clip_low` = 1.
+
+    Args:
+        log_probs, old_log_probs, advantages, mask, clip_low, clip_high: as for `ppo_clip_loss`. Both bounds are
+            distances from 1 (a `clip_high` of 4 lets a ratio grow to 5).
+
+    Returns:
+        The loss [B, T], 0 where masked out, and masked means: `clipfrac` (the ratio was outside), `ppo_kl`.
+    """
+    log_ratio = masked_fill_zero(log_probs.detach() - old_log_probs, mask)
+    ratio = _exp(log_ratio)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -bounded * masked_fill_zero(advantages, mask) * masked_fill_zero(log_probs, mask)
+    return masked_fill_zero(loss, mask), {
+        "clipfrac": masked_mean((bounded != ratio).to(ratio.dtype), mask),
+        "ppo_kl": masked_mean(-log_ratio, mask),
+    }
+
+
+def sapo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A soft gate on the ratio instead of a clip: the gradient fades with the distance from 1 and never stops.
+
+    ::
+
+        L = -A * 4 / tau * sigmoid(tau * (ratio - 1)),    tau = tau_pos where A > 0, else tau_neg
+
+    At ratio 1 the gradient is that of PPO, for every tau. Gao et al. 2025 (Soft Adaptive Policy Optimization,
+    arXiv:2511.20347).
+
+    Args:
+        log_probs, old_log_probs, advantages, mask: as for `ppo_clip_loss`.
+        tau_pos, tau_neg: sharpness of the gate, positive; negative advantages fade faster, since they raise the
+            probability of every other token.
+
+    Returns:
+        The loss [B, T], 0 where masked out, and masked means: `gate_slope` (the gradient's factor against PPO's
+        without a clip; 1 = nothing faded), `ppo_kl`.
+    """
+    log_ratio = masked_fill_zero(log_probs - old_log_probs, mask)
+    advantages = masked_fill_zero(advantages, mask)
+    tau = torch.where(advantages > 0, torch.full_like(log_ratio, tau_pos), torch.full_like(log_ratio, tau_neg))
+    gate = torch.sigmoid(tau * (_exp(log_ratio) - 1))
+    return masked_fill_zero(-advantages * 4 / tau * gate, mask), {
+        "gate_slope": masked_mean((4 * gate * (1 - gate)).detach(), mask),
+        "ppo_kl": masked_mean(-log_ratio.detach(), mask),
+    }
+
+
+def gpg_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy gradient itself: L = -A * log_prob, without ratio or clip.
+
+    Chu et al. 2025 (GPG, arXiv:2504.02546). Off-policy nothing corrects for the difference of the policies;
+    `old_log_probs` are for the metric only.
+
+    Returns:
+        The loss [B, T], 0 where masked out, and the masked mean `ppo_kl`.
+    """
+    log_ratio = masked_fill_zero(log_probs.detach() - old_log_probs, mask)
+    loss = -masked_fill_zero(advantages, mask) * masked_fill_zero(log_probs, mask)
+    return masked_fill_zero(loss, mask), {"ppo_kl": masked_mean(-log_ratio, mask)}
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()

@@ -72,6 +72,11 @@ class ActorConfig(Section):
     clip_ratio: float = knob(0.2, "PPO's clip range (Schulman et al. 2017, eq. 7).", min=0)
     clip_ratio_low: float | None = knob(None, "Lower clip range; null = `clip_ratio`.", min=0)
     clip_ratio_high: float | None = knob(None, "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.", min=0)
+    policy_loss: dict[str, Any] = knob(
+        {},
+        "`loss_mode`: vanilla (PPO's, the default), gspo, cispo, sapo, gpg, clip_cov or kl_cov, and the numbers that "
+        "only it has (docs/algorithms.md). gspo wants clip ranges of about 3e-4.",
+    )
     clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
     loss_agg_mode: str = knob(
         "token-mean",
@@ -83,8 +88,9 @@ class ActorConfig(Section):
     kl_loss_coef: float = knob(0.001, "Its weight.", min=0)
     kl_loss_type: str = knob(
         "low_var_kl",
-        "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp).",
-        choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+        "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp); with a plus its value has k2's gradient "
+        "(straight through).",
+        choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"),
     )
     grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
     skip_zero_advantage: bool = knob(

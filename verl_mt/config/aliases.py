@@ -86,6 +86,17 @@ def _dtype(value: Any) -> Any:
     )
 
 
+def _estimator(value: Any) -> Any:
+    refused = {
+        "gae": "PPO with a critic is not offered yet; reinforce_plus_plus needs neither a critic nor groups",
+        "remax": "it needs a greedy rollout of every prompt, which is not offered; rloo compares samples of a prompt",
+        "gdpo": "a batch holds one reward per trajectory; verl_mt.algorithms.advantages.gdpo is the formula",
+    }
+    if value in refused:
+        raise ValueError(f"{refused[value]} (grpo is the default)")
+    return {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}.get(value, value) if isinstance(value, str) else value
+
+
 def _sanity_mode(value: Any) -> Any:
     return "off" if value in (False, "disable") else value
 
@@ -111,6 +122,8 @@ RENAMES: dict[str, Rename] = {
     ),
     ROLLOUT + "val_kwargs.do_sample": Rename(ROLLOUT + "val_kwargs.temperature", _do_sample),
     MODEL + "target_modules": Rename(MODEL + "lora_target_modules", _as_list),
+    ACTOR + "tau_pos": Rename(ACTOR + "policy_loss.tau_pos"),
+    ACTOR + "tau_neg": Rename(ACTOR + "policy_loss.tau_neg"),
     ACTOR + "ppo_micro_batch_size_per_gpu": Rename(ACTOR + "ppo_micro_batch_size"),
     ACTOR + "ppo_max_token_len_per_gpu": Rename(ACTOR + "ppo_max_token_len"),
     ACTOR + "optim.lr_warmup_steps_ratio": Rename(ACTOR + "optim.lr_warmup_steps", _warmup_ratio),
@@ -147,6 +160,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     MODEL + "dtype": _dtype,
     MODEL + "lora_target_modules": _as_list,
     ACTOR + "optim.lr_warmup_steps": _warmup_steps,
+    "algorithm.adv_estimator": _estimator,
     "trainer.logger": _as_list,
     "trainer.resume_from_path": _none_if_false,
     "external_plugins": _as_list,
@@ -193,7 +207,6 @@ ALWAYS: dict[str, Always] = {
     ACTOR + "entropy_checkpointing": Always(None, _SPEED),
     ACTOR + "entropy_from_logits_with_chunking": Always(None, _SPEED),
     ACTOR + "ulysses_sequence_parallel_size": Always((1,), "a sequence lives on one rank"),
-    ACTOR + "policy_loss.loss_mode": Always(("vanilla",), "the clipped PPO loss is the loss"),
     ACTOR + "optim.total_training_steps": Always((-1, None), "the schedule runs over the run's own steps"),
     ACTOR + "optim.optimizer": Always(("AdamW",), "the optimizer is AdamW"),
     ACTOR + "checkpoint.save_contents": Always(
@@ -245,9 +258,10 @@ ALWAYS: dict[str, Always] = {
     "algorithm.kl_ctrl.kl_coef": Always(None, _NO_KL_REWARD),
     "algorithm.kl_ctrl.horizon": Always(None, _NO_KL_REWARD),
     "algorithm.kl_ctrl.target_kl": Always(None, _NO_KL_REWARD),
-    "algorithm.gamma": Always(None, "GRPO does not discount"),
-    "algorithm.lam": Always(None, "GRPO does not discount"),
+    "algorithm.gamma": Always((1, 1.0), "the reward of a trajectory is not discounted over its tokens"),
+    "algorithm.lam": Always(None, "only a critic's estimator reads it"),
     "algorithm.use_pf_ppo": Always((False,), "rows are not resampled by reward"),
+    "trainer.max_staleness": Always((0,), "every rollout is by the weights of its own step"),
     "algorithm.filter_groups.enable": Always((False,), "no group is sampled again"),
     "reward_model.enable": Always((False,), "the reward is a function"),
     "reward_model.reward_manager": Always(("naive",), "one reward call per trajectory"),
@@ -287,7 +301,6 @@ REFUSED: dict[str, str] = {
     "algorithm.rollout_correction": "off-policy correction is actor_rollout_ref.actor.use_sampler_log_probs",
     ACTOR + "megatron": MEGATRON,
     REF + "megatron": MEGATRON,
-    ACTOR + "policy_loss": "the clipped PPO loss is the only policy loss",
     ACTOR + "checkpoint": "a checkpoint always holds everything that a resumed run needs",
     ACTOR + "fsdp_config.dtype": "use actor_rollout_ref.model.dtype",
     ROLLOUT + "engine_kwargs.vllm": VLLM,

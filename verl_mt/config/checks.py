@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_WITHOUT_CLIP = ("sapo", "gpg", "kl_cov")
+"""Losses that take neither clip range."""
 _TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
 
 
@@ -18,8 +21,8 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
-    groups = (_multi_turn, _sampling, _batches, _lengths, _corrections, _adapters, _engine, _placement, _run, _numbers)
-    problems = [text for group in groups for text in group(config)]
+    groups = (_multi_turn, _sampling, _batches, _lengths, _algorithm, _corrections, _adapters, _engine, _placement)
+    problems = [text for group in (*groups, _run, _numbers) for text in group(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -145,10 +148,12 @@ def _sampling(config: Config) -> Iterator[str]:
     if rollout.temperature == 0:
         yield f"{_ROLLOUT}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
     makes_groups = rollout.custom_generate_function_path is not None
-    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo" and not makes_groups:
+    estimator = config.algorithm.adv_estimator
+    if rollout.n == 1 and estimator != "reinforce_plus_plus" and not makes_groups:
         yield (
-            f"{_ROLLOUT}.n is 1: GRPO compares the samples of one prompt and needs at least 2 (1 is possible with a "
-            "custom generate function that returns several Samples)"
+            f"{_ROLLOUT}.n is 1: {estimator} compares the samples of one prompt and needs at least 2 (1 is possible "
+            "with algorithm.adv_estimator=reinforce_plus_plus, or with a custom generate function that returns several "
+            "Samples)"
         )
 
 
@@ -194,6 +199,29 @@ def _lengths(config: Config) -> Iterator[str]:
     for key, limit in passes.items():
         if limit < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in ("grpo", "grpo_passk"):
+        yield (
+            f"algorithm.norm_adv_by_std_in_grpo is False, which algorithm.adv_estimator={algorithm.adv_estimator} does "
+            "not read: leave it out, or use grpo"
+        )
+    try:
+        loss = read_policy_loss(actor.policy_loss).loss_mode
+    except ConfigError as error:
+        yield str(error)
+        return
+    if loss == "gspo" and actor.tis_clip is not None:
+        yield (
+            f"{_ACTOR}.tis_clip is {actor.tis_clip} with policy_loss.loss_mode=gspo: a weight per token would turn the "
+            "ratio of a sequence into another one; leave tis_clip out, or use a loss per token"
+        )
+    clips = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
+    for key, value in clips.items():
+        if loss in _WITHOUT_CLIP and value is not None:
+            yield f"{_ACTOR}.{key} is {value}, but policy_loss.loss_mode={loss} clips nothing: leave it out"
 
 
 def _corrections(config: Config) -> Iterator[str]:

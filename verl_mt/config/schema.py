@@ -70,8 +70,22 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
-    adv_estimator: str = knob("grpo", "How rewards become advantages.", choices=("grpo",))
-    norm_adv_by_std_in_grpo: bool = knob(True, "Divide by the group's standard deviation (False: Dr.GRPO).")
+    adv_estimator: str = knob(
+        "grpo",
+        "How rewards become advantages (docs/algorithms.md).",
+        choices=(
+            "grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "opo",
+            "gpg",
+            "grpo_passk",
+        ),
+    )
+    norm_adv_by_std_in_grpo: bool = knob(
+        True, "grpo, grpo_passk: divide by the group's standard deviation (False: Dr.GRPO)."
+    )
 
 
 @dataclass
@@ -106,12 +120,6 @@ class TrainerConfig(Section):
         None, "CPU threads of torch; null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1
     )
     device: str = knob("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
-    max_staleness: int = knob(
-        0,
-        "Steps that a rollout's weights may lag behind; 0 = synchronous (the only value yet).",
-        min=0,
-        max=0,
-    )
     placement: str = knob("inline", "Where the workers live.", choices=("inline", "ray"))
     nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)

@@ -16,8 +16,12 @@ def _mode(mode: str) -> Any:
 
 
 def _estimator(value: Any) -> Any:
-    if value != "grpo":
-        raise ValueError("see algorithm.adv_estimator for the estimators there are")
+    if value == "gspo":
+        raise ValueError(
+            "GSPO is a loss here, over GRPO's advantages: actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+        )
+    if value == "ppo":
+        raise ValueError("it needs a critic, which is not offered yet; see algorithm.adv_estimator for what there is")
     return value
 
 

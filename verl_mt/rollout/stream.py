@@ -18,8 +18,8 @@ T = TypeVar("T")
 class RolloutStream:
     """Starts plans and hands over their groups.
 
-    The trainer may start up to `max_staleness` plans ahead of the one it collects; with 0 it starts a plan and
-    collects it before the weights change, which is synchronous training.
+    Plans may be started ahead of the one that is collected; the trainer starts a plan and collects it before the
+    weights change, which is synchronous training.
     """
 
     def __init__(self, runner: RolloutRunner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import random
 import sys
@@ -19,13 +20,14 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
+from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.config_paths import resolve_model_path
-from verl_mt.data.batch import ADVANTAGES, expand_to_tokens, trajectory_rewards
+from verl_mt.data.batch import ADVANTAGES, LOSS_MASK, TRAJECTORY_INDEX, expand_to_tokens, trajectory_rewards
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError
@@ -218,10 +220,15 @@ def _build_log(
 
 def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None]:
     estimate = advantage_estimators[config.adv_estimator]
+    takes = inspect.signature(estimate).parameters
 
     def fill(batch: TensorDict) -> None:
         rewards_N, group_index_N = trajectory_rewards(batch)
-        advantages_N = estimate(rewards_N, group_index_N, norm_by_std=config.norm_adv_by_std_in_grpo)
+        known = {
+            "norm_by_std": config.norm_adv_by_std_in_grpo,
+            "tokens_N": tokens_per_trajectory(batch[LOSS_MASK], batch[TRAJECTORY_INDEX])[0],
+        }
+        advantages_N = estimate(rewards_N, group_index_N, **{k: v for k, v in known.items() if k in takes})
         batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
 
     return fill

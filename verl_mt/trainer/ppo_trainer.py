@@ -30,6 +30,8 @@ from verl_mt.trainer.run_log import RunLog
 from verl_mt.workers.weights import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
+_MAX_STALENESS = 0
+"""Steps that a rollout's weights may lag behind; 0 = synchronous."""
 _MAX_DRAWS = 20
 """Rows drawn for each prompt of a step before a sampler whose rows are all too long is given up."""
 
@@ -211,10 +213,10 @@ class PPOTrainer:
         return rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
-        """Start the plans that `max_staleness` allows; collect this step's. Or read what another run saved."""
+        """Start the plans that `_MAX_STALENESS` allows; collect this step's. Or read what another run saved."""
         if self.log.debug is not None and self.log.debug.replays:
             return self.log.debug.load(self.step_number)
-        for number in range(self.step_number, self.step_number + self.config.max_staleness + 1):
+        for number in range(self.step_number, self.step_number + _MAX_STALENESS + 1):
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
                 self.stream.start(RolloutPlan(self._draw(), self.plan.n, name, self.plan.sampling))

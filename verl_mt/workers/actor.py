@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
+from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling import lora
 from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
+from verl_mt.workers.mini_batch import MiniBatch, mini_batch
 from verl_mt.workers.policy_loss import policy_loss
 from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
@@ -62,6 +65,7 @@ class ActorWorker:
         self.module = module.eval()
         self.ranks = ranks_of(module)
         self.config = config
+        self._loss = read_policy_loss(config.policy_loss)
         self.num_updates = 0
         self._num_batches = 0
         self._temperature = temperature
@@ -93,10 +97,10 @@ class ActorWorker:
         log-probs are computed once, before the first change of the weights.
 
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. With
-        `skip_zero_advantage` and neither KL nor entropy term, rows whose advantages are all 0 add exactly nothing to
-        the gradient and skip the forward pass; the denominators still count them. If a mini-batch has nothing else,
-        the optimizer does not step, while the schedule advances. If the whole batch has nothing else, one pass without
-        gradient measures what a step reports.
+        `skip_zero_advantage` and no term beside the policy gradient (KL, entropy, KL-Cov's), rows whose advantages are
+        all 0 add exactly nothing to the gradient and skip the forward pass; the denominators still count them. If a
+        mini-batch has nothing else, the optimizer does not step, while the schedule advances. If the whole batch has
+        nothing else, one pass without gradient measures what a step reports.
 
         Args:
             batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
@@ -180,7 +184,8 @@ class ActorWorker:
     def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
         """Which rows go through the model."""
         in_loss_B = here[columns.LOSS_MASK].any(1)
-        if not self.config.skip_zero_advantage or self.config.use_kl_loss or self.config.entropy_coeff != 0:
+        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or self._loss.loss_mode == "kl_cov"
+        if not self.config.skip_zero_advantage or terms:
             return in_loss_B
         moved_B = (here[columns.ADVANTAGES] != 0).any(1)
         metrics.num_skipped = int((in_loss_B & ~moved_B).sum())
@@ -263,13 +268,7 @@ class ActorWorker:
         Returns:
             This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
         """
-        weights_BT = torch.zeros_like(here[columns.ADVANTAGES])
-        weights_BT[rows] = token_weights(
-            here[columns.LOSS_MASK][rows],
-            here[columns.TRAJECTORY_INDEX][rows],
-            mode=self.config.loss_agg_mode,
-            norm_constant=self._norm_constant,
-        )
+        mini = self._over_mini_batch(here, rows, old_BT)
         max_tokens, max_rows = self.config.ppo_max_token_len, self.config.ppo_micro_batch_size
         loss = torch.zeros((), device=self.device)
         seen_BT = torch.full_like(old_BT, math.nan)
@@ -289,12 +288,23 @@ class ActorWorker:
                     entropy_grad=self.config.entropy_coeff != 0,
                     media=columns.media_of(micro),
                 )
-                micro_loss = policy_loss(self.config, output, micro, weights_BT[part], old_BT[part], metrics)
+                micro_loss = policy_loss(self.config, output, micro, mini.part(part), old_BT[part], metrics)
                 if torch.is_grad_enabled():
                     micro_loss.backward()
                 loss += micro_loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
         return loss, seen_BT
+
+    def _over_mini_batch(self, here: TensorDict, rows: Tensor, old_BT: Tensor) -> MiniBatch:
+        weights_BT = torch.zeros_like(here[columns.ADVANTAGES])
+        weights_BT[rows] = token_weights(
+            here[columns.LOSS_MASK][rows],
+            here[columns.TRAJECTORY_INDEX][rows],
+            mode=self.config.loss_agg_mode,
+            norm_constant=self._norm_constant,
+        )
+        log_probs_of = partial(self._compute_log_probs, here)
+        return mini_batch(self._loss, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
 
     def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
         """Clip and step; or drop a gradient that is not finite."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt.algorithms.corrections import effective_sample_size, importance_weights, truncate
+from verl_mt.algorithms.covariance import clip_cov_loss, kl_cov_loss
 from verl_mt.algorithms.kl import kl_penalty
-from verl_mt.algorithms.losses import ppo_clip_loss
+from verl_mt.algorithms.losses import cispo_loss, gpg_loss, gspo_loss, ppo_clip_loss, sapo_loss
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
 from verl_mt.config.actor import ActorConfig
+from verl_mt.config.policy_loss import PolicyLossOptions, read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.modeling.log_probs import LogProbs
+from verl_mt.workers.mini_batch import MiniBatch
 from verl_mt.workers.update_metrics import UpdateMetrics
 
 
@@ -22,7 +23,7 @@ def policy_loss(
     config: ActorConfig,
     output: LogProbs,
     micro: TensorDict,
-    weights_BT: Tensor,
+    mini: MiniBatch,
     old_BT: Tensor,
     metrics: UpdateMetrics,
 ) -> Tensor:
@@ -32,7 +33,7 @@ def policy_loss(
         config: which terms there are.
         output: of the current policy.
         micro: rows of the batch.
-        weights_BT: of each token in the loss; see `token_weights`.
+        mini: these rows' part of what was taken over the whole mini-batch.
         old_BT: log-probs that ratios are taken to; NaN = the current ones, detached.
         metrics: collects the terms.
 
@@ -42,19 +43,19 @@ def policy_loss(
     log_probs_BT, entropy_BT = output.log_probs_BT, output.entropy_BT
     assert entropy_BT is not None
     old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
-    clip: dict[str, Any] = {
-        "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-        "clip_high": config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
-        "clip_c": config.clip_ratio_c,
-    }
+    weights_BT, advantages_BT = mini.weights_BT, micro[columns.ADVANTAGES]
     sampled_BT = micro[columns.LOSS_MASK] & micro[columns.SAMPLED]
-    loss_BT, numbers = ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], sampled_BT, **clip)
+    loss_BT, numbers = token_losses(config, log_probs_BT, old_BT, advantages_BT, sampled_BT, mini)
     if config.tis_clip is not None:
         loss_BT = loss_BT * _drift_weights(old_BT, micro, sampled_BT, config.tis_clip, numbers)
     given_BT = micro[columns.LOSS_MASK] & ~micro[columns.SAMPLED]
     if given_BT.any():
-        # Tokens that nobody sampled are trained on request; they stay out of the metrics.
-        loss_BT = loss_BT + ppo_clip_loss(log_probs_BT, old_BT, micro[columns.ADVANTAGES], given_BT, **clip)[0]
+        # Tokens that nobody sampled are trained on request, each for itself; they stay out of ratios and metrics.
+        options = read_policy_loss(config.policy_loss)
+        if options.loss_mode in ("gspo", "clip_cov", "kl_cov"):
+            options = PolicyLossOptions()
+        given, _ = _loss_of_tokens(config, options, log_probs_BT, old_BT, advantages_BT, given_BT)
+        loss_BT = loss_BT + given
     pg_loss = (loss_BT * weights_BT).sum()
     loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
     metrics.add_sum("actor/pg_loss", pg_loss)
@@ -67,6 +68,60 @@ def policy_loss(
     numbers["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / sampled_BT.sum().clamp(min=1)
     metrics.add_token_means(numbers, sampled_BT.sum())
     return loss
+
+
+def token_losses(
+    config: ActorConfig,
+    log_probs_BT: Tensor,
+    old_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    mini: MiniBatch,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss that the configuration names: (loss [B, T], means for the log).
+
+    Args:
+        config: `policy_loss` and the clip ranges.
+        log_probs_BT, old_BT, advantages_BT, mask_BT: as for `ppo_clip_loss`.
+        mini: what sequences and chosen tokens are known by.
+    """
+    options = read_policy_loss(config.policy_loss)
+    arguments = (log_probs_BT, old_BT, advantages_BT, mask_BT)
+    low, high = clip_range(config)
+    if options.loss_mode == "gspo":
+        return gspo_loss(*arguments, clip_low=low, clip_high=high, log_ratio_B=mini.log_ratio_B)
+    if options.loss_mode in ("clip_cov", "kl_cov"):
+        chosen_BT = torch.zeros_like(mask_BT) if mini.chosen_BT is None else mini.chosen_BT
+        if options.loss_mode == "clip_cov":
+            return clip_cov_loss(*arguments, chosen_BT, clip_low=low, clip_high=high)
+        return kl_cov_loss(*arguments, chosen_BT, kl_coef=options.ppo_kl_coef)
+    return _loss_of_tokens(config, options, *arguments)
+
+
+def clip_range(config: ActorConfig) -> tuple[float, float]:
+    """(low, high): the ratio is trusted in [1 - low, 1 + high]."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+
+
+def _loss_of_tokens(
+    config: ActorConfig,
+    options: PolicyLossOptions,
+    log_probs_BT: Tensor,
+    old_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses in which each token stands for itself."""
+    arguments = (log_probs_BT, old_BT, advantages_BT, mask_BT)
+    low, high = clip_range(config)
+    if options.loss_mode == "cispo":
+        return cispo_loss(*arguments, clip_low=low, clip_high=high)
+    if options.loss_mode == "sapo":
+        return sapo_loss(*arguments, tau_pos=options.tau_pos, tau_neg=options.tau_neg)
+    if options.loss_mode == "gpg":
+        return gpg_loss(*arguments)
+    return ppo_clip_loss(*arguments, clip_low=low, clip_high=high, clip_c=config.clip_ratio_c)
 
 
 def _drift_weights(

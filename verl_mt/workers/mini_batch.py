@@ -1,0 +1,98 @@
+"""What a loss needs of a whole mini-batch, so that no split into micro-batches or over ranks changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances
+from verl_mt.algorithms.losses import sequence_log_ratio
+from verl_mt.algorithms.masked import masked_fill_zero
+from verl_mt.config.policy_loss import PolicyLossOptions
+from verl_mt.data import batch as columns
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Numbers of the rows of a mini-batch, or of some of them."""
+
+    weights_BT: Tensor
+    """Of each token in the loss; see `token_weights`."""
+    log_ratio_B: Tensor | None = None
+    """GSPO: log of the trajectory's ratio, where it has several records; NaN, or None = the row is the sequence."""
+    chosen_BT: Tensor | None = None
+    """Clip-Cov, KL-Cov: the tokens that are treated otherwise."""
+
+    def part(self, rows: Tensor) -> MiniBatch:
+        """Of some rows."""
+        log_ratio_B = None if self.log_ratio_B is None else self.log_ratio_B[rows]
+        return MiniBatch(self.weights_BT[rows], log_ratio_B, None if self.chosen_BT is None else self.chosen_BT[rows])
+
+
+def mini_batch(
+    options: PolicyLossOptions,
+    batch: TensorDict,
+    rows: Tensor,
+    weights_BT: Tensor,
+    old_BT: Tensor,
+    log_probs_of: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
+) -> MiniBatch:
+    """Collect them. Costs a forward pass without gradient over the rows that a choice depends on, where one does.
+
+    Collective: every rank gives the same arguments and gets the same numbers.
+
+    Args:
+        options: the loss.
+        batch: the whole batch.
+        rows: of the mini-batch, those without advantage too.
+        weights_BT: of the batch's tokens, 0 outside of the mini-batch.
+        old_BT: log-probs that ratios are taken to; NaN = the current ones.
+        log_probs_of: rows -> [B, T] of the current weights, NaN in other rows.
+        generator: draws Clip-Cov's tokens; on the CPU.
+    """
+    sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
+    rows = rows[sampled_BT[rows].any(1)]
+    if options.loss_mode == "gspo":
+        return MiniBatch(weights_BT, log_ratio_B=_split_ratios(batch, rows, sampled_BT, old_BT, log_probs_of))
+    if options.loss_mode not in ("clip_cov", "kl_cov") or len(rows) == 0:
+        return MiniBatch(weights_BT)
+    chosen_BT = torch.zeros_like(sampled_BT)
+    values = covariances(log_probs_of(rows)[rows], batch[columns.ADVANTAGES][rows], sampled_BT[rows])
+    if options.loss_mode == "kl_cov":
+        chosen_BT[rows] = choose_largest(values, sampled_BT[rows], fraction=options.kl_cov_ratio)
+    else:
+        chosen_BT[rows] = choose_between(
+            values,
+            sampled_BT[rows],
+            fraction=options.clip_cov_ratio,
+            lower=options.clip_cov_lb,
+            upper=options.clip_cov_ub,
+            generator=generator,
+        )
+    return MiniBatch(weights_BT, chosen_BT=chosen_BT)
+
+
+def _split_ratios(
+    batch: TensorDict, rows: Tensor, sampled_BT: Tensor, old_BT: Tensor, log_probs_of: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """[B], of rows whose trajectory has others: they may pass through the model one by one. NaN elsewhere."""
+    _, place, count = torch.unique(batch[columns.TRAJECTORY_INDEX][rows], return_inverse=True, return_counts=True)
+    rows = rows[count[place] > 1]
+    if len(rows) == 0:
+        return None
+    old = old_BT[rows]
+    known = sampled_BT[rows] & ~torch.isnan(old)  # the others have ratio 1
+    current = log_probs_of(rows)[rows] if known.any() else old
+    result_B = torch.full((len(batch),), torch.nan, device=old.device)
+    result_B[rows] = sequence_log_ratio(
+        masked_fill_zero(current, known),
+        masked_fill_zero(old, known),
+        sampled_BT[rows],
+        batch[columns.TRAJECTORY_INDEX][rows],
+    )
+    return result_B
