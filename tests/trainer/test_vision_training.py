@@ -109,3 +109,12 @@ def test_an_engine_that_would_not_see_the_images_is_refused_before_it_starts(fol
         ConfigError, match=r"rows.jsonl, row \d: the prompt holds \d images?, but .*name=local takes text"
     ):
         build_trainer(config_of(folders), engine=engine)
+
+
+def test_low_rank_adapters_train_on_images_too(folders):
+    pytest.importorskip("peft")
+    trainer = build_trainer(config_of(folders, "actor_rollout_ref.model.lora_rank=4"))
+    trainer.fit()
+    lines = metrics_of(folders / "run")
+    assert all(0 < line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
+    assert lines[-1]["actor/grad_norm"] > 0

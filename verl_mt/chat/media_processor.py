@@ -104,6 +104,20 @@ class MediaProcessor:
         return _input("video", tensors, self.video_processor.merge_size)
 
 
+def _load_image_processor(path: str, keys: dict[str, Any]) -> Any:
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", **keys)
+    except ImportError:
+        # Up to some version transformers' own finder needs torchvision, even for a class that does not.
+        found, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(path, **keys)
+        if not str(found.get("image_processor_type")).startswith("Qwen2VLImageProcessor"):
+            raise
+        return Qwen2VLImageProcessorPil.from_pretrained(path, **keys)
+
+
 def _input(kind: Kind, tensors: dict[str, Any], merge_size: int) -> MediaInput:
     grid = tensors.get(_GRIDS[kind])
     if grid is None:
@@ -124,14 +138,14 @@ def load_media_processor(
     Raises:
         ConfigError: Pillow is not installed, or the folder holds no image processor.
     """
-    from transformers import AutoImageProcessor, AutoVideoProcessor
+    from transformers import AutoVideoProcessor
     from transformers.utils import is_torchvision_available, is_vision_available
 
     keys: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not is_vision_available():
         raise ConfigError(f"{path!r} is a vision model, which needs Pillow: pip install verl_mt[multimodal]")
     try:
-        images = AutoImageProcessor.from_pretrained(path, backend="pil", **keys)
+        images = _load_image_processor(path, keys)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
             f"{path!r} is a vision model, but no image processor could be loaded from it: {error}. Its folder needs "
