@@ -90,3 +90,30 @@ def test_no_gradient_flows_through_a_weight():
 def test_an_unknown_level_lists_those_there_are():
     with pytest.raises(ValueError, match="token, sequence, geometric"):
         c.importance_weights(TRAIN, ROLLOUT, MASK, level="turn")
+
+
+def test_a_sequence_is_a_trajectory_whatever_number_of_records_it_became():
+    generator = torch.Generator().manual_seed(0)
+    train, rollout = (-torch.rand(1, 6, generator=generator) for _ in range(2))
+    rollout[0, 4] = 9.0  # hopeless, in what becomes the second record
+    whole = torch.ones(1, 6, dtype=torch.bool)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
+    index = torch.tensor([7, 7])
+    split = train.expand(2, 6), rollout.expand(2, 6), mask
+    for level in c.LEVELS:
+        expected = c.importance_weights(train, rollout, whole, level=level)
+        found = c.importance_weights(*split, level=level, trajectory_index_B=index)
+        torch.testing.assert_close(found.sum(0), expected[0])
+    assert not c.veto(*split, 1e-3, index).any()
+    assert c.veto(*split, 1e-3).any(), "by rows, the first record would stay"
+    sign = -torch.ones(2, 6)
+    assert c.off_policy_sequences(*split[:2], sign, mask, 0.5, index).sum() == 0
+    assert c.off_policy_sequences(*split[:2], sign, mask, 0.5).sum() == 3
+
+
+@pytest.mark.parametrize(("advantage", "kept"), [(-1.0, [0, 0]), (1.0, [1, 1])])
+def test_drifted_sequences_unlearn_nothing(advantage, kept):
+    new, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.8, -0.8]])
+    mask = c.off_policy_sequences(new, old, advantage * torch.ones(1, 2), torch.ones(1, 2), 0.05)
+    assert mask[0].int().tolist() == kept
+    assert c.off_policy_sequences(new, old, advantage * torch.ones(1, 2), torch.ones(1, 2), 0.3).all()

@@ -136,3 +136,12 @@ def test_on_policy_every_loss_trains_and_a_batch_of_equal_rewards_changes_nothin
         assert idle["metrics"]["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
     else:
         assert idle["gradients"] == []
+
+
+def test_how_far_the_sampler_is_from_the_policy_is_measured_in_every_update():
+    metrics = one_update(ALONE, drifted(0.5), grad_clip=0.0)["metrics"]
+    ratio = 1.6487213
+    expected = {"sampler_kl": ratio - 1 - 0.5, "ratio_p01": ratio, "ratio_p99": ratio, "ratio_ess": 1.0}
+    assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected, rel=1e-3)
+    same = one_update(ALONE, drifted(0.0), grad_clip=0.0)["metrics"]
+    assert same["rollout/sampler_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -10,6 +10,8 @@ framework secretly brings you off-policy RL training" (truncated importance samp
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,14 @@ LEVELS = ("token", "sequence", "geometric")
 _LOG_RATIO_BOUND = 20.0
 
 
-def importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, level: str = "token") -> Tensor:
+def importance_weights(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str = "token",
+    trajectory_index_B: Tensor | None = None,
+) -> Tensor:
     """pi_train / pi_rollout of each token, or of the sequence that it belongs to.
 
     Args:
@@ -27,6 +36,8 @@ def importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tenso
         rollout_log_probs: [B, T] by the sampler.
         mask: [B, T]; the sampled tokens. Other positions never change a weight.
         level: one of `LEVELS`.
+        trajectory_index_B: int64, the trajectory of each row: a sequence is then all records of one. None = each row
+            is a sequence.
 
     Returns:
         [B, T] without gradient, 0 where masked out.
@@ -37,10 +48,10 @@ def importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tenso
     if level not in LEVELS:
         raise ValueError(f"unknown level {level!r}; known: {', '.join(LEVELS)}")
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
-    if level == "sequence":
-        log_ratio = masked_sum(log_ratio, mask, dim=-1).unsqueeze(-1).expand_as(log_ratio)
-    elif level == "geometric":
-        log_ratio = masked_mean(log_ratio, mask, dim=-1).unsqueeze(-1).expand_as(log_ratio)
+    if level != "token":
+        sums_B, counts_B = _per_sequence(log_ratio, mask, trajectory_index_B)
+        of_sequence = sums_B if level == "sequence" else sums_B / counts_B.clamp(min=1)
+        log_ratio = of_sequence.unsqueeze(-1).expand_as(log_ratio)
     return masked_fill_zero(log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask)
 
 
@@ -61,12 +72,45 @@ def inside(weights: Tensor, mask: Tensor, lower: float, upper: float) -> Tensor:
     return mask.bool() & (weights >= lower) & (weights <= upper)
 
 
-def veto(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+def veto(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    threshold: float,
+    trajectory_index_B: Tensor | None = None,
+) -> Tensor:
     """The mask without whole sequences in which a single token's ratio is below `threshold`: the trainer's policy would
-    practically never have said it."""
+    practically never have said it. Sequences as for `importance_weights`."""
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
-    hopeless = (mask.bool() & (log_ratio < torch.tensor(threshold).log())).any(-1, keepdim=True)
-    return mask.bool() & ~hopeless
+    hopeless = (mask.bool() & (log_ratio < math.log(threshold))).to(log_ratio.dtype)
+    return mask.bool() & (_per_sequence(hopeless, mask, trajectory_index_B)[0] == 0).unsqueeze(-1)
+
+
+def off_policy_sequences(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    delta: float,
+    trajectory_index_B: Tensor | None = None,
+) -> Tensor:
+    """The mask without the tokens of negative advantage in sequences that drifted from the policy that sampled them.
+
+    A sequence has drifted if the mean of old_log_prob - log_prob over its tokens is above `delta`: what it should
+    unlearn, it would hardly say any more. DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556, off-policy sequence
+    masking).
+
+    Args:
+        log_probs, old_log_probs: [B, T], current policy and sampler.
+        advantages: [B, T].
+        mask: [B, T] the sampled tokens.
+        delta: threshold in nats per token.
+        trajectory_index_B: as for `importance_weights`.
+    """
+    drift = masked_fill_zero(old_log_probs - log_probs.detach(), mask)
+    sums_B, counts_B = _per_sequence(drift, mask, trajectory_index_B)
+    drifted_B = sums_B / counts_B.clamp(min=1) > delta
+    return mask.bool() & ~(drifted_B.unsqueeze(-1) & (advantages < 0))
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
@@ -75,3 +119,14 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     count = mask.bool().to(weights.dtype).sum()
     share = masked_sum(weights, mask) ** 2 / (count * squares).clamp(min=1e-30)
     return torch.where(squares > 0, share, torch.ones_like(share))
+
+
+def _per_sequence(values: Tensor, mask: Tensor, trajectory_index_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[B], of each row's sequence: the sum of its masked-in values, and how many there are."""
+    sums_B = masked_sum(values, mask, dim=-1)
+    counts_B = mask.bool().sum(-1).to(sums_B.dtype)
+    if trajectory_index_B is None:
+        return sums_B, counts_B
+    _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
+    zeros = sums_B.new_zeros(len(place_B))
+    return zeros.index_add(0, place_B, sums_B)[place_B], zeros.index_add(0, place_B, counts_B)[place_B]

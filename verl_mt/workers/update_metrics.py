@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.algorithms.corrections import effective_sample_size, importance_weights
 from verl_mt.data import batch as columns
 from verl_mt.workers.ranks import ALONE, Ranks
 
@@ -39,14 +40,25 @@ class UpdateMetrics:
             self._token_sums[f"actor/{name}"].append(mean.detach() * num_tokens)
 
     def log_prob_difference(self, batch: TensorDict) -> None:
-        """|log-prob by the update's own forward pass - by the sampler| over trained tokens that have both."""
+        """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
+
+        |difference| of the log-probs, the k3 estimate of KL(sampler || policy), quantiles of the ratio policy to
+        sampler, and the effective sample size of these ratios, as a share.
+        """
         own = batch[columns.OLD_LOG_PROBS]
         both = batch[columns.SAMPLED] & batch[columns.LOSS_MASK] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
-        difference = (own - batch[columns.ROLLOUT_LOG_PROBS])[both & ~torch.isnan(own)].abs()
-        if len(difference):
+        both = both & ~torch.isnan(own)
+        log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[both].float()
+        if len(log_ratio):
+            ratio = importance_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio))
+            ordered = ratio.sort().values
             self._difference = {
-                "rollout/logprob_diff_max": difference.max().item(),
-                "rollout/logprob_diff_mean": difference.mean().item(),
+                "rollout/logprob_diff_max": log_ratio.abs().max().item(),
+                "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
+                "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+                "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
+                "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
+                "rollout/ratio_ess": effective_sample_size(ratio, torch.ones_like(ratio)).item(),
             }
 
     def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:

@@ -1,0 +1,56 @@
+"""The mapping that names the policy loss, in verl's and slime's spellings, and estimators that are not offered."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from verl_mt.config.compose import compose
+from verl_mt.config.policy_loss import USED_BY, PolicyLossOptions, read_policy_loss
+from verl_mt.config.schema import Config
+from verl_mt.errors import ConfigError, UnknownKeyError
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def test_nothing_given_is_ppos_loss():
+    assert read_policy_loss({}) == PolicyLossOptions() == read_policy_loss(Config().actor_rollout_ref.actor.policy_loss)
+    assert read_policy_loss({}).loss_mode == "vanilla"
+
+
+def test_verls_command_line_sets_it_and_the_numbers_of_its_loss():
+    config = compose([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.5"])
+    options = read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    assert (options.loss_mode, options.tau_pos, options.tau_neg) == ("sapo", 1.0, 1.5)
+
+
+@pytest.mark.parametrize("name", USED_BY)
+def test_a_number_that_the_loss_does_not_read_is_refused_and_one_that_it_reads_is_taken(name):
+    (mode,) = USED_BY[name]
+    with pytest.raises(ConfigError, match=f"{name} is 1.0, which only loss_mode={mode} reads; it is gspo"):
+        read_policy_loss({name: 1.0, "loss_mode": "gspo"})
+    assert getattr(read_policy_loss({name: 1.0, "loss_mode": mode}), name) == 1.0
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo"), ("opo", "opo")])
+def test_verls_other_names_of_an_estimator(theirs, ours):
+    assert compose([f"algorithm.adv_estimator={theirs}"]).algorithm.adv_estimator == ours
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("algorithm.adv_estimator=gae", "critic"),
+        ("algorithm.adv_estimator=remax", "greedy rollout"),
+        ("algorithm.adv_estimator=gdpo", "one reward per trajectory"),
+        ("algorithm.adv_estimator=grpoo", "expected one of 'grpo'"),
+        ("algorithm.gamma=0.9", "not discounted"),
+        ("trainer.max_staleness=1", "its own step"),
+        ("advantage_estimator=gspo", "policy_loss.loss_mode=gspo"),
+        ("advantage_estimator=ppo", "needs a critic"),
+    ],
+)
+def test_what_is_not_offered_says_why(word, text):
+    with pytest.raises((ConfigError, UnknownKeyError), match=re.escape(text)):
+        compose([word])
