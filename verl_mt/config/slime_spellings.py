@@ -95,7 +95,7 @@ REFUSED: dict[str, str] = {
     "trainer.load_debug_rollout_data": _LOAD,
     "tis_clip_low": "small weights stay as they are; actor_rollout_ref.actor.tis_clip bounds the large ones",
     "tool_key": "a row's tools are in its metadata (sample.metadata['tools']), or extra_info.tool_selection names them",
-    "multimodal_keys": "images are not offered",
+    "multimodal_keys": "images and videos are in the columns of these names (docs/multimodal.md)",
     "rm_type": "use reward.path (a registered name, file.py:name or a dotted path), or the rows' data_source",
     "custom_config_path": "use actor_rollout_ref.rollout.custom_generate_kwargs={name:value,...}",
     "global_batch_size": "it counts samples; use actor_rollout_ref.actor.ppo_mini_batch_size, which counts prompts",
