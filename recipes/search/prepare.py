@@ -51,13 +51,15 @@ class Question:
     answers: list[str]
 
 
-def make_row(question: Question, *, data_source: str, split: str, index: int, style: str) -> dict[str, Any]:
-    """One row in verl's schema."""
+def make_row(
+    question: Question, *, data_source: str, split: str, index: int, style: str, system: str = SYSTEM
+) -> dict[str, Any]:
+    """One row in verl's schema; `system` is the tool style's message."""
     truth = {"target": question.answers}
     if style == "tags":
         prompt = [{"role": "user", "content": TAGS.format(question=question.text)}]
     else:
-        prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
+        prompt = [{"role": "system", "content": system}, {"role": "user", "content": question.text}]
     create_kwargs = {"question": question.text, "ground_truth": truth, "data_source": data_source}
     return {
         "data_source": data_source,
@@ -177,10 +179,8 @@ def _hub_records(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]
 def write_questions(args: argparse.Namespace) -> str:
     """The parquet file; returns what was done."""
     questions = islice(read_questions(args.source, args.split), args.skip, args.limit and args.skip + args.limit)
-    rows = [
-        make_row(question, data_source=args.data_source, split=args.split, index=args.skip + index, style=args.style)
-        for index, question in enumerate(questions)
-    ]
+    common = {"data_source": args.data_source, "split": args.split, "style": args.style, "system": args.system}
+    rows = [make_row(question, index=args.skip + index, **common) for index, question in enumerate(questions)]
     if not rows:
         raise DataError(f"{args.source}: no questions in it" + (f" after the first {args.skip}" if args.skip else ""))
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -210,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     questions.add_argument("--split", default="train", choices=("train", "test"))
     questions.add_argument("--style", default="tool", choices=("tool", "tags"))
+    questions.add_argument("--system", default=SYSTEM, help="the system message of --style tool")
     questions.add_argument("--data-source", default="searchR1_nq", help="names validation metrics")
     questions.add_argument("--skip", type=int, default=0, help="leave out the first so many questions")
     questions.add_argument("--limit", type=int, help="at most so many questions")

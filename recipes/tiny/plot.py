@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", nargs="+", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lowest", type=float, default=0.4, help="where the accuracy axis begins")
     args = parser.parse_args()
     runs = [read_jsonl_tolerant(run / "metrics.jsonl") for run in args.runs]
 
@@ -39,7 +40,7 @@ def main() -> None:
         smooth = [(s, fmean(r for _, r in rewards[max(0, k - 4) : k + 1])) for k, (s, _) in enumerate(rewards)]
         label = None if number else "training reward (mean of 5 steps)"
         axes.plot(*zip(*smooth, strict=True), "-", color="#999999", lw=0.8, label=label)
-    axes.set(xlabel="training step (16 prompts x 8 samples)", ylabel="accuracy", ylim=(0.4, 1.0))
+    axes.set(xlabel="training step (16 prompts x 8 samples)", ylabel="accuracy", ylim=(args.lowest, 1.0))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8, frameon=False)
     figure.tight_layout()

@@ -52,7 +52,7 @@ class Report:
         )
 
 
-class _Decoder:
+class Decoder:
     """A batch of conversations as one KV cache; holes left by padding are masked, positions do not count them."""
 
     def __init__(self, model: PreTrainedModel, num_rows: int, pad_id: int, end_id: int) -> None:
@@ -158,7 +158,7 @@ def _episodes(
     generator: torch.Generator,
 ) -> list[Episode]:
     """One batch of conversations, from prompt to score."""
-    decoder = _Decoder(model, len(problems), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    decoder = Decoder(model, len(problems), tokenizer.pad_token_id, tokenizer.eos_token_id)
     first = decoder.turn(prompts, temperature, generator)
     texts = [str(tokenizer.decode(turn)) for turn in first]
     ended = [turn[-1] == tokenizer.eos_token_id for turn in first]

@@ -20,13 +20,15 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.plugins import load_object
 from verl_mt.retrieval.corpus import read_corpus
 from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import Inference
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = REPO / "recipes" / "search"
 CONFIGS = sorted((RECIPE / "config").glob("*.yaml"))
-sys.path.append(str(REPO / "tests" / "tools"))
+sys.path += [str(REPO / "tests" / "retrieval"), str(REPO / "tests" / "tools")]
 
+from retrieval_process import RetrievalProcess  # noqa: E402
 from search_service import SearchService, found  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("search_prepare", RECIPE / "prepare.py")
@@ -217,3 +219,56 @@ def test_a_scripted_model_searches_and_is_scored_on_a_real_row(shared_data, tmp_
     (seen,) = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert seen.startswith("Doc 1(Title: Defense) The answer stands here")
     assert trajectory.counters["tools/search/num_results"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.cap("V12", "C42", "C54", "C70")
+def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_path, monkeypatch):
+    """The retrieval server in a process of its own, BM25 over 6,359 real passages and the boxes between them."""
+    corpus, boxes = tmp_path / "corpus.jsonl", tmp_path / "boxes"
+    subprocess.run([sys.executable, str(RECIPE / "tiny" / "world.py"), "--out", str(boxes)], check=True)
+    sources = [str(shared_data / "tasks" / "search_corpus.jsonl.gz"), str(boxes / "corpus.jsonl")]
+    assert prepare.main(["corpus", "--source", *sources, "--out", str(corpus)]) == 0
+    overrides = [
+        f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={boxes}/train.parquet",
+        f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
+        "data.val_files=null", "+reward.kwargs.format_score=0.1", "trainer.total_training_steps=3",
+        "trainer.logger=[]", "trainer.save_freq=-1", f"trainer.default_local_dir={tmp_path}/run",
+    ]  # fmt: skip
+    with RetrievalProcess(corpus) as server:
+        monkeypatch.setenv("SEARCH_URL", server.url)
+        build_trainer(compose(overrides, "search_boxes", RECIPE / "config")).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout/trajectories" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["rollout/trajectories"] == 128 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["tools/search/calls"] > 32 and line["tools/search/errors"] == 0
+        assert 0 < line["tools/search/cache_hit_rate"] < 1 and line["actor/grad_norm"] > 0
+        assert line["rollout/logprob_diff_max"] < 1e-3
+    titles = {passage["contents"].split("\n")[0] for passage in read_corpus(corpus)}
+    rollouts = "".join(file.read_text() for file in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl")))
+    rows = [json.loads(line) for line in rollouts.splitlines()]
+    seen = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
+    shown = [text.removeprefix("Doc 1(Title: ").split(") ")[0] for text in seen if text.startswith("Doc 1(Title: ")]
+    assert len(shown) > 100 and set(shown) <= titles
+    assert any(title.startswith('"') for title in shown), "a wrong number finds a real passage"
+
+
+@pytest.mark.slow
+def test_the_boxes_script_runs_from_data_to_new_weights(tmp_path):
+    words = ["bash", str(RECIPE / "run_boxes.sh"), "trainer.total_training_steps=2", "data.val_max_samples=32"]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "DATA_DIR": str(tmp_path / "data"),
+    }
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [
+        json.loads(text) for text in (tmp_path / "runs" / "search-boxes" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0]["val/verl_mt/boxes/accuracy_greedy"] > 0.05 and lines[0]["val/tool_calls_mean"] > 0.5
+    for line in lines[1:]:
+        assert line["tools/search/errors"] == 0 and line["actor/grad_norm"] > 0

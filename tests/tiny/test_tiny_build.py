@@ -49,7 +49,7 @@ def test_the_builds_sampler_finds_the_tokens_that_generate_finds(monkeypatch):
     before, after = solver.observation_frame(tokenizer)
     observation = tokenizer.encode(before + "12" + after, add_special_tokens=False)
     with torch.no_grad():
-        decoder = solver._Decoder(model, len(prompts), tokenizer.pad_token_id, tokenizer.eos_token_id)
+        decoder = solver.Decoder(model, len(prompts), tokenizer.pad_token_id, tokenizer.eos_token_id)
         first = decoder.turn(prompts, 0.0, torch.Generator())
         second = decoder.turn([observation] * len(prompts), 0.0, torch.Generator())
     for prompt, turn, last in zip(prompts, first, second):

@@ -1,0 +1,45 @@
+"""The search recipe on a real SGLang engine, with a real retrieval server beside it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_mt.config.compose import compose
+from verl_mt.trainer.build import build_trainer
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = REPO / "recipes" / "search"
+sys.path.append(str(REPO / "tests" / "retrieval"))
+RetrievalProcess = importlib.import_module("retrieval_process").RetrievalProcess
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(600)
+@pytest.mark.cap("V1", "V12", "C42", "C46", "C54")
+def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    subprocess.run([sys.executable, str(RECIPE / "tiny" / "world.py"), "--out", str(data)], check=True)
+    overrides = [
+        f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/val.parquet", "data.val_max_samples=64", "actor_rollout_ref.rollout.name=sglang",
+        f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
+        "trainer.total_training_steps=2", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}/run",
+    ]  # fmt: skip
+    with RetrievalProcess(data / "corpus.jsonl") as server:
+        monkeypatch.setenv("SEARCH_URL", server.url)
+        build_trainer(compose(overrides, "search_boxes", RECIPE / "config")).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["val/accuracy_greedy"] > 0.05 and lines[0]["val/tool_calls_mean"] > 0.5
+    steps = [line for line in lines if "rollout/trajectories" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["rollout/trajectories"] == 128 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["tools/search/calls"] > 64 and line["tools/search/errors"] == 0
+        assert line["tools/search/cache_hit_rate"] > 0  # eight samples of a question ask nearly the same
+        assert line["rollout/logprob_diff_max"] < 1e-3 and line["actor/grad_norm"] > 0
