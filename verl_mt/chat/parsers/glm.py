@@ -23,7 +23,9 @@ _NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
 _KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _CLOSE_VALUE = "</arg_value>"
 _GOES_ON = re.compile(r"\s*(?:<arg_key>|</tool_call>)")
-_CALL_ENDS = re.compile(r"</tool_call>\s*(?:\Z|<tool_call>)|<tool_call>[^\s<>]+\s*<arg_key>")
+_CALL_ENDS = re.compile(
+    r"</tool_call>\s*(?:\Z|<tool_call>\s*[^\s<>]+\s*(?:<arg_key>|</tool_call>))|<tool_call>[^\s<>]+\s*<arg_key>"
+)
 _ADVICE = (
     "Write it in the format of your instructions: the name of a tool behind the opening tag, then a key tag and a "
     "value tag per argument, every tag closed."
