@@ -74,3 +74,19 @@ def test_gradcheck(kind):
 def test_an_unknown_estimator_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown KL estimator 'k4'; known: kl, k1"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_every_choice_of_the_config_is_an_estimator_and_a_plus_has_the_gradient_of_k2():
+    from dataclasses import fields
+
+    from verl_mt.config.actor import ActorConfig
+
+    choices = next(f for f in fields(ActorConfig) if f.name == "kl_loss_type").metadata["choices"]
+    ref = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    for kind in choices:
+        log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+        value = kl_penalty(log_probs, ref, kind)
+        assert torch.allclose(value, kl_penalty(log_probs, ref, kind.removesuffix("+")))
+        if kind.endswith("+"):
+            (gradient,) = torch.autograd.grad(value.sum(), log_probs)
+            assert torch.allclose(gradient, (log_probs - ref).detach())

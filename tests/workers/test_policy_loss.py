@@ -145,3 +145,17 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_in_every_update():
     assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected, rel=1e-3)
     same = one_update(ALONE, drifted(0.0), grad_clip=0.0)["metrics"]
     assert same["rollout/sampler_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["gspo", "clip_cov", "kl_cov"])
+def test_what_is_taken_over_a_mini_batch_is_the_same_over_ranks(ranks, mode):
+    """Records of one trajectory go to different ranks; tokens are chosen among those of all ranks."""
+    batch = drifting(2)
+    expected = off_policy(mode, batch)
+    kwargs = {"grad_clip": 0.0, "use_sampler_log_probs": "always"}
+    loss = {"loss_mode": mode} | {k: v for k, v in ACTOR_OF[mode].items() if k != "clip_ratio"}
+    clip = {k: v for k, v in ACTOR_OF[mode].items() if k == "clip_ratio"}
+    for got in ranks(2)(one_update, batch, policy_loss=loss, **kwargs, **clip):
+        torch.testing.assert_close(flat(got), flat(expected), rtol=1e-4, atol=1e-6)
+        assert got["metrics"]["actor/pg_loss"] == pytest.approx(expected["metrics"]["actor/pg_loss"], abs=1e-5)
