@@ -104,6 +104,7 @@ def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
     assert sft.total_steps(config, 5) == 3
 
 
+@pytest.mark.slow
 def test_the_command_trains_validates_and_exports(tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", conversations(5, 16))
     words = ["--data", str(data), "--val-data", str(data), "--out", str(tmp_path / "out")]

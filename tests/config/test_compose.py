@@ -190,6 +190,7 @@ def test_a_chat_template_with_a_dollar_says_to_use_a_file(tmp_path, text):
             way()
 
 
+@pytest.mark.slow
 def test_a_redacted_value_is_not_read_back_as_a_real_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "from-env")
     given = ["reward.kwargs={api_key: abc, url: 'http://u:pw@h/', keys: [{token: t}]}"]
@@ -208,6 +209,7 @@ def launch_commands() -> list[list[str]]:
     return [shlex.split(b.replace("\\\n", " ").replace("$HOME", "home")) for b in blocks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", launch_commands(), ids=range(len(launch_commands())))
 def test_a_launch_command_of_verl_runs_after_replacing_the_module(words):
     assert words[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
@@ -269,6 +271,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_program_with_its_own_hydra_main_finds_the_shipped_files(tmp_path):
     write(tmp_path, "mine", "defaults: [ppo_trainer, _self_]\ndata: {max_response_length: 99}\n")
     program = tmp_path / "program.py"

@@ -72,7 +72,7 @@ def trajectories(draw):
 
 
 @given(trajectories())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_trajectory_survives_the_way_through_a_file(tmp_path_factory, trajectory):
     file = tmp_path_factory.mktemp("rows") / "step.jsonl"
     assert write_rows(file, [trajectory_to_row(trajectory, step=3)] * 2) == 2
@@ -162,7 +162,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 
 @given(steps=st.integers(1, 6), after=st.integers(-1, 7), torn=st.integers(0, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_truncating_drops_later_steps_and_a_torn_line_and_keeps_the_rest_byte_for_byte(
     tmp_path_factory, steps, after, torn
 ):

@@ -40,6 +40,7 @@ def rows_of(file: Path):
     return load_rows(str(file), split="train")[0].rows
 
 
+@pytest.mark.slow
 def test_no_box_of_validation_occurs_in_any_training(data):
     splits = {split: {box.number for box in world.boxes(0, split)} for split in world.SPLITS}
     assert sum(map(len, splits.values())) == len(set().union(*splits.values())) == 9 * 9 * 8 * 7

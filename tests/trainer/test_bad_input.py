@@ -421,6 +421,7 @@ def test_a_run_directory_that_cannot_be_made(tmp_path, base):
         build_trainer(config_from_mapping(base, [f"trainer.default_local_dir={tmp_path}/file"]))
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path, base):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(VerlMTError, match="not a run directory"):
