@@ -10,6 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import settings
+
+# Properties that say nothing else draw 40 examples; CI draws the same ones every time.
+settings.register_profile("verl_mt", max_examples=40, deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("verl_mt")
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / "data"))
@@ -18,7 +23,8 @@ SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite on up to four cores; single files and folders in this process, which starts sooner."""
     whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) if whole else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return min(4, cores + 1) if whole else 0  # one more than cores: some tests wait
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

@@ -313,6 +313,8 @@ def _check_values(outcome: Outcome, where: str) -> list[Item]:
 
 def _typed(key: str, value: Any) -> Any:
     leaf = leaves()[key]
+    if type(value) is type(leaf.default) and value == leaf.default:
+        return value  # most of a composed configuration
     scratch = OmegaConf.create({"value": None}) if leaf.is_open else _scratch_schema()
     where = "value" if leaf.is_open else key
     OmegaConf.update(scratch, where, value)
