@@ -24,7 +24,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite on up to four cores; single files and folders in this process, which starts sooner."""
     whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return min(4, cores + 1) if whole else 0  # one more than cores: some tests wait
+    return min(4, cores) if whole else 0
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

@@ -19,6 +19,8 @@ from verl_mt.diagnostics.step_metrics import pass_at_k
 from verl_mt.tiny.problems import rows
 from verl_mt.trainer.build import build_trainer
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 QUICK = ("trainer.num_threads=1", "actor_rollout_ref.rollout.response_length=64")
 GREEDY = "actor_rollout_ref.rollout.temperature=0.001"
 

@@ -27,6 +27,8 @@ from verl_mt.chat import ChatTemplate, replay
 from verl_mt.chat.loading import load_tokenizer
 from verl_mt.errors import TemplateError
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 QUICK = (
     "Qwen-Qwen2.5-7B-Instruct",
     "Qwen-Qwen3-0.6B",

@@ -20,6 +20,8 @@ from verl_mt.chat import ChatTemplate
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import ParsedTurn, ToolCall
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 PROPERTIES: dict[str, Any] = {
     "q": {"type": "string", "description": "What to look for."},
     "n": {"type": "integer", "description": "How many."},

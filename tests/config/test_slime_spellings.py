@@ -13,6 +13,8 @@ from verl_mt.config.normalize import normalize_argv
 from verl_mt.config.tree import leaves
 from verl_mt.errors import ConfigError, UnknownKeyError
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_slime.md"
 DOCUMENTED = (
     "custom-generate-function-path", "custom-rm-path", "prompt-data", "input-key", "label-key", "metadata-key",

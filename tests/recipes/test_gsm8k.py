@@ -21,6 +21,8 @@ from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.inference import Inference
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
 CONFIGS = sorted(f for f in (RECIPE / "config").glob("*.yaml") if not f.stem.endswith(("gpu", "gpus", "nodes")))
 """Without those that add a placement: test_gsm8k_placements.py."""

@@ -26,6 +26,8 @@ from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves
 from verl_mt.tiny.problems import rows
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
 STYLES, PLACEMENTS = ("tool", "interaction"), ("1gpu", "8gpus", "2nodes")
 WHERE = {

@@ -31,6 +31,8 @@ sys.path += [str(REPO / "tests" / "retrieval"), str(REPO / "tests" / "tools")]
 from retrieval_process import RetrievalProcess  # noqa: E402
 from search_service import SearchService, found  # noqa: E402
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 _spec = importlib.util.spec_from_file_location("search_prepare", RECIPE / "prepare.py")
 assert _spec is not None and _spec.loader is not None
 prepare = importlib.util.module_from_spec(_spec)

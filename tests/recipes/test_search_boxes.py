@@ -17,6 +17,8 @@ from verl_mt.retrieval.lexical import BM25Index
 from verl_mt.rewards.exact_match import compute_score
 from verl_mt.tools.registry import load_tools
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 REPO = Path(__file__).resolve().parents[2]
 TINY = REPO / "recipes" / "search" / "tiny"
 sys.path.append(str(TINY))

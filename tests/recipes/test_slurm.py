@@ -16,6 +16,8 @@ import pytest
 
 from verl_mt.config.compose import hydra_main
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "slurm" / "train.sbatch"
 
 SRUN = """

@@ -31,6 +31,8 @@ from verl_mt.tools.registry import ToolSet
 agents = pytest.importorskip("agent_functions", reason="openai is not installed", exc_type=ImportError)
 from verl_mt.rollout.agent_door import AgentDoor  # noqa: E402
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 FILE = Path(__file__).with_name("agent_functions.py")
 
 

@@ -17,6 +17,8 @@ from verl_mt.config_paths import TINY_MODEL, configs_root, resolve_model_path
 from verl_mt.data.conversation import OpenAIFunctionToolSchema
 from verl_mt.tiny.problems import rows
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 FOLDER = Path(resolve_model_path(TINY_MODEL))
 
 

@@ -23,6 +23,8 @@ from verl_mt.errors import VerlMTError
 from verl_mt.tiny.problems import rows as make_rows
 from verl_mt.trainer.build import build_trainer
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 QUICK = (
     "data.train_max_samples=8",
     "data.val_max_samples=2",

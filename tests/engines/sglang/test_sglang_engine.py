@@ -16,6 +16,8 @@ from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import model_shape, named_weights
 from verl_mt.workers.weights import weight_update_for
 
+pytestmark = pytest.mark.slow  # published templates, commands, many configurations
+
 
 @pytest.fixture(autouse=True)
 def no_sglang_needed(monkeypatch):

@@ -15,6 +15,8 @@ from verl_mt.engines.sglang import options as options_module
 from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
 from verl_mt.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # commands, servers, many configurations
+
 
 def options_of(model=None, max_model_len=384, **rollout):
     config = ActorRolloutRefConfig(model=model or ModelConfig(), rollout=RolloutConfig(name="sglang", **rollout))
