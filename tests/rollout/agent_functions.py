@@ -120,6 +120,11 @@ async def never_stops(row: dict[str, Any], base_url: str, api_key: str) -> None:
     raise AssertionError("the limit comes first")
 
 
+async def writes_into_its_row(row: dict[str, Any], base_url: str, api_key: str) -> None:
+    row["prompt"] += "!"
+    await ask(client_of(base_url, api_key), [{"role": "user", "content": row["prompt"]}])
+
+
 async def asks_nothing(row: dict[str, Any], base_url: str, api_key: str) -> None:
     return None
 

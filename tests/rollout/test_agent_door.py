@@ -18,7 +18,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, DeadlineError
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.limits import Limits
@@ -230,6 +230,20 @@ def test_an_agent_that_hangs_is_cut_by_the_clock():
     limits = Limits(response_length=3000, max_model_len=4000, max_seconds=0.6)
     trajectory, _ = through("hangs", [turn("x")], limits=limits)
     assert trajectory.stop_reason is StopReason.TIME_LIMIT and trajectory.reward == 1.0
+
+
+def test_a_deadline_is_an_error_where_bits_are_promised():
+    limits = Limits(response_length=3000, max_model_len=4000, max_seconds=0.6)
+    runner = runner_of(door_of("hangs"), [turn("x")], limits=limits)
+    runner.context = replace(runner.context, deterministic=True)
+    with pytest.raises(DeadlineError, match="no deadline may fire"):
+        roll_out(runner, rows("q"))
+
+
+def test_samples_of_one_row_do_not_see_what_an_agent_writes_into_it():
+    runner = runner_of(door_of("writes_into_its_row"), [turn("a"), turn("b")])
+    (group,) = roll_out(runner, rows("q"), n=2)
+    assert [CHAT.decode(t.records[0].token_ids).count("!") for t in group.trajectories] == [1, 1]
 
 
 def test_a_blocking_agent_with_the_blocking_client():

@@ -14,6 +14,7 @@ trajectory, so every sampled token is trained once, in the context in which it w
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import logging
@@ -65,7 +66,7 @@ class AgentDoor:
         timeout_s = _timeout_s(session.context.limits)
         failure: Exception | None = None
         try:
-            result = await self._code.call("run", (row.raw, url, "verl_mt"), {}, timeout_s=timeout_s)
+            result = await self._code.call("run", (copy.deepcopy(row.raw), url, "verl_mt"), {}, timeout_s=timeout_s)
             if result is not None:
                 session.trajectory.info["agent"] = result
         except DeadlineError:
@@ -79,7 +80,8 @@ class AgentDoor:
             raise conversation.lost from failure
         if session.ended:
             return  # a limit; what the agent made of its refusal does not count
-        if isinstance(failure, CallTimeout) and session.context.limits.max_seconds is not None:
+        limits, deterministic = session.context.limits, session.context.deterministic
+        if isinstance(failure, CallTimeout) and limits.max_seconds is not None and not deterministic:
             session.end(StopReason.TIME_LIMIT)
             return
         if failure is not None:
@@ -97,8 +99,8 @@ class AgentConversation:
 
     def __init__(self, session: RolloutSession, parser: ToolParser):
         self.session = session
-        self.lost: EngineGoneError | None = None
-        """The engine went away: the trajectory starts again."""
+        self.lost: EngineGoneError | DeadlineError | None = None
+        """The engine went away (the trajectory starts again), or a deadline fired where none may."""
         self._parser = parser
         self._lock = asyncio.Lock()
         self._closed = False
@@ -115,9 +117,9 @@ class AgentConversation:
         async with self._lock:
             try:
                 return await self._answer(request)
-            except EngineGoneError as error:
+            except (EngineGoneError, DeadlineError) as error:
                 self.lost = error
-                return 503, error_body(f"the engine went away: {error}", "engine_gone")
+                return 503, error_body(str(error), "engine_gone")
             except VerlMTError as error:
                 return 400, error_body(str(error), "invalid_request_error")
 
