@@ -12,7 +12,7 @@ from verl_mt.config.policy_loss import PolicyLossOptions
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
-from verl_mt.trainer.build import _advantage_estimator
+from verl_mt.trainer.build_advantages import advantage_estimator
 
 LOSSES = next(f for f in PolicyLossOptions.__dataclass_fields__.values() if f.name == "loss_mode").metadata["choices"]
 STEPS = (
@@ -53,7 +53,7 @@ def advantages(name: str, trajectories: list[tuple[str, float, list[int]]]) -> d
         pad_token_id=0,
     )  # fmt: skip
     assert batch is not None
-    _advantage_estimator(AlgorithmConfig(adv_estimator=name))(batch)
+    advantage_estimator(AlgorithmConfig(adv_estimator=name))(batch)
     values, mask = batch[columns.ADVANTAGES], batch[columns.LOSS_MASK]
     assert not values[~mask].any(), "observations have no advantage"
     return {

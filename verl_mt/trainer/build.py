@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import random
 import sys
@@ -15,19 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from tensordict import TensorDict
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from verl_mt.algorithms.advantages import by_name as advantage_estimators
-from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import AlgorithmConfig, Config
+from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
-from verl_mt.data.batch import ADVANTAGES, LOSS_MASK, TRAJECTORY_INDEX, expand_to_tokens, trajectory_rewards
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError
@@ -36,6 +31,7 @@ from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
+from verl_mt.trainer.build_advantages import advantage_estimator
 from verl_mt.trainer.build_data import load_data, notes
 from verl_mt.trainer.build_rollout import (
     build_chat,
@@ -104,7 +100,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             engine=runner.context.engine,
             workers=workers,
             weights=_weight_sync(config, stream, workers, run),
-            estimate_advantages=_advantage_estimator(config.algorithm),
+            estimate_advantages=advantage_estimator(config.algorithm),
             checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
             sanity=runner.context.sanity,
             log=log,
@@ -216,22 +212,6 @@ def _build_log(
         write_rollouts=trainer.rollout_rows,
         debug=DebugData(trainer.debug_rollout_data, decode, replays=trainer.debug_mode == "train_only"),
     )
-
-
-def _advantage_estimator(config: AlgorithmConfig) -> Callable[[TensorDict], None]:
-    estimate = advantage_estimators[config.adv_estimator]
-    takes = inspect.signature(estimate).parameters
-
-    def fill(batch: TensorDict) -> None:
-        rewards_N, group_index_N = trajectory_rewards(batch)
-        known = {
-            "norm_by_std": config.norm_adv_by_std_in_grpo,
-            "tokens_N": tokens_per_trajectory(batch[LOSS_MASK], batch[TRAJECTORY_INDEX])[0],
-        }
-        advantages_N = estimate(rewards_N, group_index_N, **{k: v for k, v in known.items() if k in takes})
-        batch[ADVANTAGES] = expand_to_tokens(batch, advantages_N)
-
-    return fill
 
 
 def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:
