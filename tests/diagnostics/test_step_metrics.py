@@ -88,3 +88,61 @@ def test_a_batch_of_which_nothing_survives_is_told_with_its_first_error():
     )
     assert total_failure([group(lost, trajectory(0.0))]) is None
     assert total_failure([]) is None
+
+
+def parts(reward: float, reason: StopReason = StopReason.FINISHED, **values: float) -> Trajectory:
+    made = trajectory(reward, reason)
+    made.reward_parts = {"score": reward, **values}
+    return made
+
+
+def test_every_number_of_the_reward_is_a_mean_over_the_trajectories_that_have_it():
+    metrics = rollout_metrics([group(parts(1.0, acc=1.0, bonus=4.0), parts(0.0, acc=0.0), trajectory(None))])
+    assert (metrics["reward/score"], metrics["reward/acc"]) == (0.5, 0.5)
+    assert (metrics["reward/bonus"], metrics["reward/bonus_share"]) == (4.0, 0.5)
+    assert "reward/acc_share" not in metrics
+
+
+def test_a_trajectory_of_several_records_counts_once_in_the_means_of_its_reward():
+    split = parts(1.0, acc=1.0)
+    split.records = [split.records[0]] * 3
+    assert rollout_metrics([group(split, parts(0.0, acc=0.0))])["reward/acc"] == 0.5
+
+
+def test_a_key_of_the_reward_function_does_not_overwrite_the_rewards_own_statistics():
+    metrics = rollout_metrics([group(parts(1.0, mean=7.0, std=8.0), parts(0.0, mean=7.0, std=8.0))])
+    assert (metrics["reward/mean"], metrics["reward/part_mean"]) == (0.5, 7.0)
+    assert (metrics["reward/std"], metrics["reward/part_std"]) == (0.5, 8.0)
+
+
+def test_what_is_paid_for_the_form_is_also_told_apart_from_the_rest():
+    metrics = rollout_metrics([group(parts(1.0, format=0.2), parts(0.2, format=0.2), parts(0.0))])
+    assert metrics["reward/mean"] == pytest.approx(0.4)
+    assert metrics["reward/without_format"] == pytest.approx(0.8 / 3)
+    assert "reward/without_format" not in rollout_metrics([group(parts(1.0))])
+
+
+def test_tool_use_is_told_per_trajectory_and_per_call():
+    calls = {"tools__calc__calls": 3, "tools__calc__errors": 1, "tools__calc__model_errors": 1}
+    used, idle = trajectory(1.0, **calls), trajectory(0.0)
+    metrics = rollout_metrics([group(used, idle)], ["calc"])
+    assert metrics["tools/use_rate"] == 0.5
+    assert metrics["tools/call_frequency"] == 1.5
+    assert metrics["tools/failure_frequency"] == pytest.approx(2 / 3)
+    assert rollout_metrics([group(idle)], ["calc"])["tools/use_rate"] == 0.0
+    assert "tools/use_rate" not in rollout_metrics([group(idle)])
+
+
+def test_trajectories_that_a_limit_cut_are_told_as_a_share():
+    cut = [trajectory(0.0, StopReason.RESPONSE_LENGTH), trajectory(0.0, StopReason.CONTEXT_FULL)]
+    assert rollout_metrics([group(*cut, trajectory(1.0), trajectory(1.0))])["response/clip_ratio"] == 0.5
+
+
+def test_groups_that_solve_all_and_none_are_told_apart():
+    groups = [group(trajectory(1.0), trajectory(1.0)), group(trajectory(0.0)), group(trajectory(0.0), trajectory(1.0))]
+    metrics = rollout_metrics([*groups, group(trajectory(0.5), trajectory(0.5))])
+    assert (metrics["group/zero_variance"], metrics["group/solve_all"], metrics["group/solve_none"]) == (
+        0.75,
+        0.25,
+        0.5,
+    )

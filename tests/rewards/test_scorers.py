@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.rewards import arithmetic, default_scorers, exact_match, gsm8k
+from verl_mt.rewards import RewardInput, arithmetic, default_scorers, exact_match, gsm8k, load_reward
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -259,3 +260,16 @@ def test_arithmetic_scores_the_last_turn_and_tells_the_first_answer_apart():
 def test_arithmetic_ignores_examples_of_the_prompt():
     info = conversation("#### 12", "#### 13") | {"num_turns": 1}
     assert arithmetic.compute_score("#### 13", 12, info) == {"score": 0.0, "first_answer": 0.0}
+
+
+def test_what_is_paid_for_the_form_is_a_part_of_its_own():
+    def scores(name: str, **kwargs: float):
+        items = [
+            RewardInput("x", text, "42") for text in ("#### 42 <answer>42</answer>", "#### 41 <answer>41</answer>")
+        ]
+        return asyncio.run(load_reward(name, kwargs=kwargs).score(items))
+
+    assert scores("gsm8k") == scores("exact_match") == [{"score": 1.0}, {"score": 0.0}]
+    assert scores("gsm8k", format_score=0.1) == [{"score": 1.0, "format": 0.0}, {"score": 0.1, "format": 0.1}]
+    broken = [{"score": 0.75, "format": -0.25}, {"score": 0.125, "format": 0.125}]
+    assert scores("exact_match", structure_format_score=0.25, final_format_score=0.125) == broken

@@ -19,7 +19,7 @@ from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import DeadlineError, EngineGoneError
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.rewards.base import load_reward
+from verl_mt.rewards.base import Reward, RewardFailure, load_reward
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
@@ -359,3 +359,35 @@ def test_a_cut_prompt_is_a_truncation_and_not_the_templates_fault():
     (trajectory,) = group.trajectories
     assert len(engine.requests[0].input_ids) == 20
     assert (trajectory.sanity["cause"], trajectory.sanity["in_budget"]) == ("truncation", False)
+
+
+def test_turns_and_tokens_cost_what_the_config_says_and_are_logged_as_parts_of_the_reward():
+    engine = engine_saying({"long": [call("a"), call("b"), "yes"], "short": ["yes"]})
+    (long,), (short,) = (g.trajectories for g in roll_out(make_runner(engine, turn_cost=0.1, token_cost=0.001),
+                                                          prompts_of(["long", "short"])))  # fmt: skip
+    tokens = long.num_sampled_tokens
+    assert long.reward_parts == {"score": 1.0, "turn_cost": pytest.approx(-0.2), "token_cost": -0.001 * tokens}
+    assert long.reward == pytest.approx(1.0 - 0.2 - 0.001 * tokens)
+    assert short.reward_parts["turn_cost"] == 0.0 and short.reward < 1.0
+    (free,) = roll_out(make_runner(engine), prompts_of(["short"]))
+    assert free.trajectories[0].reward_parts == {"score": 1.0}
+
+
+class DownJudge(Reward):
+    async def score(self, items):
+        return [
+            RewardFailure("the judge is down", "", "unavailable") if "no" in i.solution_str else {"score": 1.0}
+            for i in items
+        ]
+
+
+def test_a_reward_whose_service_is_down_aborts_its_trajectory_instead_of_scoring_it():
+    runner = make_runner(engine_saying({"a": ["no"], "b": ["yes"]}))
+    runner.reward = DownJudge()
+    groups = roll_out(runner, prompts_of(["a", "b"]))
+    lost, kept = (g.trajectories[0] for g in groups)
+    assert (lost.status, lost.stop_reason) == (Status.ABORTED, StopReason.REWARD_UNAVAILABLE)
+    assert lost.reward is None and not lost.trainable and kept.reward == 1.0
+    metrics = rollout_metrics(groups)
+    assert metrics["rollout/aborted"] == metrics["stop/reward_unavailable"] == metrics["rollout/reward_errors"] == 1
+    assert metrics["reward/mean"] == 1.0

@@ -63,6 +63,14 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = knob({}, "Extra arguments of every call.")
     tool_reward_weight: float = knob(0.0, "Weight of the tools' step rewards and calc_reward in the reward.")
     turn_score_weight: float = knob(0.0, "Weight of the interaction's turn scores in the reward.")
+    turn_cost: float = knob(
+        0.0,
+        "Subtracted from the reward for each assistant turn after the first; in the metrics as reward/turn_cost.",
+        min=0,
+    )
+    token_cost: float = knob(
+        0.0, "Subtracted from the reward for each sampled token; in the metrics as reward/token_cost.", min=0
+    )
     timeout_s: float = knob(60.0, "Deadline of one reward call in seconds.", min=0.001)
 
 

@@ -33,7 +33,7 @@ class Status(enum.StrEnum):
     TRUNCATED = "truncated"
     """Ended by a length or context limit; trained on like any other unless configured otherwise."""
     ABORTED = "aborted"
-    """The engine went away; never trained on, retried."""
+    """The engine went away (then it was retried), or a service that the reward asks; never trained on."""
     FAILED = "failed"
     """User code (reward, interaction, scheduler) raised; never trained on, counted."""
 
@@ -71,6 +71,8 @@ class StopReason(enum.StrEnum):
     """User code raised."""
     ENGINE = "engine"
     """The engine went away and retries were used up."""
+    REWARD_UNAVAILABLE = "reward_unavailable"
+    """A service that the reward asks (a judge) was down: nobody knows what the conversation was worth."""
 
     @property
     def status(self) -> Status:
@@ -88,6 +90,7 @@ _STATUS = {
     StopReason.ABORTED: Status.ABORTED,
     StopReason.ERROR: Status.FAILED,
     StopReason.ENGINE: Status.ABORTED,
+    StopReason.REWARD_UNAVAILABLE: Status.ABORTED,
 }
 
 SpanKind = Literal["prompt", "assistant", "observation"]
@@ -272,7 +275,8 @@ class Trajectory:
     reward: float | None = None
     """None until scored."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """Every number of the reward function's dict, `score` included."""
+    """Every number of the reward function's dict, `score` included, and what `reward.turn_cost` and `.token_cost`
+    took (negative)."""
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """Per tool: the step rewards of `execute` in order, then `calc_reward`."""
     turn_scores: list[float] = field(default_factory=list)

@@ -17,13 +17,16 @@ _COUNTED = (
 )  # fmt: skip
 """Counters of trajectories that are summed under `rollout/`."""
 
+_OF_THE_REWARD = ("mean", "std", "max", "min", "without_format")
+"""Names under `reward/` that a reward function's own keys must not take."""
+
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
     """Metrics of the training rollouts of one step.
 
     `stop/<reason>`, `rollout/failed`, `rollout/aborted`, `tools/<name>/calls|errors|...` are counts of the step,
     `tools/<name>/latency_s` and a tool's own metrics are means per call; everything named `mean` is a mean over
-    trajectories.
+    trajectories. What each number looks like when a run goes wrong: docs/diagnostics.md.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     scored = [t for t in trajectories if t.reward is not None]
@@ -36,11 +39,10 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str]
             "reward/max": max(rewards),
             "reward/min": min(rewards),
         }
-        for part in sorted({k for t in scored for k in t.reward_parts}):
-            metrics[f"reward/{part}"] = fmean(t.reward_parts[part] for t in scored if part in t.reward_parts)
+        metrics |= _reward_parts(scored)
     metrics |= _shape(scored)
     metrics |= _outcomes(trajectories)
-    metrics |= tool_metrics(trajectories, tool_names)
+    metrics |= tool_metrics(trajectories, tool_names) | _tool_use(trajectories, tool_names)
     metrics |= _groups(groups)
     return metrics
 
@@ -112,6 +114,42 @@ def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) 
     return dict(totals)
 
 
+def _reward_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/<key>`: the mean over the scored trajectories that have the key, each counted once, however many records.
+
+    Where some lack it, `reward/<key>_share` is the share that has it. A key that is one of the reward's own statistics
+    is logged as `reward/part_<key>`. `reward/without_format` is the mean of the reward less its part `format`, where
+    there is one.
+    """
+    metrics: dict[str, float] = {}
+    for part in sorted({k for t in scored for k in t.reward_parts}):
+        values = [t.reward_parts[part] for t in scored if part in t.reward_parts]
+        name = f"part_{part}" if part in _OF_THE_REWARD else part
+        metrics[f"reward/{name}"] = fmean(values)
+        if len(values) < len(scored):
+            metrics[f"reward/{name}_share"] = len(values) / len(scored)
+        if part == "format":
+            metrics["reward/without_format"] = fmean((t.reward or 0.0) - t.reward_parts.get(part, 0.0) for t in scored)
+    return metrics
+
+
+def _tool_use(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
+    """`tools/use_rate` (share of trajectories with a call), calls per trajectory, and the share of calls that failed,
+    whoever was at fault. Absent where there are no tools."""
+    calls = [sum(v for name, v in t.counters.items() if _is_call_count(name)) for t in trajectories]
+    if not trajectories or not (any(calls) or tuple(tool_names)):
+        return {}
+    failed = sum(
+        v for t in trajectories for name, v in t.counters.items()
+        if name.startswith("tools/") and name.endswith(("/errors", "/model_errors"))
+    )  # fmt: skip
+    return {
+        "tools/use_rate": sum(map(bool, calls)) / len(calls),
+        "tools/call_frequency": fmean(calls),
+        "tools/failure_frequency": failed / max(1.0, sum(calls)),
+    }
+
+
 def _shape(scored: Sequence[Trajectory]) -> dict[str, float]:
     if not scored:
         return {}
@@ -133,6 +171,9 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics: dict[str, float] = {f"stop/{reason}": stops[reason] for reason in StopReason if stops[reason]}
     metrics["rollout/failed"] = sum(t.status is Status.FAILED for t in trajectories)
     metrics["rollout/aborted"] = sum(t.status is Status.ABORTED for t in trajectories)
+    if trajectories:
+        cut = sum(t.status is Status.TRUNCATED for t in trajectories)
+        metrics["response/clip_ratio"] = cut / len(trajectories)
     totals: Counter[str] = Counter()
     for trajectory in trajectories:
         totals.update({k: v for k, v in trajectory.counters.items() if "/" not in k})
@@ -145,13 +186,23 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _groups(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Agents of several roles on one prompt are several groups."""
-    rewards: dict[tuple[int, str], list[float]] = defaultdict(list)
+    """Shares of groups whose rewards are all equal, that solve all, that solve none (a score of 1 is solved).
+
+    Agents of several roles on one prompt are several groups.
+    """
+    members: dict[tuple[int, str], list[Trajectory]] = defaultdict(list)
     for k, t in ((k, t) for k, g in enumerate(groups) for t in g.trajectories):
         if t.reward is not None:
-            rewards[k, t.group_id].append(t.reward)
-    flat = sum(max(r) == min(r) for r in rewards.values())
-    return {"group/zero_variance": flat / len(rewards)} if rewards else {}
+            members[k, t.group_id].append(t)
+    if not members:
+        return {}
+    flat = sum(len({t.reward for t in m}) == 1 for m in members.values())
+    solved = [{_score(t) >= 1.0 for t in m} for m in members.values()]
+    return {
+        "group/zero_variance": flat / len(members),
+        "group/solve_all": solved.count({True}) / len(members),
+        "group/solve_none": solved.count({False}) / len(members),
+    }
 
 
 def _accuracy(groups: Sequence[TrajectoryGroup]) -> float:

@@ -35,8 +35,8 @@ __all__ = [
 rewards: Registry[Any] = Registry(
     "reward",
     {
-        "gsm8k": gsm8k.compute_score,
-        "exact_match": exact_match.compute_score,
+        "gsm8k": gsm8k.compute_scores,
+        "exact_match": exact_match.compute_scores,
         "arithmetic": arithmetic.compute_score,
         "accuracy": math_answer.MathAccuracy,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
@@ -98,6 +98,7 @@ def load_reward(
     if isinstance(target, Reward):
         if kwargs:
             raise ConfigError(f"reward.kwargs: {label} is an object already; it takes no arguments")
+        target.timeout_s = timeout_s
         return target
     if not callable(target):
         raise PluginError(f"reward {label}: expected a function or a class, got {target!r:.80}")

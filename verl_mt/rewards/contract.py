@@ -13,7 +13,9 @@ from verl_mt.data.sample import Sample
 
 log = logging.getLogger(__name__)
 
-FailureKind = Literal["raised", "timeout", "invalid", "unknown_data_source"]
+FailureKind = Literal["raised", "timeout", "invalid", "unknown_data_source", "unavailable"]
+"""`unavailable`: a service that the reward asks was down. It says nothing about the trajectory, which is aborted; every
+other kind fails it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Reward:
 
     needs_samples: bool = False
     """Its items must come with `sample`."""
+    timeout_s: float = 60.0
+    """Deadline of one call in seconds; `load_reward` sets `reward.timeout_s`."""
 
     def bind(self, args: Any) -> None:
         """Called once, before anything is scored: `args`, for rewards of slime's signature."""

@@ -73,6 +73,29 @@ def compute_score(
     return max(partial, format_score) if answer is not None else partial
 
 
+def compute_scores(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    format_score: float = 0.0,
+    structure_format_score: float = 0.0,
+    final_format_score: float = 0.0,
+    retrieval_score: float = 0.0,
+) -> dict[str, float]:
+    """`compute_score`, with what of it was paid (or taken) for form and search as `format`, where that is paid for."""
+    paid = {
+        "format_score": format_score,
+        "structure_format_score": structure_format_score,
+        "final_format_score": final_format_score,
+        "retrieval_score": retrieval_score,
+    }
+    total = compute_score(solution_str, ground_truth, extra_info, **paid)
+    if not any(paid.values()):
+        return {"score": total}
+    return {"score": total, "format": total - compute_score(solution_str, ground_truth, extra_info)}
+
+
 def normalize(text: str) -> str:
     """Lower case, without ASCII punctuation (decimal points stay), articles and superfluous white space."""
     return " ".join(_ARTICLES.sub(" ", _STRIPPED.sub("", text.lower())).split())

@@ -51,6 +51,21 @@ def compute_score(
     return score if Decimal(answer) == truth else format_score
 
 
+def compute_scores(
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, float]:
+    """`compute_score`, with what of it was paid for the form alone as `format`, where that is paid for."""
+    total = compute_score(solution_str, ground_truth, method, format_score, score)
+    if not format_score:
+        return {"score": total}
+    outcome = compute_score(solution_str, ground_truth, method, 0.0, score)
+    return {"score": total, "format": total - outcome}
+
+
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The final answer as a plain number (`-1000.5`), or None if there is none.
 

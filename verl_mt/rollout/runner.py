@@ -70,6 +70,10 @@ class RolloutRunner:
     max_retries: int = 2
     tool_reward_weight: float = 0.0
     turn_score_weight: float = 0.0
+    turn_cost: float = 0.0
+    """Per assistant turn after the first; like the other weights, not for what a door has scored itself."""
+    token_cost: float = 0.0
+    """Per sampled token."""
     progress: RolloutProgress = field(default_factory=RolloutProgress)
 
     async def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
@@ -233,19 +237,31 @@ class RolloutRunner:
             if isinstance(outcome, RewardFailure):
                 if outcome.kind == "timeout" and self.context.deterministic:
                     raise deadline_error(trajectory, "reward.timeout_s")
-                trajectory.stop_reason = StopReason.ERROR
+                lost = outcome.kind == "unavailable"
+                trajectory.stop_reason = StopReason.REWARD_UNAVAILABLE if lost else StopReason.ERROR
                 trajectory.error = outcome.traceback
                 trajectory.counters["reward_errors"] = 1
                 log.warning("reward failed: %s: %s", trajectory.trajectory_id, outcome.error)
                 continue
-            trajectory.reward_parts = dict(outcome)
+            costs = self._costs(trajectory)
+            trajectory.reward_parts = outcome | costs
             trajectory.reward = (
                 outcome["score"]
                 + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
                 + self.turn_score_weight * sum(trajectory.turn_scores)
+                + sum(costs.values())
             )
             if trajectory.sample is not None:
                 trajectory.sample.reward = trajectory.reward
+
+    def _costs(self, trajectory: Trajectory) -> dict[str, float]:
+        """What the conversation's length costs, as terms of the reward; nothing where it costs nothing."""
+        costs = {
+            "turn_cost": self.turn_cost * max(0, trajectory.num_turns - 1),
+            "token_cost": self.token_cost * trajectory.num_sampled_tokens,
+        }
+        charged = {"turn_cost": self.turn_cost, "token_cost": self.token_cost}
+        return {name: -cost for name, cost in costs.items() if charged[name]}
 
     def _reward_input(self, trajectory: Trajectory, prompt: Prompt) -> RewardInput:
         item = _reward_input(trajectory, prompt)
