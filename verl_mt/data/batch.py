@@ -7,6 +7,7 @@ travel with every row; nothing is ever regrouped by position.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,24 @@ REF_LOG_PROBS = "ref_log_probs"
 """float32 [B, T]; by the frozen reference policy."""
 POLICY_VERSIONS = "policy_versions"
 """int64 [B, T]; version of the weights that sampled the token, -1 elsewhere."""
+CORRECTION = "rollout_correction"
+"""float32 [B, T]; factor of each token's loss, where one was decided over the whole batch."""
 ADVANTAGES = "advantages"
 """float32 [B, T]; 0 outside the loss mask."""
+VALUES = "values"
+"""float32 [B, T]; the critic's, of the state that each token of the loss mask was chosen in; 0 elsewhere."""
+RETURNS = "returns"
+"""float32 [B, T]; what the critic learns to predict; 0 outside the loss mask."""
+TOKEN_REWARDS = "token_rewards"
+"""float32 [B, T]; the reward that each token of the loss mask earned, a KL penalty included; filled in with the
+advantages where these are per token."""
+TURN_REWARDS = "turn_rewards"
+"""float32 [B, T]; the part of a trajectory's reward that belongs to single turns, on each one's last sampled token;
+only where there is such (`reward.placement=turn`)."""
 REWARDS = "rewards"
 """float32 [B]; the trajectory's reward, the same on all its records."""
+GREEDY_REWARDS = "greedy_rewards"
+"""float32 [B]; that of the greedy answer to the same prompt, NaN where that failed; only where one was sampled."""
 TRAJECTORY_INDEX = "trajectory_index"
 """int64 [B]; 0..N-1, trajectory ids in order of first appearance."""
 GROUP_INDEX = "group_index"
@@ -54,6 +69,8 @@ GROUP_ID = "group_id"
 PROMPT_ID = "prompt_id"
 DATA_SOURCE = "data_source"
 
+REWARD_PARTS = "reward_parts"
+"""Non-tensor column: one `RowRewards` per row."""
 MEDIA = "media"
 """Non-tensor column, only where a record has images or videos: one `RowMedia` per row."""
 
@@ -66,10 +83,15 @@ TOKEN_COLUMNS = (
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
     POLICY_VERSIONS,
+    CORRECTION,
     ADVANTAGES,
+    VALUES,
+    RETURNS,
+    TOKEN_REWARDS,
+    TURN_REWARDS,
 )
 """Columns of shape [B, T]."""
-ROW_COLUMNS = (REWARDS, TRAJECTORY_INDEX, GROUP_INDEX, PROMPT_INDEX, RECORD_INDEX, HAS_LOG_PROBS)
+ROW_COLUMNS = (REWARDS, GREEDY_REWARDS, TRAJECTORY_INDEX, GROUP_INDEX, PROMPT_INDEX, RECORD_INDEX, HAS_LOG_PROBS)
 """Columns of shape [B]."""
 ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE)
 """Non-tensor columns: one string per row."""
@@ -82,6 +104,13 @@ class RowMedia:
     """The images and videos of a row, in order; `start` counts in the row."""
 
     inputs: tuple[MediaInput, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class RowRewards:
+    """The numbers that a row's reward is made of, by name."""
+
+    parts: dict[str, float]
 
 
 def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -99,8 +128,8 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
         pad_token_id: fills `input_ids` beyond a row's end.
 
     Returns:
-        All columns of the table but old_log_probs, ref_log_probs and advantages; [0, 0] if nothing is
-        trainable.
+        All columns of the table but those that training fills in (log-probs of policies, advantages, values, returns,
+        token rewards); None if nothing is trainable.
 
     Raises:
         DataError: a trajectory without reward, or one id with different rewards, groups or prompts.
@@ -146,6 +175,12 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
     batch = TensorDict(columns, batch_size=[len(rows)])
     for name, values in ids.items():
         batch[name] = NonTensorStack(*values)
+    batch[REWARD_PARTS] = NonTensorStack(*(RowRewards(first[t.trajectory_id].reward_parts) for t in owners))
+    if any(t.turn_rewards for t in owners):
+        batch[TURN_REWARDS] = _turn_rewards(rows, batch[SAMPLED])
+    if any(t.greedy_reward is not None for t in owners):
+        greedy = [math.nan if t.greedy_reward is None else t.greedy_reward for t in owners]
+        batch[GREEDY_REWARDS] = torch.tensor(greedy, dtype=torch.float32)
     if any(record.media for record in records):
         batch[MEDIA] = NonTensorStack(*(RowMedia(tuple(record.media)) for record in records))
     return batch
@@ -161,8 +196,13 @@ def media_of(batch: TensorDict) -> list[RowMedia] | None:
 def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:
     """(rewards_N, group_index_N) of the batch's trajectories in order of `trajectory_index`: each counts
     once, however many records it has."""
-    rows_N = _first_row_of_each(batch[TRAJECTORY_INDEX])
+    rows_N = first_rows(batch)
     return batch[REWARDS][rows_N], batch[GROUP_INDEX][rows_N]
+
+
+def first_rows(batch: TensorDict) -> Tensor:
+    """int64 [N]: a row of each trajectory, in order of `trajectory_index`."""
+    return _first_row_of_each(batch[TRAJECTORY_INDEX])
 
 
 def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
@@ -199,6 +239,26 @@ def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]
         }
         result[key] = {name: v.tolist() for name, v in values.items() if not torch.isnan(v).any()}
     return result
+
+
+def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_BT: Tensor) -> Tensor:
+    """[B, T]: every turn's reward on the last token of it that was sampled; where nothing of it is left (a scheduler
+    cut it), on the last one before it. What has no token at all is left to the trajectory's last one."""
+    placed = torch.zeros(sampled_BT.shape)
+    ends: dict[str, list[tuple[int, int, int]]] = {}
+    for row, (trajectory, record) in enumerate(rows):
+        for span in record.turns:
+            here = sampled_BT[row, span.start : span.end].nonzero()
+            if len(here):
+                end = span.start + int(here[-1])
+                ends.setdefault(trajectory.trajectory_id, []).append((span.turn, row, end))
+    for trajectory in {id(t): t for t, _ in rows}.values():
+        for turn, reward in trajectory.turn_rewards.items():
+            before = [end for end in ends.get(trajectory.trajectory_id, []) if end[0] <= turn]
+            if before:
+                _, row, position = max(before)
+                placed[row, position] += reward
+    return placed
 
 
 def _first_row_of_each(index_B: Tensor) -> Tensor:

@@ -281,6 +281,10 @@ class Trajectory:
     """Per tool: the step rewards of `execute` in order, then `calc_reward`."""
     turn_scores: list[float] = field(default_factory=list)
     """What the interaction scored, one per interaction turn."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Assistant turn -> the part of `reward` that it earned itself; empty where `reward` belongs to the whole."""
+    greedy_reward: float | None = None
+    """Reward of the greedy answer to the same prompt, where one was sampled; NaN if that one failed."""
     stop_reason: StopReason | None = None
     num_turns: int = 0
     """Assistant turns."""
