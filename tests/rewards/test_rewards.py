@@ -332,3 +332,49 @@ def test_a_shipped_scorer_that_refuses_a_row_fails_that_row_only():
 def test_scorers_of_ones_own_can_be_added_for_a_data_source(monkeypatch):
     monkeypatch.setitem(rewards_base.default_scorers, "mine", lambda solution_str, **kwargs: 0.5)
     assert score(load_reward(), item(0, source="mine"), item(1)) == [{"score": 0.5}, {"score": 1.0}]
+
+
+# ---------------------------------------------------------------- verl's batches
+
+
+@pytest.mark.cap("C75")
+def test_verls_batch_signature_gets_a_group_at_once_and_may_compare_its_members():
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos, weight=1.0):
+        assert (data_sources, ground_truths) == (["gsm8k"] * 3, ["42"] * 3)
+        assert [info["index"] for info in extra_infos] == [0, 1, 2] and extra_infos[0]["messages"]
+        longest = max(map(len, solution_strs))
+        return [{"score": weight * len(text) / longest, "length": len(text)} for text in solution_strs]
+
+    results = score(of(compute_score, weight=2.0), item(0, "a"), item(1, "bb"), item(2, "cccc"))
+    assert results == [{"score": 0.5, "length": 1}, {"score": 1.0, "length": 2}, {"score": 2.0, "length": 4}]
+
+
+def test_verls_batch_may_leave_arguments_out_and_return_an_array():
+    assert score(of(lambda solution_strs: np.array([0.5, 1.0])), item(), item(1)) == [{"score": 0.5}, {"score": 1.0}]
+
+    async def later(solution_strs, **kwargs):
+        return [float(len(kwargs["extra_infos"]))] * len(solution_strs)
+
+    assert score(of(later), item(), item(1)) == [{"score": 2.0}] * 2
+    assert score(of(later)) == []
+
+
+def test_a_batch_that_fails_is_scored_item_by_item_and_says_so_once(caplog):
+    def compute_score(solution_strs):
+        return [1.0 / len(text) for text in solution_strs]
+
+    reward = of(compute_score)
+    for _ in range(2):
+        good, bad = score(reward, item(0, "x"), item(1, ""))
+        assert good == {"score": 1.0} and bad.kind == "raised" and "row 1 (trajectory t1)" in bad.error
+    said = [r.message for r in caplog.records if "do not see the others" in r.message]
+    assert len(said) == 1 and "reward mine: a batch of 2 raised ZeroDivisionError" in said[0]
+
+
+def test_a_parameter_of_a_batch_that_nothing_fills_is_refused():
+    with pytest.raises(
+        PluginError, match="nothing fills its parameter judge; a reward gets data_sources, solution_strs"
+    ):
+        of(lambda solution_strs, judge: [1.0])
+    with pytest.raises(ConfigError, match="solution_strs of mine comes from the rollout"):
+        of(lambda solution_strs: [1.0], solution_strs=["x"])

@@ -74,6 +74,12 @@ def _as_list(value: Any) -> Any:
     return [value]
 
 
+def _trace(value: Any) -> Any:
+    if value in ("weave", "mlflow"):
+        raise ValueError(f"{value} is not offered; otel sends spans to any collector of OpenTelemetry")
+    return value
+
+
 def _none_if_false(value: Any) -> Any:
     return None if value is False else value
 
@@ -156,6 +162,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     ROLLOUT + "val_kwargs.top_k": _top_k,
     ROLLOUT + "stop": _as_list,
     ROLLOUT + "dtype": _dtype,
+    ROLLOUT + "trace.backend": _trace,
     ROLLOUT + "multi_turn.tokenization_sanity_check_mode": _sanity_mode,
     MODEL + "dtype": _dtype,
     MODEL + "lora_target_modules": _as_list,
@@ -266,16 +273,16 @@ ALWAYS: dict[str, Always] = {
     "trainer.max_staleness": Always((0,), "every rollout is by the weights of its own step"),
     "algorithm.filter_groups.enable": Always((False,), "no group is sampled again"),
     "reward_model.enable": Always((False,), "the reward is a function"),
-    "reward_model.reward_manager": Always(("naive",), "one reward call per trajectory"),
+    "reward_model.reward_manager": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
     "reward_model.launch_reward_fn_async": Always(None, "rewards are always computed beside the rollout"),
     "reward.reward_model.enable": Always((False,), "the reward is a function"),
-    "reward.reward_manager.name": Always(("naive",), "one reward call per trajectory"),
+    "reward.reward_manager.name": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
     "reward.num_workers": Always(None, _SPEED),
     "critic.enable": Always((False, None), _NO_CRITIC),
     "trainer.critic_warmup": Always((0,), _NO_CRITIC),
     "trainer.max_critic_ckpt_to_keep": Always(None, _NO_CRITIC),
     "trainer.balance_batch": Always(None, "it moves sequences between ranks and changes no result"),
-    "trainer.log_val_generations": Always((0,), "every trajectory is in rollouts/step_*.jsonl"),
+    ROLLOUT + "trace.token2text": Always((False,), "a span carries ids; the texts are in rollouts/*.jsonl"),
     "trainer.rollout_data_dir": Always((None,), "every trajectory is in rollouts/step_*.jsonl of the run directory"),
     "trainer.validation_data_dir": Always((None,), "every trajectory is in the run directory"),
     "trainer.default_hdfs_dir": Always((None,), "checkpoints are local"),

@@ -1,10 +1,15 @@
-"""The familiar reward signatures as `Reward`: verl's `compute_score`, ms-swift's `__call__`, slime's `reward_func`."""
+"""The familiar reward signatures as `Reward`: verl's `compute_score`, for one answer or a batch of them, ms-swift's
+`__call__`, slime's `reward_func`.
+
+A batch is a group: the samples of one prompt, whose rewards are compared with each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,12 +18,15 @@ from verl_mt.errors import ConfigError, PluginError
 from verl_mt.rewards.calls import CallFailed, call_with_deadline, is_async_callable
 from verl_mt.rewards.contract import InvalidScore, Reward, RewardFailure, RewardInput, Scores, as_scores
 
+log = logging.getLogger(__name__)
+
 MAX_CONCURRENT_CALLS = 32
 """Calls of one batch that run at once; a call's deadline counts from its own start."""
 
-Signature = Literal["verl", "swift", "slime"]
+Signature = Literal["verl", "verl_batch", "swift", "slime"]
 
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 class ORM:
@@ -56,9 +64,15 @@ def adapt(function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any]
         "swift": ("completions", "messages"),
         "slime": ("args", "sample", "samples"),
         "verl": _VERL_ARGUMENTS,
+        "verl_batch": _VERL_BATCH_ARGUMENTS,
     }
     _check_kwargs(call, kwargs, reserved[signature], label)
-    adapters: dict[str, type[_FunctionReward]] = {"swift": SwiftReward, "slime": SlimeReward, "verl": VerlReward}
+    adapters: dict[str, type[_FunctionReward]] = {
+        "swift": SwiftReward,
+        "slime": SlimeReward,
+        "verl": VerlReward,
+        "verl_batch": VerlBatchReward,
+    }
     return adapters[signature](call, label=label, kwargs=kwargs, timeout_s=timeout_s)
 
 
@@ -74,11 +88,14 @@ def signature_of(function: Callable[..., Any], label: str) -> Signature:
         return "swift"
     if names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"]):
         return "slime"
+    if "solution_strs" in names:
+        return "verl_batch"
     if "solution_str" in names or (not names and _takes_any(parameters)):
         return "verl"
     raise PluginError(
         f"reward {label}: cannot tell how to call it from its parameters ({', '.join(map(str, parameters))}). Expected "
-        "compute_score(data_source, solution_str, ground_truth, extra_info), __call__(completions, **kwargs), or "
+        "compute_score(data_source, solution_str, ground_truth, extra_info), "
+        "compute_score(data_sources, solution_strs, ground_truths, extra_infos), __call__(completions, **kwargs), or "
         "reward_func(args, sample, **kwargs)"
     )
 
@@ -104,6 +121,19 @@ class _FunctionReward(Reward):
         work = functools.partial(self.function, *args, **taken, **self.kwargs)
         return await call_with_deadline(work, is_async=self._is_async, timeout_s=self.timeout_s)
 
+    async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
+        raise NotImplementedError
+
+    async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        """Every item in a call of its own, some at once."""
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def one(item: RewardInput) -> Scores | RewardFailure:
+            async with slots:
+                return await self._score_one(item)
+
+        return list(await asyncio.gather(*map(one, items)))
+
     def _failure(self, item: RewardInput, error: CallFailed | InvalidScore) -> RewardFailure:
         text = f"reward {self.label}, {item.where}: {error}"
         if isinstance(error, InvalidScore):
@@ -125,21 +155,10 @@ class VerlReward(_FunctionReward):
 
     def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
         super().__init__(function, label=label, kwargs=kwargs, timeout_s=timeout_s)
-        missing = self._required - set(_VERL_ARGUMENTS)
-        if missing:
-            raise PluginError(
-                f"reward {label}: nothing fills its parameter {', '.join(sorted(missing))}; a reward gets "
-                f"{', '.join(_VERL_ARGUMENTS)} and what reward.kwargs holds"
-            )
+        _refuse_unfilled(self._required, _VERL_ARGUMENTS, label)
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-
-        async def one(item: RewardInput) -> Scores | RewardFailure:
-            async with slots:
-                return await self._score_one(item)
-
-        return list(await asyncio.gather(*map(one, items)))
+        return await self._score_alone(items)
 
     async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
         try:
@@ -154,27 +173,70 @@ class VerlReward(_FunctionReward):
             return self._failure(item, error)
 
 
-class SwiftReward(_FunctionReward):
+class _BatchReward(_FunctionReward):
+    """The whole batch in one call.
+
+    A batch that raises, is late or has the wrong length is called again item by item, which is said once, so that only
+    the items at fault fail. An entry that is None or no number fails its item only.
+    """
+
+    _warned = False
+
+    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+        if len(items) <= 1:
+            return await self._score_alone(items)
+        try:
+            values = await self._score_batch(items)
+        except (CallFailed, InvalidScore) as error:
+            self._warn(len(items), error)
+            return await self._score_alone(items)
+        return [self._checked(item, value) for item, value in zip(items, values)]
+
+    async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        raise NotImplementedError
+
+    async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
+        try:
+            return self._checked(item, (await self._score_batch([item]))[0])
+        except (CallFailed, InvalidScore) as error:
+            return self._failure(item, error)
+
+    def _warn(self, size: int, error: CallFailed | InvalidScore) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "reward %s: a batch of %d %s; its items are scored one by one, in calls that do not see the others",
+                self.label, size, error,
+            )  # fmt: skip
+
+
+class VerlBatchReward(_BatchReward):
+    """verl's `compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list[float | dict]`.
+
+    Lists of the batch's length, by name, and only those that the function has.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
+        super().__init__(function, label=label, kwargs=kwargs, timeout_s=timeout_s)
+        _refuse_unfilled(self._required, _VERL_BATCH_ARGUMENTS, label)
+
+    async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        values = await self._call(
+            data_sources=[item.data_source for item in items],
+            solution_strs=[item.solution_str for item in items],
+            ground_truths=[item.ground_truth for item in items],
+            extra_infos=[{**item.extra_info, "messages": _messages(item)} for item in items],
+        )
+        return _as_list(values, len(items))
+
+
+class SwiftReward(_BatchReward):
     """ms-swift's `__call__(completions, **kwargs) -> list[float]`: the whole batch in one call.
 
     `completions` are the texts of the last assistant turns; `kwargs` hold, as lists of the batch's length, the columns
     of the rows, `messages`, `is_truncated`, `rollout_infos`, `request_id` (the trajectory's id), `solution` and
     `ground_truth` (where the rows have no such column), and `trajectory_inputs`: trajectory id -> its records in order.
-
-    A batch that raises, is late or has the wrong length is called again item by item, so that only the items at fault
-    fail. An entry that is None or no number fails its item only.
     """
-
-    async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        if not items:
-            return []
-        try:
-            values = await self._score_batch(items)
-        except (CallFailed, InvalidScore) as error:
-            if len(items) == 1:
-                return [self._failure(items[0], error)]
-            return await self._score_alone(items)
-        return [self._checked(item, value) for item, value in zip(items, values)]
 
     async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
         columns = swift_columns(items)
@@ -188,21 +250,11 @@ class SwiftReward(_FunctionReward):
         values = await self._call([item.completion for item in items], **offered)
         return _as_list(values, len(items))
 
-    async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-        async def one(item: RewardInput) -> Scores | RewardFailure:
-            async with slots:
-                return (await self.score([item]))[0]
-
-        return list(await asyncio.gather(*map(one, items)))
-
-
-class SlimeReward(_FunctionReward):
+class SlimeReward(_BatchReward):
     """slime's `reward_func(args, sample, **kwargs) -> float | dict`, called once per Sample.
 
-    With a second parameter named `samples` it is called once with the list of them, and returns a list; a batch that
-    raises or has the wrong length is called again Sample by Sample, so that only those at fault fail.
+    With a second parameter named `samples` it is called once with the list of them, and returns a list.
     """
 
     needs_samples = True
@@ -222,26 +274,22 @@ class SlimeReward(_FunctionReward):
         self._args = args
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        if not self._is_batched:
-            return await self._score_alone(items)
-        try:
-            values = _as_list(await self._call(self._args, [item.sample for item in items]), len(items))
-        except (CallFailed, InvalidScore) as error:
-            return [self._failure(items[0], error)] if len(items) == 1 else await self._score_alone(items)
-        return [self._checked(item, value) for item, value in zip(items, values)]
+        return await (super().score(items) if self._is_batched else self._score_alone(items))
 
-    async def _score_alone(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+    async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
+        samples = [item.sample for item in items]
+        if self._is_batched:
+            return _as_list(await self._call(self._args, samples), len(items))
+        return [await self._call(self._args, samples[0])]
 
-        async def one(item: RewardInput) -> Scores | RewardFailure:
-            async with slots:
-                try:
-                    value = await self._call(self._args, [item.sample] if self._is_batched else item.sample)
-                    return self._checked(item, _as_list(value, 1)[0] if self._is_batched else value)
-                except (CallFailed, InvalidScore) as error:
-                    return self._failure(item, error)
 
-        return list(await asyncio.gather(*map(one, items)))
+def _refuse_unfilled(required: set[str], given: Sequence[str], label: str) -> None:
+    missing = required - set(given)
+    if missing:
+        raise PluginError(
+            f"reward {label}: nothing fills its parameter {', '.join(sorted(missing))}; a reward gets "
+            f"{', '.join(given)} and what reward.kwargs holds"
+        )
 
 
 def _as_list(values: Any, count: int) -> Sequence[Any]:
