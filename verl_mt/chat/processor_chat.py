@@ -8,12 +8,12 @@ what arrives is processed: a delta never touches an image that an earlier turn h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.chat.encode import Hidden, compile_literals
 from verl_mt.chat.media_processor import MediaProcessor
-from verl_mt.chat.template import ChatTemplate, Delta
+from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.media import KINDS, Kind, MediaInput, parts_of
 from verl_mt.errors import LedgerError, TemplateError
@@ -33,7 +33,7 @@ class ProcessorChat(ChatTemplate):
 
     def __init__(self, tokenizer: Any, *, media: MediaProcessor, **keys: Any):
         super().__init__(tokenizer, **keys)
-        self.media = media
+        self.media = self._made_with["media"] = media
         kinds = [kind for kind in KINDS if f"{kind}s" in media.kinds]
         missing = [media.tokens[kind] for kind in kinds if media.tokens[kind] not in self._encoder.added]
         if missing:
@@ -43,17 +43,6 @@ class ProcessorChat(ChatTemplate):
             )
         self._kind_of = {self._encoder.added[t]: k for k, t in media.tokens.items() if t in self._encoder.added}
 
-    def with_kwargs(self, template_kwargs: Mapping[str, Any]) -> ProcessorChat:
-        return ProcessorChat(
-            self.tokenizer,
-            media=self.media,
-            chat_template=self._chat_template,
-            template_kwargs=template_kwargs,
-            trust_prompts=self.trust_prompts,
-            extra_end_ids=self._extra_end_ids,
-            source=self._source,
-        )
-
     @property
     def media_kinds(self) -> frozenset[str]:
         return self.media.kinds
@@ -62,43 +51,12 @@ class ProcessorChat(ChatTemplate):
     def placeholder_ids(self) -> frozenset[int]:
         return frozenset(self._kind_of)
 
-    def mixed_prompt_ids(
-        self,
-        messages: Sequence[Message],
-        arrived: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        ids = super().mixed_prompt_ids(
-            _bare(messages), _bare(arrived), tools, add_generation_prompt=add_generation_prompt
-        )
-        return self._expand(ids, [*messages, *arrived])
-
-    def delta_ids(
-        self,
-        messages: Sequence[Message],
-        *,
-        history: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        last_ids: Sequence[int],
-        add_generation_prompt: bool = True,
-    ) -> Delta:
-        delta = super().delta_ids(
-            _bare(messages),
-            history=_bare(history[-1:]),
-            tools=tools,
-            last_ids=last_ids,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return replace(delta, ids=self._expand(delta.ids, messages))
-
     def full_text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
         """With as many placeholders as the recorded stream has: one text per token, as it is decoded."""
         hidden = Hidden(compile_literals(self.media.tokens.values()))
-        bare = hidden.hide(_bare(messages), beside=list(tools or ()))
+        bare = hidden.hide(self._shown(messages), beside=list(tools or ()))
         text = hidden.unescape(self._rendered(bare, tools, add_generation_prompt))
         for kind in KINDS:
             token = self.media.tokens[kind]
@@ -135,10 +93,17 @@ class ProcessorChat(ChatTemplate):
             raise LedgerError(f"there are placeholder tokens behind the last of {len(found)} images and videos")
         return found
 
-    def _expand(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Images and videos are only marked: templates look at types, never at pixels."""
+        return [
+            {**m, "content": [_bare_part(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
+            for m in super()._shown(messages)
+        ]
+
+    def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Each placeholder as often as its image or video has tokens."""
         if not any(token in self._kind_of for token in ids) and next(parts_of(messages), None) is None:
-            return list(ids)
+            return ids
         counts = {
             kind: iter(
                 [m.num_tokens for m in self._inputs(messages, kind, sum(self._kind_of.get(i) == kind for i in ids))]
@@ -171,14 +136,6 @@ class SavedTogether:
     def save_pretrained(self, folder: Any) -> None:
         self.tokenizer.save_pretrained(folder)
         self.media.save_pretrained(folder)
-
-
-def _bare(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose images and videos are only marked: templates look at types, never at pixels."""
-    return [
-        {**m, "content": [_bare_part(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
-        for m in messages
-    ]
 
 
 def _bare_part(part: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from verl_mt.chat.delta import DeltaRenderer
 from verl_mt.chat.encode import Encoder
@@ -75,21 +75,20 @@ class ChatTemplate:
         self.trust_prompts = trust_prompts
         self._extra_end_ids = frozenset(extra_end_ids)
         self._chat_template = chat_template
-        self._source = source
+        self._made_with: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "chat_template": chat_template,
+            "trust_prompts": trust_prompts,
+            "extra_end_ids": self._extra_end_ids,
+            "source": source,
+        }
         self._renderer = Renderer(tokenizer, chat_template, self.template_kwargs, source)
         self._encoder = Encoder(tokenizer)
         self._anchor_lengths: dict[str, int] = {}
 
-    def with_kwargs(self, template_kwargs: Mapping[str, Any]) -> ChatTemplate:
+    def with_kwargs(self, template_kwargs: Mapping[str, Any]) -> Self:
         """The same template with other variables."""
-        return ChatTemplate(
-            self.tokenizer,
-            chat_template=self._chat_template,
-            template_kwargs=template_kwargs,
-            trust_prompts=self.trust_prompts,
-            extra_end_ids=self._extra_end_ids,
-            source=self._source,
-        )
+        return type(self)(**{**self._made_with, "template_kwargs": template_kwargs})
 
     # ---- what the template is
 
@@ -202,7 +201,8 @@ class ChatTemplate:
 
         Assistant messages among `arrived` are the model's own turns and are rendered as the template writes them.
         """
-        self._check_media([*messages, *arrived])
+        whole = [*messages, *arrived]
+        messages, arrived = self._shown(messages), self._shown(arrived)
         hidden = self._encoder.hidden()
         if self.trust_prompts:
             foreign = [m for m in arrived if m["role"] != "assistant"]
@@ -211,7 +211,7 @@ class ChatTemplate:
         else:
             shown = hidden.hide([*messages, *arrived], beside=list(tools or ()))
         text = self._full(shown, tools, add_generation_prompt)
-        return self._encoder.encode_hidden(text, hidden)
+        return self._expanded(self._encoder.encode_hidden(text, hidden), whole)
 
     def delta_ids(
         self,
@@ -234,7 +234,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template cannot write these messages there, or drops them.
         """
-        self._check_media(messages)
+        new, history = self._shown(messages), self._shown(history[-1:])
         delta = self._delta
         if isinstance(delta, TemplateError):
             raise delta
@@ -248,7 +248,7 @@ class ChatTemplate:
         template = self._renderer.source(tools or None)
         strip = not add_generation_prompt and self._generation_prompt[1]
         text = delta.render(
-            messages,
+            new,
             history[-1] if history else {"role": "assistant"},
             add_generation_prompt=add_generation_prompt or strip,
             template=template,
@@ -256,7 +256,7 @@ class ChatTemplate:
         )
         body = text.body.removesuffix(self.generation_prompt_text) if strip else text.body
         anchor = text.end.token or self._plain_anchor
-        ids = self._encoder.encode_hidden(anchor + body, hidden)
+        ids = self._expanded(self._encoder.encode_hidden(anchor + body, hidden), messages)
         skip = self._anchor_length(anchor)
         if not text.end.token:
             return Delta(ids[skip:], 0)
@@ -317,6 +317,19 @@ class ChatTemplate:
                     f"the messages hold {describe(messages)}, but this model takes {takes} only; use a vision-language "
                     "model (docs/multimodal.md), or leave them out"
                 )
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as a template gets them.
+
+        Raises:
+            TemplateError: the model does not see what they hold.
+        """
+        self._check_media(messages)
+        return list(messages)
+
+    def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Ids of the messages' rendering as the model gets them."""
+        return ids
 
     # ---- probes
 

@@ -29,15 +29,12 @@ from verl_mt.plugins import load_object
 from verl_mt.rollout.agent_messages import ChatRequest, RequestError, chunks, completion, likeness, read_request
 from verl_mt.rollout.agent_server import AgentServer, error_body
 from verl_mt.rollout.doors import Episode
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
 
 log = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.agent_function_path"
-_TURNS_OF_TIME = 10
-"""Without `rollout.max_seconds` a call may last as long as so many engine requests may."""
 
 
 class AgentDoor:
@@ -63,7 +60,7 @@ class AgentDoor:
         conversation = AgentConversation(episode.session, self._parser)
         session, row = episode.session, episode.prompt.row
         url = await self._server.open(conversation.answer)
-        timeout_s = _timeout_s(session.context.limits)
+        timeout_s = session.context.limits.conversation_s
         failure: Exception | None = None
         try:
             result = await self._code.call("run", (copy.deepcopy(row.raw), url, "verl_mt"), {}, timeout_s=timeout_s)
@@ -202,7 +199,3 @@ class _Agent:
 
 def _tools_key(tools: Any) -> str:
     return json.dumps(list(tools or ()), sort_keys=True, default=str)
-
-
-def _timeout_s(limits: Limits) -> float:
-    return limits.max_seconds or _TURNS_OF_TIME * limits.request_timeout_s

@@ -30,7 +30,6 @@ from verl_mt.rollout.conversations import Conversations
 from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
 from verl_mt.rollout.http_post import http_post
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.row_tools import RowTools
 from verl_mt.rollout.sample_outcome import settle
 from verl_mt.user_code import CallTimeout, UserCode
@@ -49,10 +48,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_TURNS_OF_TIME = 10
-"""Without `rollout.max_seconds` a call may last as long as so many engine requests may."""
 _GRACE = 0.1
-"""Share of `rollout.max_seconds` for a function to end in after it was told that the time is over."""
+"""Share of its time for a function to end in after it was told that the time is over."""
 
 
 class _Call:
@@ -107,6 +104,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float]:
     """Scores of samples by the run's reward function, in one call, in their order.
 
     Raises:
+        EngineGoneError: a service that the reward asks is down; the episode starts again.
         UserCodeError: a sample that could not be scored; names it.
     """
     if not samples:
@@ -115,6 +113,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float]:
     inputs = [_reward_input(sample, call) for sample in samples]
     results = await call.on_rollout_loop(reward.score(inputs))
     for result in results:
+        if isinstance(result, RewardFailure) and result.kind == "unavailable":
+            call.conversations.lost = EngineGoneError(result.error)
+            raise call.conversations.lost
         if isinstance(result, RewardFailure):
             raise UserCodeError(result.error)
     return [scores["score"] for scores in results]
@@ -186,7 +187,7 @@ class CustomGenerateDoor:
         sample, row = self._new_sample(episode, shown), episode.prompt.row
         sampling = sampling_dict(session.context.sampling, session.context.limits)
         token = _CALL.set(_Call(episode, conversations))
-        timeout_s = _timeout_s(session.context.limits)
+        timeout_s = session.context.limits.conversation_s * (1 + _GRACE) + 0.2
         try:
             result = await self._code.call(
                 "generate",
@@ -259,12 +260,6 @@ class _GenerateFunction:
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
         extra = {"evaluation": evaluation} if self._takes_evaluation else {}
         return await self._function(args, sample, sampling_params, **extra)
-
-
-def _timeout_s(limits: Limits) -> float:
-    if limits.max_seconds is None:
-        return _TURNS_OF_TIME * limits.request_timeout_s
-    return limits.max_seconds * (1 + _GRACE) + 0.2
 
 
 def _current(what: str) -> _Call:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import StopReason
 
+_TURNS_OF_TIME = 10
+"""Without `rollout.max_seconds`, user code that drives a conversation may take as long as so many requests may."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -36,6 +39,11 @@ class Limits:
             max_seconds=rollout.max_seconds,
             request_timeout_s=rollout.request_timeout_s,
         )
+
+    @property
+    def conversation_s(self) -> float:
+        """Seconds that user code has for driving a whole conversation."""
+        return self.max_seconds or _TURNS_OF_TIME * self.request_timeout_s
 
     def room(self, num_tokens: int, num_response_tokens: int) -> tuple[int, StopReason]:
         """Tokens that still fit, and what is hit when they are used up.
