@@ -89,7 +89,6 @@ def test_the_schemas_defaults_pass():
             [f"{ACTOR}.policy_loss={{loss_mode:clip_cov,clip_cov_lb:2,clip_cov_ub:1}}"],
             ["clip_cov_lb (2)", "clip_cov_ub (1)"],
         ),
-        ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.tis_clip=2"], ["tis_clip is 2", "gspo", "per token"]),
         (
             [f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_high=0.3"],
             ["clip_ratio_high is 0.3", "loss_mode=gpg", "clips nothing"],

@@ -10,7 +10,8 @@ import pytest
 from verl_mt.config import slime_spellings as slime
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_argv
-from verl_mt.config.tree import leaves
+from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.config.tree import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
@@ -40,7 +41,7 @@ def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_code_has(
     expected |= {spelled(k): reason for k, reason in slime.REFUSED.items() if "." not in k}
     assert table_of_page() == expected
     assert set(DOCUMENTED) <= expected.keys()
-    assert all(v.to in leaves() for v in slime.RENAMES.values())
+    assert all(v.to in leaves() or open_parent(v.to) for v in slime.RENAMES.values())
 
 
 @pytest.mark.cap("C43", "C44", "C66", "C67", "C68")
@@ -137,5 +138,15 @@ def test_settings_of_a_function_that_is_not_named_are_refused():
         (["tis_clip=1.5"], 1.5),
     ],
 )
-def test_the_two_flags_of_truncated_importance_sampling_are_one_key(words, clip):
-    assert compose(normalize_argv(words)).actor_rollout_ref.actor.tis_clip == clip
+def test_the_flags_of_truncated_importance_sampling_switch_it_on_and_bound_it(words, clip):
+    options = read_rollout_correction(compose(normalize_argv(words)).algorithm.rollout_correction)
+    assert (options.rollout_is, options.rollout_is_threshold) == (("token", clip) if clip else (None, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "delta"),
+    [(["--use-opsm"], 1e-4), (["--use-opsm", "--opsm-delta", "0.01"], 0.01), (["use_opsm=False"], None)],
+)
+def test_the_flags_of_off_policy_sequence_masking_are_one_number(words, delta):
+    given = compose(normalize_argv(words)).algorithm.rollout_correction
+    assert read_rollout_correction(given).off_policy_sequence_mask_delta == delta

@@ -11,12 +11,14 @@ from actor_toys import lora_policy, tiny_policy, worker
 from tensordict import TensorDict
 
 from verl_mt.config.actor import RefConfig
+from verl_mt.config.rollout_correction import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.rank import RankWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ShardedPolicy, model_of, whole
 from verl_mt.workers.shards import save_shards
 from verl_mt.workers.worker_group import load_actor
@@ -48,9 +50,13 @@ def gradients(actor: ActorWorker) -> dict[str, torch.Tensor]:
     return {n: whole(p.grad).clone() for n, p in model_of(actor.module).named_parameters() if p.grad is not None}
 
 
-def one_update(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> dict[str, Any]:
+def one_update(
+    ranks: Ranks, batch: TensorDict, *, correction: dict[str, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
     """Gradients just before the optimizer's step, metrics, old log-probs and weights behind it."""
     actor = sharded_worker(ranks, **kwargs)
+    if correction:
+        actor.correction = RolloutCorrection(read_rollout_correction(correction))
     seen: list[dict[str, torch.Tensor]] = []
     actor.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(actor)))
     metrics = actor.update(batch)

@@ -30,21 +30,21 @@ def drifted(shift: float):
 def test_a_drifting_sampler_scales_the_gradient_by_its_truncated_weight(shift, weight):
     batch = drifted(shift)
     plain = one_update(ALONE, batch.clone(), grad_clip=0.0)
-    weighted = one_update(ALONE, batch.clone(), grad_clip=0.0, tis_clip=2.0)
+    weighted = one_update(ALONE, batch.clone(), grad_clip=0.0, correction={"rollout_is": "token"})
     for name, gradient in plain["gradients"][0].items():
         torch.testing.assert_close(weighted["gradients"][0][name], gradient * weight, rtol=1e-4, atol=1e-6)
     metrics = weighted["metrics"]
-    assert metrics["actor/tis_weight"] == pytest.approx(weight, rel=1e-4)
-    assert metrics["actor/tis_clipfrac"] == pytest.approx(float(shift == 2.0))
-    assert metrics["actor/tis_ess"] == pytest.approx(1.0, rel=1e-4)
-    assert "actor/tis_weight" not in plain["metrics"]
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weight, rel=1e-4)
+    assert metrics["rollout_corr/rollout_is_cut_fraction"] == pytest.approx(float(shift == 2.0))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0, rel=1e-4)
+    assert "rollout_corr/rollout_is_mean" not in plain["metrics"]
 
 
 def test_rows_without_log_probs_of_a_sampler_have_weight_one():
     batch = drifted(1.0)
     batch[col.HAS_LOG_PROBS][:] = False
     plain = one_update(ALONE, batch.clone(), grad_clip=0.0)
-    weighted = one_update(ALONE, batch.clone(), grad_clip=0.0, tis_clip=2.0)
+    weighted = one_update(ALONE, batch.clone(), grad_clip=0.0, correction={"rollout_is": "token"})
     torch.testing.assert_close(weighted["gradients"], plain["gradients"])
 
 
@@ -141,7 +141,8 @@ def test_on_policy_every_loss_trains_and_a_batch_of_equal_rewards_changes_nothin
 def test_how_far_the_sampler_is_from_the_policy_is_measured_in_every_update():
     metrics = one_update(ALONE, drifted(0.5), grad_clip=0.0)["metrics"]
     ratio = 1.6487213
-    expected = {"sampler_kl": ratio - 1 - 0.5, "ratio_p01": ratio, "ratio_p99": ratio, "ratio_ess": 1.0}
+    expected = {"sampler_kl": ratio - 1 - 0.5, "sampler_kl_k1": -0.5, "ratio_ess": 1.0}
+    expected |= dict.fromkeys(("ratio_p01", "ratio_p50", "ratio_p99", "ratio_max"), ratio)
     assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected, rel=1e-3)
     same = one_update(ALONE, drifted(0.0), grad_clip=0.0)["metrics"]
     assert same["rollout/sampler_kl"] == pytest.approx(0.0, abs=1e-6)

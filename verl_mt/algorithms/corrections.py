@@ -55,9 +55,11 @@ def importance_weights(
     return masked_fill_zero(log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask)
 
 
-def truncate(weights: Tensor, upper: float) -> Tensor:
-    """min(w, upper): too small weights stay, which lowers the variance and keeps the sign of the bias known."""
-    return weights.clamp(max=upper)
+def truncate(weights: Tensor, upper: float, lower: float = 0.0) -> Tensor:
+    """min(w, upper), which lowers the variance and keeps the sign of the bias known; with `lower` also max(w, lower).
+
+    Masked-out weights (0) are raised too: mask what comes out."""
+    return weights.clamp(min=lower, max=upper)
 
 
 def batch_normalise(weights: Tensor, mask: Tensor) -> Tensor:
@@ -70,6 +72,64 @@ def inside(weights: Tensor, mask: Tensor, lower: float, upper: float) -> Tensor:
     """The mask without tokens whose weight is outside of [lower, upper]: what the two policies disagree on is not
     trained (IcePop)."""
     return mask.bool() & (weights >= lower) & (weights <= upper)
+
+
+def divergences(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    over: str,
+    estimator: str,
+    trajectory_index_B: Tensor | None = None,
+) -> Tensor:
+    """How far the trainer's policy is from the sampler, by token or over its sequence: what a rejection bounds.
+
+    With d = log_prob - rollout_log_prob per token (Schulman 2020, http://joschu.net/blog/kl-approx.html)::
+
+        k1   -d                  exp(-result) is the ratio trainer to sampler
+        k2   d^2 / 2
+        k3   exp(d) - d - 1
+
+    Args:
+        log_probs, rollout_log_probs, mask, trajectory_index_B: as for `importance_weights`.
+        over: `token`, or `seq_sum`, `seq_mean`, `seq_max` of a sequence's tokens (seq_max not with k1).
+        estimator: k1, k2 or k3.
+
+    Returns:
+        [B, T] without gradient, 0 where masked out.
+    """
+    d = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
+    bounded = d.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    values = {"k1": -d, "k2": 0.5 * d**2, "k3": torch.expm1(bounded) - bounded}[estimator]
+    if over == "token":
+        return masked_fill_zero(values, mask)
+    if over == "seq_max":
+        largest_B = masked_fill_zero(values, mask).amax(-1)
+        if trajectory_index_B is not None:
+            _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
+            zeros = torch.zeros_like(largest_B)
+            largest_B = zeros.scatter_reduce(0, place_B, largest_B, "amax")[place_B]
+        of_sequence = largest_B
+    else:
+        sums_B, counts_B = _per_sequence(values, mask, trajectory_index_B)
+        of_sequence = sums_B if over == "seq_sum" else sums_B / counts_B.clamp(min=1)
+    return masked_fill_zero(of_sequence.unsqueeze(-1).expand_as(values), mask)
+
+
+def within(divergences_BT: Tensor, mask: Tensor, *, estimator: str, lower: float, upper: float) -> Tensor:
+    """The mask without what diverges too far: for k1 a ratio outside of [lower, upper], else a value above `upper`.
+
+    With k1 by token it is IcePop's mask; over a sequence, rejection by its product (`seq_sum`) or its geometric mean
+    (`seq_mean`).
+
+    Args:
+        divergences_BT: by `divergences`.
+        mask: [B, T] the sampled tokens.
+    """
+    if estimator == "k1":
+        return inside((-divergences_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask, lower, upper)
+    return mask.bool() & (divergences_BT <= upper)
 
 
 def veto(
@@ -93,6 +153,7 @@ def off_policy_sequences(
     mask: Tensor,
     delta: float,
     trajectory_index_B: Tensor | None = None,
+    log_ratio_B: Tensor | None = None,
 ) -> Tensor:
     """The mask without the tokens of negative advantage in sequences that drifted from the policy that sampled them.
 
@@ -106,10 +167,15 @@ def off_policy_sequences(
         mask: [B, T] the sampled tokens.
         delta: threshold in nats per token.
         trajectory_index_B: as for `importance_weights`.
+        log_ratio_B: mean of log_prob - old_log_prob over each row's sequence, where its records are not all here (see
+            `sequence_log_ratio`); NaN, or None = take it over what is here.
     """
     drift = masked_fill_zero(old_log_probs - log_probs.detach(), mask)
     sums_B, counts_B = _per_sequence(drift, mask, trajectory_index_B)
-    drifted_B = sums_B / counts_B.clamp(min=1) > delta
+    mean_B = sums_B / counts_B.clamp(min=1)
+    if log_ratio_B is not None:
+        mean_B = torch.where(torch.isnan(log_ratio_B), mean_B, -log_ratio_B.to(mean_B.dtype))
+    drifted_B = mean_B > delta
     return mask.bool() & ~(drifted_B.unsqueeze(-1) & (advantages < 0))
 
 

@@ -97,15 +97,9 @@ class ActorConfig(Section):
         True,
         "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
     )
-    tis_clip: float | None = knob(
-        None,
-        "Truncated importance sampling against a sampler that drifts from the trainer: upper bound of each token's "
-        "weight (2 is usual); null = off.",
-        min=0,
-    )
     use_sampler_log_probs: str = knob(
         "auto",
-        "Old log-probs: auto = none needed on-policy, else recomputed; always = the sampler's; never = recomputed.",
+        "Old log-probs: auto = recomputed unless on-policy; always = the sampler's; never = recomputed, on-policy too.",
         choices=("auto", "always", "never"),
     )
 

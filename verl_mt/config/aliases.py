@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from verl_mt.config import correction_spellings
 from verl_mt.config import slime_spellings as slime
 from verl_mt.config import swift_spellings as swift
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, REF, ROLLOUT, Always, Rename
@@ -146,7 +147,7 @@ RENAMES: dict[str, Rename] = {
     "reward.custom_reward_function.reward_kwargs": Rename("reward.kwargs"),
     "trainer.n_gpus_per_node": Rename("trainer.n_workers_per_node"),
 }
-RENAMES |= slime.RENAMES | swift.RENAMES
+RENAMES |= correction_spellings.VERL | slime.RENAMES | swift.RENAMES
 
 PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
@@ -293,7 +294,7 @@ ALWAYS: dict[str, Always] = {
     "ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
     "ray_kwargs.ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
 }
-ALWAYS |= slime.ALWAYS | swift.ALWAYS
+ALWAYS |= correction_spellings.VERL_ALWAYS | slime.ALWAYS | swift.ALWAYS
 
 REFUSED: dict[str, str] = {
     "critic": _NO_CRITIC + ": leave critic.* out (algorithm.adv_estimator=grpo)",
@@ -305,7 +306,6 @@ REFUSED: dict[str, str] = {
     "data.sampler.class_path": "use data.sampler=package.module.Class",
     "data.sampler.class_name": "use data.sampler=package.module.Class",
     "algorithm.filter_groups": "groups are not sampled again",
-    "algorithm.rollout_correction": "off-policy correction is actor_rollout_ref.actor.use_sampler_log_probs",
     ACTOR + "megatron": MEGATRON,
     REF + "megatron": MEGATRON,
     ACTOR + "checkpoint": "a checkpoint always holds everything that a resumed run needs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_mt.config.correction_checks import corrections
 from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
@@ -21,7 +22,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
-    groups = (_multi_turn, _sampling, _batches, _lengths, _algorithm, _corrections, _adapters, _engine, _placement)
+    groups = (_multi_turn, _sampling, _batches, _lengths, _algorithm, corrections, _adapters, _engine, _placement)
     problems = [text for group in (*groups, _run, _numbers) for text in group(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -213,24 +214,10 @@ def _algorithm(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if loss == "gspo" and actor.tis_clip is not None:
-        yield (
-            f"{_ACTOR}.tis_clip is {actor.tis_clip} with policy_loss.loss_mode=gspo: a weight per token would turn the "
-            "ratio of a sequence into another one; leave tis_clip out, or use a loss per token"
-        )
     clips = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
     for key, value in clips.items():
         if loss in _WITHOUT_CLIP and value is not None:
             yield f"{_ACTOR}.{key} is {value}, but policy_loss.loss_mode={loss} clips nothing: leave it out"
-
-
-def _corrections(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    if actor.tis_clip is not None and actor.use_sampler_log_probs == "always":
-        yield (
-            f"{_ACTOR}.tis_clip is {actor.tis_clip} with use_sampler_log_probs=always: ratios are taken to the "
-            "sampler already, every weight would be 1; use auto, or leave tis_clip out"
-        )
 
 
 def _adapters(config: Config) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config import aliases, slime_spellings, swift_spellings
+from verl_mt.config import aliases, correction_spellings, slime_spellings, swift_spellings
 from verl_mt.config.knob import check_knob
 from verl_mt.config.redact import redact as redact
 from verl_mt.config.schema import Config
@@ -28,6 +28,8 @@ from verl_mt.config.tree import leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
+_OPENED = (aliases.ROLLOUT + "engine_kwargs", "algorithm.rollout_correction")
+"""Mappings in which other spellings of a key may stand."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def normalise_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     for key, value in _flatten(given):
         _normalise_one(key, value, where, outcome)
     _place_workers(outcome, where)
-    outcome.items = slime_spellings.settle(outcome.items)
+    outcome.items = correction_spellings.settle(outcome.items)
     _find_conflicts(outcome, where)
     outcome.items = _check_values(outcome, where)
     return outcome
@@ -196,7 +198,7 @@ def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Go into mappings until a key that holds a value; None for a section (an empty block in YAML) sets nothing."""
     for key, value in given:
         leaf = leaves().get(key)
-        whole = (leaf is not None or open_parent(key)) and key != aliases.ROLLOUT + "engine_kwargs"
+        whole = (leaf is not None or open_parent(key)) and key not in _OPENED
         if value is None and key in sections():
             continue
         if not isinstance(value, dict) or whole or (not value and key not in sections()):

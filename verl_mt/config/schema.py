@@ -94,6 +94,11 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = knob(
         True, "grpo, grpo_passk: divide by the group's standard deviation (False: Dr.GRPO)."
     )
+    rollout_correction: dict[str, Any] = knob(
+        {},
+        "Against a sampler that is not quite the trainer's policy: rollout_is (token, sequence, geometric) weights, "
+        "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md).",
+    )
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl_mt.config import correction_spellings
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, ROLLOUT, Always, Rename
 
 
@@ -67,14 +68,13 @@ RENAMES: dict[str, Rename] = {
     "kl_loss_coef": Rename(ACTOR + "kl_loss_coef"),
     "kl_loss_type": Rename(ACTOR + "kl_loss_type"),
     "max_tokens_per_gpu": Rename(ACTOR + "ppo_max_token_len"),
-    "use_tis": Rename(ACTOR + "tis_clip", lambda on: 2.0 if on else None),
-    "tis_clip": Rename(ACTOR + "tis_clip"),
     "save_debug_rollout_data": Rename("trainer.debug_rollout_data"),
     "trainer.save_debug_rollout_data": Rename("trainer.debug_rollout_data"),
     "debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
     "trainer.debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
     "debug_train_only": Rename("trainer.debug_mode", _mode("train_only")),
 }
+RENAMES |= correction_spellings.SLIME
 
 _LOAD = "use trainer.debug_rollout_data=PATH with trainer.debug_mode=train_only"
 _SPEED = "only speed or memory depends on it"
@@ -93,7 +93,6 @@ ALWAYS: dict[str, Always] = {
 REFUSED: dict[str, str] = {
     "load_debug_rollout_data": _LOAD,
     "trainer.load_debug_rollout_data": _LOAD,
-    "tis_clip_low": "small weights stay as they are; actor_rollout_ref.actor.tis_clip bounds the large ones",
     "tool_key": "a row's tools are in its metadata (sample.metadata['tools']), or extra_info.tool_selection names them",
     "multimodal_keys": "images and videos are in the columns of these names (docs/multimodal.md)",
     "rm_type": "use reward.path (a registered name, file.py:name or a dotted path), or the rows' data_source",
@@ -109,20 +108,11 @@ REFUSED: dict[str, str] = {
 }
 
 
-def settle(items: list[Any]) -> list[Any]:
-    """`--use-tis` alone means slime's default bound; beside `--tis-clip` it only switches that on or off."""
-    switch = next((item for item in items if item.spelling == "use_tis"), None)
-    bounds = [item for item in items if item.key == ACTOR + "tis_clip" and item is not switch]
-    if switch is None or not bounds:
-        return items
-    return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
-
-
 _SWITCHES = frozenset(
     {
         "apply_chat_template", "balance_data", "colocate", "debug_rollout_only", "debug_train_only", "group_rm",
         "partial_rollout", "rewards_normalization", "rollout_shuffle", "rollout_skip_special_tokens",
-        "use_dynamic_batch_size", "use_kl_loss", "use_tis",
+        "use_dynamic_batch_size", "use_kl_loss", "use_opsm", "use_tis",
     }
 )  # fmt: skip
 """Flags that take no value."""

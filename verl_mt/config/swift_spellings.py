@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from verl_mt.config import correction_spellings
 from verl_mt.config.spelling import ACTOR, MODEL, ROLLOUT, Always, Rename
 
 
@@ -53,6 +54,7 @@ RENAMES: dict[str, Rename] = {
     "save_total_limit": Rename("trainer.max_actor_ckpt_to_keep"),
     "output_dir": Rename("trainer.default_local_dir"),
 }
+RENAMES |= correction_spellings.SWIFT
 
 _ENGINE = "the engine is actor_rollout_ref.rollout.name (sglang, or local in this process)"
 

@@ -149,6 +149,7 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
         total_steps=total_steps,
         device=device_of(trainer.device) if trainer.placement == "inline" else trainer.device,
         seed=trainer.seed,
+        rollout_correction=config.algorithm.rollout_correction,
         placement=Placement(
             kind=trainer.placement,
             nnodes=trainer.nnodes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.mini_batch import MiniBatch, mini_batch
 from verl_mt.workers.policy_loss import policy_loss
+from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
 from verl_mt.workers.state import copy_into, live_tensors
@@ -65,6 +67,8 @@ class ActorWorker:
         self.module = module.eval()
         self.ranks = ranks_of(module)
         self.config = config
+        self.correction: RolloutCorrection | None = None
+        """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
         self._loss = read_policy_loss(config.policy_loss)
         self.num_updates = 0
         self._num_batches = 0
@@ -126,6 +130,8 @@ class ActorWorker:
             self._measure(here, first_old, metrics)
         self._num_batches += 1
         metrics.log_prob_difference(here)
+        if self.correction is not None:
+            metrics.add_final(self.correction.metrics(before, here))
         batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
         return metrics.summary(self.ranks)
 
@@ -197,19 +203,23 @@ class ActorWorker:
         What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
         """
         mini = self.config.ppo_mini_batch_size
-        on_policy = self.config.ppo_epochs == 1 and _num_mini_batches(_num_prompts(here), mini) == 1
+        whole = self.correction is not None and self.correction.needs_batch
+        recompute = self.config.use_sampler_log_probs == "never"
+        on_policy = not recompute and self.config.ppo_epochs == 1 and _num_mini_batches(_num_prompts(here), mini) == 1
         old = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
         from_sampler = self.config.use_sampler_log_probs == "always"
         if from_sampler:
             old = torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], old)
-        if on_policy:
+        if on_policy and not whole:
             return old
-        needed_BT = here[columns.LOSS_MASK] & active_B.unsqueeze(1) & torch.isnan(old)
+        needed_BT = here[columns.LOSS_MASK] & (active_B.unsqueeze(1) | whole) & torch.isnan(old)
         rows = needed_BT.any(1).nonzero().squeeze(1)
         if len(rows):
             here[columns.OLD_LOG_PROBS] = self._compute_log_probs(here, rows)
-        return torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
+        if whole and self.correction is not None:
+            here[columns.CORRECTION] = self.correction.factors(here[columns.OLD_LOG_PROBS], here)
+        return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
 
     def _compute_log_probs(self, here: TensorDict, rows: Tensor) -> Tensor:
         return compute_log_probs(
@@ -288,7 +298,8 @@ class ActorWorker:
                     entropy_grad=self.config.entropy_coeff != 0,
                     media=columns.media_of(micro),
                 )
-                micro_loss = policy_loss(self.config, output, micro, mini.part(part), old_BT[part], metrics)
+                own = mini.part(part)
+                micro_loss = policy_loss(self.config, output, micro, own, old_BT[part], metrics, self.correction)
                 if torch.is_grad_enabled():
                     micro_loss.backward()
                 loss += micro_loss.detach()
@@ -304,7 +315,10 @@ class ActorWorker:
             norm_constant=self._norm_constant,
         )
         log_probs_of = partial(self._compute_log_probs, here)
-        return mini_batch(self._loss, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
+        mini = mini_batch(self._loss, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
+        return (
+            mini if self.correction is None else replace(mini, drift_B=self.correction.drift(here, rows, log_probs_of))
+        )
 
     def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
         """Clip and step; or drop a gradient that is not finite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from tensordict import TensorDict
@@ -26,11 +26,12 @@ class MiniBatch:
     """GSPO: log of the trajectory's ratio, where it has several records; NaN, or None = the row is the sequence."""
     chosen_BT: Tensor | None = None
     """Clip-Cov, KL-Cov: the tokens that are treated otherwise."""
+    drift_B: Tensor | None = None
+    """Off-policy sequence masking: log of the trajectory's ratio to the sampler, in the same way."""
 
     def part(self, rows: Tensor) -> MiniBatch:
         """Of some rows."""
-        log_ratio_B = None if self.log_ratio_B is None else self.log_ratio_B[rows]
-        return MiniBatch(self.weights_BT[rows], log_ratio_B, None if self.chosen_BT is None else self.chosen_BT[rows])
+        return MiniBatch(*(None if (value := getattr(self, f.name)) is None else value[rows] for f in fields(self)))
 
 
 def mini_batch(
@@ -58,7 +59,7 @@ def mini_batch(
     sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
     rows = rows[sampled_BT[rows].any(1)]
     if options.loss_mode == "gspo":
-        return MiniBatch(weights_BT, log_ratio_B=_split_ratios(batch, rows, sampled_BT, old_BT, log_probs_of))
+        return MiniBatch(weights_BT, log_ratio_B=split_ratios(batch, rows, sampled_BT, old_BT, log_probs_of))
     if options.loss_mode not in ("clip_cov", "kl_cov") or len(rows) == 0:
         return MiniBatch(weights_BT)
     chosen_BT = torch.zeros_like(sampled_BT)
@@ -77,10 +78,19 @@ def mini_batch(
     return MiniBatch(weights_BT, chosen_BT=chosen_BT)
 
 
-def _split_ratios(
+def split_ratios(
     batch: TensorDict, rows: Tensor, sampled_BT: Tensor, old_BT: Tensor, log_probs_of: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """[B], of rows whose trajectory has others: they may pass through the model one by one. NaN elsewhere."""
+    """[B], the mean of current log-prob - `old_BT` over the trajectory of each row that is not its only one: they may
+    pass through the model one by one. NaN elsewhere; None where there is no such row.
+
+    Args:
+        batch: the whole batch.
+        rows: of the mini-batch, those with a token of `sampled_BT`.
+        sampled_BT: the tokens that the mean is over.
+        old_BT: NaN = the current ones.
+        log_probs_of: rows -> [B, T] of the current weights, NaN in other rows.
+    """
     _, place, count = torch.unique(batch[columns.TRAJECTORY_INDEX][rows], return_inverse=True, return_counts=True)
     rows = rows[count[place] > 1]
     if len(rows) == 0:

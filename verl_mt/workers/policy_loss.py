@@ -6,16 +6,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_mt.algorithms.corrections import effective_sample_size, importance_weights, truncate
 from verl_mt.algorithms.covariance import clip_cov_loss, kl_cov_loss
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.losses import cispo_loss, gpg_loss, gspo_loss, ppo_clip_loss, sapo_loss
-from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
+from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.policy_loss import PolicyLossOptions, read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers.mini_batch import MiniBatch
+from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.update_metrics import UpdateMetrics
 
 
@@ -26,6 +26,7 @@ def policy_loss(
     mini: MiniBatch,
     old_BT: Tensor,
     metrics: UpdateMetrics,
+    correction: RolloutCorrection | None = None,
 ) -> Tensor:
     """The loss that is differentiated.
 
@@ -36,6 +37,7 @@ def policy_loss(
         mini: these rows' part of what was taken over the whole mini-batch.
         old_BT: log-probs that ratios are taken to; NaN = the current ones, detached.
         metrics: collects the terms.
+        correction: against a sampler that is not quite the policy; what it decides over a whole batch is in `micro`.
 
     Returns:
         A scalar with gradient.
@@ -46,8 +48,8 @@ def policy_loss(
     weights_BT, advantages_BT = mini.weights_BT, micro[columns.ADVANTAGES]
     sampled_BT = micro[columns.LOSS_MASK] & micro[columns.SAMPLED]
     loss_BT, numbers = token_losses(config, log_probs_BT, old_BT, advantages_BT, sampled_BT, mini)
-    if config.tis_clip is not None:
-        loss_BT = loss_BT * _drift_weights(old_BT, micro, sampled_BT, config.tis_clip, numbers)
+    if correction is not None:
+        loss_BT = _corrected(loss_BT, correction, log_probs_BT.detach(), old_BT, micro, mini, numbers)
     given_BT = micro[columns.LOSS_MASK] & ~micro[columns.SAMPLED]
     if given_BT.any():
         # Tokens that nobody sampled are trained on request, each for itself; they stay out of ratios and metrics.
@@ -124,13 +126,19 @@ def _loss_of_tokens(
     return ppo_clip_loss(*arguments, clip_low=low, clip_high=high, clip_c=config.clip_ratio_c)
 
 
-def _drift_weights(
-    old_BT: Tensor, micro: TensorDict, sampled_BT: Tensor, upper: float, numbers: dict[str, Tensor]
+def _corrected(
+    loss_BT: Tensor,
+    correction: RolloutCorrection,
+    log_probs_BT: Tensor,
+    old_BT: Tensor,
+    micro: TensorDict,
+    mini: MiniBatch,
+    numbers: dict[str, Tensor],
 ) -> Tensor:
-    """Truncated pi_old / pi_rollout where the sampler gave log-probs, 1 elsewhere."""
-    known_BT = sampled_BT & micro[columns.HAS_LOG_PROBS].unsqueeze(1)
-    raw_BT = importance_weights(old_BT, micro[columns.ROLLOUT_LOG_PROBS], known_BT)
-    numbers["tis_weight"] = masked_mean(truncate(raw_BT, upper), known_BT)
-    numbers["tis_clipfrac"] = masked_mean((raw_BT > upper).to(raw_BT.dtype), known_BT)
-    numbers["tis_ess"] = effective_sample_size(raw_BT, known_BT)
-    return torch.where(known_BT, truncate(raw_BT, upper), torch.ones_like(raw_BT))
+    """The token losses times their factors, without those of tokens that are left out."""
+    decided = columns.CORRECTION in micro.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
+    factor_BT = micro[columns.CORRECTION] if decided else correction.factors(old_BT, micro)
+    kept_BT = correction.unlearns(log_probs_BT, micro, mini.drift_B, numbers)
+    if kept_BT is not None:
+        factor_BT = masked_fill_zero(factor_BT, kept_BT)
+    return loss_BT * factor_BT

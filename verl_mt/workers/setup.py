@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from verl_mt.config.rollout_correction import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
@@ -18,6 +20,7 @@ from verl_mt.plugins import import_plugins
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ShardedPolicy
 
 
@@ -49,6 +52,8 @@ class WorkerSetup:
     device: str
     seed: int
     placement: Placement
+    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
+    """`algorithm.rollout_correction`."""
 
 
 def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker, RefWorker | None]:
@@ -79,6 +84,8 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         norm_constant=config.rollout.response_length,
         seed=setup.seed,
     )
+    if setup.rollout_correction:
+        actor.correction = RolloutCorrection(read_rollout_correction(setup.rollout_correction))
     if not config.actor.use_kl_loss:
         return actor, None
     if lora is not None:

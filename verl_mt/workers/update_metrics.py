@@ -34,16 +34,16 @@ class UpdateMetrics:
         self._sums[name].append(value.detach())
 
     def add_token_means(self, means: dict[str, Tensor], num_tokens: Tensor) -> None:
-        """Means over a micro-batch's tokens."""
+        """Means over a micro-batch's tokens; a name without a slash is `actor/`'s."""
         self._token_counts.append(num_tokens)
         for name, mean in means.items():
-            self._token_sums[f"actor/{name}"].append(mean.detach() * num_tokens)
+            self._token_sums[name if "/" in name else f"actor/{name}"].append(mean.detach() * num_tokens)
 
     def log_prob_difference(self, batch: TensorDict) -> None:
         """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
 
-        |difference| of the log-probs, the k3 estimate of KL(sampler || policy), quantiles of the ratio policy to
-        sampler, and the effective sample size of these ratios, as a share.
+        |difference| of the log-probs, the k1 and k3 estimates of KL(sampler || policy), quantiles of the ratio policy
+        to sampler, and the effective sample size of these ratios, as a share.
         """
         own = batch[columns.OLD_LOG_PROBS]
         both = batch[columns.SAMPLED] & batch[columns.LOSS_MASK] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
@@ -56,10 +56,17 @@ class UpdateMetrics:
                 "rollout/logprob_diff_max": log_ratio.abs().max().item(),
                 "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
                 "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+                "rollout/sampler_kl_k1": -log_ratio.mean().item(),
                 "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
+                "rollout/ratio_p50": ordered[round(0.5 * (len(ordered) - 1))].item(),
                 "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
+                "rollout/ratio_max": ordered[-1].item(),
                 "rollout/ratio_ess": effective_sample_size(ratio, torch.ones_like(ratio)).item(),
             }
+
+    def add_final(self, numbers: dict[str, float]) -> None:
+        """Numbers of the whole batch, the same on every rank."""
+        self._difference |= numbers
 
     def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
         """Sums are means over the mini-batches that were run; token means are over their tokens; both over all ranks.

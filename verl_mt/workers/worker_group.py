@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,7 @@ def build_worker_group(
     device: str | torch.device = "cpu",
     seed: int = 0,
     placement: Placement | str = _INLINE,
+    rollout_correction: Mapping[str, Any] | None = None,
 ) -> WorkerGroup:
     """Load the policy and put the workers around it.
 
@@ -194,6 +195,7 @@ def build_worker_group(
         device: where the workers compute: cpu, cuda, or auto = cuda if it is there.
         seed: of the shuffling between mini-batches.
         placement: in this process, or on Ray; a bare word means one worker.
+        rollout_correction: `algorithm.rollout_correction`; None = nothing is corrected.
 
     Raises:
         ConfigError: a placement, model or device that cannot be had.
@@ -203,7 +205,7 @@ def build_worker_group(
         require_peft()
     if isinstance(placement, str):
         placement = Placement(kind=placement)
-    setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement)
+    setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement, rollout_correction or {})
     if placement.kind == "ray":
         # Imported here: who trains in one process does not load Ray.
         from verl_mt.workers.ray_group import RayWorkerGroup

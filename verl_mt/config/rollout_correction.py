@@ -1,0 +1,168 @@
+"""What `algorithm.rollout_correction` may hold: weights and masks against a sampler that is not quite the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from verl_mt.config.knob import Section, check_knob, knob
+from verl_mt.errors import ConfigError
+from verl_mt.plugins import suggest
+
+KEY = "algorithm.rollout_correction"
+
+LEVELS = ("token", "sequence", "geometric")
+_BOUNDED_BY_RATIO = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_REJECTIONS = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+
+
+@dataclass
+class RolloutCorrectionOptions(Section):
+    """The mapping with its defaults. With none of its switches given nothing is corrected; a step's metrics say how
+    far the sampler is all the same."""
+
+    rollout_is: str | None = knob(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
+    rollout_is_threshold: float = knob(2.0, "Larger weights are cut to it.", min=1e-6)
+    rollout_is_threshold_lower: float = knob(0.0, "Smaller weights are raised to it.", min=0)
+    rollout_is_batch_normalize: bool = knob(False, "Divide the weights by their mean over the batch's tokens.")
+    rollout_rs: str | None = knob(
+        None, "What is left out of the loss; null = nothing.", choices=(None, *LEVELS, *_REJECTIONS)
+    )
+    rollout_rs_threshold: Any = knob(None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.")
+    rollout_rs_threshold_lower: float | None = knob(None, "Lower bound of a ratio; null = 1 / upper.", min=0)
+    rollout_token_veto_threshold: float | None = knob(
+        None, "A trajectory with a token whose ratio is below is left out; null = off.", min=1e-20, below=1
+    )
+    off_policy_sequence_mask_delta: float | None = knob(
+        None, "Trajectories this far (nats per token) from the sampler unlearn nothing; null = off.", min=0
+    )
+
+    @property
+    def corrects(self) -> bool:
+        """A decision is taken from the trainer's log-probs before the first update."""
+        return not (self.rollout_is is self.rollout_rs is self.rollout_token_veto_threshold is None)
+
+    @property
+    def of_batch(self) -> bool:
+        """Such a decision looks at more than its own token, so that it is taken over the whole batch at once."""
+        more = self.rollout_is in ("sequence", "geometric") or self.rollout_is_batch_normalize
+        return more or self.rejection not in (None, "token") or self.rollout_token_veto_threshold is not None
+
+    @property
+    def rejection(self) -> str | None:
+        """What a rejection looks at: token, seq_sum, seq_mean or seq_max."""
+        return None if self.rollout_rs is None else self._rejection().rpartition("_")[0]
+
+    @property
+    def estimator(self) -> str:
+        """By which estimator it measures: k1 (the ratio itself, with two bounds), k2 or k3."""
+        return self._rejection().rpartition("_")[2]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(lower, upper) of a rejection; the lower one is 0 and unused with k2 and k3."""
+        lower, upper = self.rollout_rs_threshold_lower, self.rollout_rs_threshold
+        if isinstance(upper, str):
+            lower, upper = (float(part) for part in upper.split("_"))
+        upper = self.rollout_is_threshold if upper is None else float(upper)
+        if self.estimator != "k1":
+            return 0.0, upper
+        return (1.0 / upper if lower is None else lower), upper
+
+    def _rejection(self) -> str:
+        return _BOUNDED_BY_RATIO.get(self.rollout_rs or "token", self.rollout_rs or "token_k1")
+
+
+def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOptions:
+    """The mapping of a configuration, checked.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be, or a number whose switch is off.
+    """
+    known = {item.name: item for item in fields(RolloutCorrectionOptions)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{KEY}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
+        check_knob(f"{KEY}.{name}", value, known[name].metadata)
+        _check_type(name, value)
+    options = RolloutCorrectionOptions(**given)
+    for problem in _problems(given, options):
+        raise ConfigError(problem)
+    return options
+
+
+def _check_type(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    key = f"{KEY}.{name}"
+    if name in ("rollout_is", "rollout_rs"):
+        return
+    if name == "rollout_is_batch_normalize":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}: got {value!r}, expected true or false")
+    elif name == "rollout_rs_threshold" and isinstance(value, str):
+        try:
+            lower, upper = (float(part) for part in value.split("_"))
+        except ValueError:
+            raise ConfigError(f"{key}: got {value!r}, expected a number, or two as lower_upper (0.5_2.0)") from None
+        if not 0 <= lower < upper:
+            raise ConfigError(f"{key}: got {value!r}; the lower bound must be at least 0 and below the upper one")
+    elif not number and not (value is None and name not in ("rollout_is_threshold", "rollout_is_threshold_lower")):
+        raise ConfigError(f"{key}: got {value!r}, expected a number")
+
+
+def _problems(given: Mapping[str, Any], options: RolloutCorrectionOptions) -> list[str]:
+    """Numbers that nothing reads, and bounds that leave nothing between them."""
+    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
+    found = []
+    reads = {
+        "rollout_is_threshold": options.rollout_is is not None or options.rollout_rs is not None,
+        "rollout_is_threshold_lower": options.rollout_is is not None,
+        "rollout_is_batch_normalize": options.rollout_is is not None,
+        "rollout_rs_threshold": options.rollout_rs is not None,
+        "rollout_rs_threshold_lower": options.rollout_rs is not None,
+    }
+    for name, read in reads.items():
+        if name in wanted and not read:
+            switch = "rollout_rs" if name.startswith("rollout_rs") else "rollout_is"
+            found.append(
+                f"{KEY}.{name} is {given[name]}, but {switch} is null, so nothing reads it: set {switch} (token, "
+                "sequence or geometric), or leave it out"
+            )
+    lower, upper = options.rollout_is_threshold_lower, options.rollout_is_threshold
+    if options.rollout_is is not None and not (lower <= 1 <= upper and lower < upper):
+        found.append(
+            f"{KEY}: weights are bounded to [{lower:g}, {upper:g}] (rollout_is_threshold_lower, rollout_is_threshold), "
+            "which leaves out 1, where trainer and sampler agree: the upper one must be at least 1 (2 is usual), the "
+            "lower one at most 1"
+        )
+    return found or list(_rejection_problems(wanted, options))
+
+
+def _rejection_problems(wanted: Mapping[str, Any], options: RolloutCorrectionOptions) -> list[str]:
+    if options.rollout_rs is None:
+        return []
+    upper = wanted.get("rollout_rs_threshold", options.rollout_is_threshold)
+    if isinstance(upper, str) and "rollout_rs_threshold_lower" in wanted:
+        return [
+            f"{KEY}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
+        ]
+    if options.estimator != "k1":
+        if isinstance(upper, str) or "rollout_rs_threshold_lower" in wanted:
+            return [
+                f"{KEY}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
+            ]
+        return [] if upper > 0 else [f"{KEY}.rollout_rs_threshold is {upper}: it would reject everything"]
+    if not isinstance(upper, str) and upper <= 0:
+        return [f"{KEY}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"]
+    lower, upper = options.bounds
+    if lower >= upper or not lower <= 1 <= upper:
+        return [
+            f"{KEY}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, where "
+            "trainer and sampler agree: the lower bound (rollout_rs_threshold_lower, else 1 / upper) must be at most 1 "
+            "and the upper one (rollout_rs_threshold, else rollout_is_threshold) at least 1"
+        ]
+    return []
