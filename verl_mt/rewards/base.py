@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
-from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
+from verl_mt.rewards import arithmetic, exact_match, gsm8k, llm_judge, math_answer
 from verl_mt.rewards.adapters import ORM, adapt
 from verl_mt.rewards.contract import (
     Reward,
@@ -41,6 +41,7 @@ rewards: Registry[Any] = Registry(
         "accuracy": math_answer.MathAccuracy,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
+        "llm_judge": llm_judge.LLMJudge,
     },
 )
 orms = rewards

@@ -127,7 +127,9 @@ class RolloutRunner:
     ) -> list[Trajectory]:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
         blank, session_id, engine, order = trajectory, trajectory.trajectory_id, context.engine, place.sample
+        arrived = time.monotonic()
         await gate.enter(order, lambda: engine.open_session(session_id, order))
+        waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
             for attempt in range(self.max_retries + 1):
                 trajectory = replace(
@@ -139,7 +141,7 @@ class RolloutRunner:
                     tool_rewards={},
                     turn_scores=[],
                     counters={},
-                    time_spans=[],
+                    time_spans=list(waited),
                     info={},
                     media={},
                 )
@@ -235,7 +237,7 @@ class RolloutRunner:
         for trajectory, outcome in zip(scored, outcomes):
             trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))
             if isinstance(outcome, RewardFailure):
-                if outcome.kind == "timeout" and self.context.deterministic:
+                if outcome.kind in ("timeout", "unavailable") and self.context.deterministic:
                     raise deadline_error(trajectory, "reward.timeout_s")
                 lost = outcome.kind == "unavailable"
                 trajectory.stop_reason = StopReason.REWARD_UNAVAILABLE if lost else StopReason.ERROR
@@ -261,7 +263,7 @@ class RolloutRunner:
             "token_cost": self.token_cost * trajectory.num_sampled_tokens,
         }
         charged = {"turn_cost": self.turn_cost, "token_cost": self.token_cost}
-        return {name: -cost for name, cost in costs.items() if charged[name]}
+        return {name: 0.0 - cost for name, cost in costs.items() if charged[name]}
 
     def _reward_input(self, trajectory: Trajectory, prompt: Prompt) -> RewardInput:
         item = _reward_input(trajectory, prompt)
