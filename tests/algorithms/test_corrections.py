@@ -44,6 +44,33 @@ def test_tokens_outside_of_the_bounds_are_masked():
     assert c.inside(raw, MASK, 0.5, 2.0).int().tolist() == [[1, 0, 1, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("over", "estimator", "bounds", "kept"),
+    [
+        ("token", "k1", (0.5, 2.0), [[0, 1, 0], [1, 1, 0]]),
+        ("seq_mean", "k3", (0.0, 0.1), [[0, 0, 0], [1, 1, 0]]),
+        ("seq_sum", "k1", (0.9, 1.1), [[1, 1, 1], [0, 0, 0]]),
+        ("seq_mean", "k1", (0.95, 1.2), [[1, 1, 1], [1, 1, 0]]),
+        ("seq_max", "k2", (0.0, 0.4), [[0, 0, 0], [1, 1, 0]]),
+    ],
+)
+def test_pinned_rejections(over, estimator, bounds, kept):
+    train, mask = torch.tensor([[1.0, 0.0, -1.0], [0.1, 0.1, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    values = c.divergences(train, torch.zeros(2, 3), mask, over=over, estimator=estimator)
+    got = c.within(values, mask, estimator=estimator, lower=bounds[0], upper=bounds[1])
+    assert got.int().tolist() == kept
+
+
+def test_icepop_keeps_the_ratio_inside_and_drops_what_is_outside():
+    raw = c.importance_weights(TRAIN, ROLLOUT, MASK)
+    close(c.truncate(raw, 2.0) * c.inside(raw, MASK, 0.5, 2.0), [1.0, 0.0, 0.606531, 0.0, 0.0])
+
+
+def test_weights_between_two_bounds():
+    raw = c.importance_weights(TRAIN, ROLLOUT, MASK)
+    close(c.truncate(raw, 2.0, 0.5) * MASK, [1.0, 2.0, 0.606531, 0.0, 0.5])
+
+
 def test_one_hopeless_token_vetoes_its_sequence():
     assert c.veto(TRAIN, ROLLOUT, MASK, 1e-4).int().tolist() == MASK.tolist()
     rollout = ROLLOUT.clone()

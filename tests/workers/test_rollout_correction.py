@@ -1,0 +1,263 @@
+"""Weights and masks against a sampler that drifts: the formulas with loops, and what no split may change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from actor_toys import REWARDS, make_batch, tiny_policy
+from sharded_jobs import one_update
+from test_policy_loss import drifted, drifting, flat
+from test_split_records import conversation, split_at
+
+from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.data import batch as col
+from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.workers.micro_batch import compute_log_probs
+from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.rollout_correction import RolloutCorrection
+
+OPTIONS = {
+    "token weights": {"rollout_is": "token"},
+    "token weights between bounds": {"rollout_is": "token", "rollout_is_threshold_lower": 0.8},
+    "product": {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
+    "geometric mean": {"rollout_is": "geometric"},
+    "normalised": {"rollout_is": "token", "rollout_is_batch_normalize": True},
+    "normalised product": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "icepop": {"rollout_is": "token", "rollout_rs": "token", "rollout_rs_threshold": 1.3},
+    "token k3": {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.05},
+    "rejected product": {"rollout_rs": "sequence", "rollout_rs_threshold": 2.5},
+    "rejected mean": {"rollout_rs": "geometric", "rollout_rs_threshold": "0.9_1.2"},
+    "rejected mean k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.08},
+    "rejected largest k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.3},
+    "veto": {"rollout_token_veto_threshold": 0.5},
+    "all of it": {
+        "rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_rs": "geometric",
+        "rollout_rs_threshold": 1.3, "rollout_token_veto_threshold": 0.3,
+    },
+}  # fmt: skip
+
+SOME = ("token weights", "normalised product", "rejected mean", "all of it")
+
+
+def correction(name: str) -> RolloutCorrection:
+    return RolloutCorrection(read_rollout_correction(OPTIONS[name]))
+
+
+def own_log_probs(batch, temperature=1.0):
+    rows = torch.arange(len(batch))
+    return compute_log_probs(tiny_policy(), batch, rows, temperature=temperature, max_tokens=9999)
+
+
+def slow_factors(given: dict, train, batch) -> list[list[float]]:
+    """Straight from the formulas, token by token; a sequence is a trajectory."""
+    places = [
+        (b, t)
+        for b in range(len(batch))
+        for t in range(train.shape[1])
+        if batch[col.SAMPLED][b, t] and batch[col.LOSS_MASK][b, t] and batch[col.HAS_LOG_PROBS][b]
+    ]
+    d = {(b, t): (train[b, t] - batch[col.ROLLOUT_LOG_PROBS][b, t]).item() for b, t in places}
+    owner = batch[col.TRAJECTORY_INDEX].tolist()
+    of = {p: [d[q] for q in places if owner[q[0]] == owner[p[0]]] for p in places}
+    weights = {}
+    for p in places:
+        level = given.get("rollout_is")
+        exponent = {"token": d[p], "sequence": sum(of[p]), "geometric": sum(of[p]) / len(of[p])}.get(level, 0.0)
+        upper, lower = given.get("rollout_is_threshold", 2.0), given.get("rollout_is_threshold_lower", 0.0)
+        weights[p] = max(lower, min(upper, math.exp(exponent))) if level else 1.0
+    if given.get("rollout_is_batch_normalize"):
+        mean = sum(weights.values()) / len(weights)
+        weights = {p: w / mean for p, w in weights.items()}
+    for p in places:
+        if not _stays(given, d[p], of[p]):
+            weights[p] = 0.0
+    return [[weights.get((b, t), 1.0) for t in range(train.shape[1])] for b in range(len(batch))]
+
+
+def _stays(given: dict, own: float, sequence: list[float]) -> bool:
+    if any(math.exp(x) < given.get("rollout_token_veto_threshold", 0.0) for x in sequence):
+        return False
+    kind = given.get("rollout_rs")
+    if kind is None:
+        return True
+    short = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    over, _, estimator = short.get(kind, kind).rpartition("_")
+    measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[estimator]
+    values = [measure(x) for x in sequence]
+    value = {"token": measure(own), "seq_sum": sum(values), "seq_mean": sum(values) / len(values)}
+    found = max(values) if over == "seq_max" else value[over]
+    bound = given.get("rollout_rs_threshold", given.get("rollout_is_threshold", 2.0))
+    if estimator != "k1":
+        return found <= bound
+    lower, upper = map(float, bound.split("_")) if isinstance(bound, str) else (1 / bound, bound)
+    return lower <= math.exp(found) <= upper
+
+
+@pytest.mark.cap("C65")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_factors_are_those_of_the_formulas_written_out(name):
+    batch = drifting(2)
+    train = own_log_probs(batch)
+    batch[col.HAS_LOG_PROBS][3] = False
+    found = correction(name).factors(train, batch)
+    expected = slow_factors(OPTIONS[name], train, batch)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    touched = found[batch[col.LOSS_MASK]]
+    assert int((touched != 1).sum()) > 0 and bool((touched != 0).any()), "it does something, and not to everything"
+
+
+@pytest.mark.parametrize("name", [*SOME, "icepop"])
+def test_a_gradient_is_that_of_the_weighted_losses_over_the_denominators_of_all_tokens(name):
+    """At ratio 1 a token's gradient is weight x advantage x d log p: factors may as well be on the advantages."""
+    batch = drifting(2)
+    got = one_update(ALONE, batch.clone(), grad_clip=0.0, correction=OPTIONS[name])
+    by_hand = batch.clone()
+    by_hand[col.ADVANTAGES] = batch[col.ADVANTAGES] * correction(name).factors(own_log_probs(batch), batch)
+    expected = one_update(ALONE, by_hand, grad_clip=0.0)
+    assert flat(expected).norm() > 0
+    torch.testing.assert_close(flat(got), flat(expected), rtol=1e-4, atol=1e-6)
+    assert got["metrics"]["actor/ppo_kl"] == 0.0, "on-policy the ratio stays exactly 1"
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_no_split_into_micro_batches_and_no_order_of_rows_changes_a_decision(name):
+    batch = drifting(2)
+    kwargs = {"grad_clip": 0.0, "correction": OPTIONS[name]}
+    whole = one_update(ALONE, batch.clone(), **kwargs)
+    single = one_update(ALONE, batch.clone(), ppo_micro_batch_size=1, **kwargs)
+    torch.testing.assert_close(flat(single), flat(whole), rtol=1e-4, atol=1e-6)
+    backwards = batch[torch.arange(len(batch) - 1, -1, -1)]
+    torch.testing.assert_close(flat(one_update(ALONE, backwards, **kwargs)), flat(whole), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_no_split_into_mini_batches_changes_a_decision(name):
+    batch = drifting(2)
+    kwargs = {"grad_clip": 0.0, "correction": OPTIONS[name], "lr": 0.0, "loss_agg_mode": "seq-mean-token-sum"}
+    whole = one_update(ALONE, batch.clone(), **kwargs)
+    small = one_update(ALONE, batch.clone(), ppo_mini_batch_size=1, **kwargs)
+    sizes = torch.tensor([float(len(group)) for group in REWARDS])  # trajectories that each prompt's mean is over
+    order = torch.randperm(len(REWARDS), generator=torch.Generator().manual_seed(0))  # as the worker shuffles
+    gradients = [torch.cat([g.flatten() for g in grads.values()]) for grads in small["gradients"]]
+    total = sum(g * size for g, size in zip(gradients, sizes[order])) / sizes.sum()
+    torch.testing.assert_close(total, flat(whole), rtol=1e-3, atol=1e-5)
+    numbers = {k: v for k, v in whole["metrics"].items() if "rollout_corr" in k}
+    assert {k: small["metrics"][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["token weights", "normalised product", "all of it"])
+def test_ranks_decide_alike(ranks, name):
+    batch = drifting(2)
+    kwargs = {"grad_clip": 0.0, "correction": OPTIONS[name] | {"off_policy_sequence_mask_delta": 0.05}}
+    expected = one_update(ALONE, batch.clone(), **kwargs)
+    for got in ranks(2)(one_update, batch, **kwargs):
+        torch.testing.assert_close(flat(got), flat(expected), rtol=1e-4, atol=1e-6)
+        for key, value in expected["metrics"].items():
+            if "rollout_corr" in key:
+                assert got["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def conversations(turns: set[int]):
+    """Two trajectories, the first of which became several records before the turns named."""
+    record = conversation([(3, 2), (2, 1), (4, 2)], prompt=4, seed=1)
+    other = conversation([(2, 2), (3, 0)], prompt=4, seed=2)
+    generator = torch.Generator().manual_seed(5)
+    for made in (record, other):
+        for place, sampled in enumerate(made.sampled):
+            if sampled:
+                made.rollout_log_probs[place] = -3.0 + torch.randn((), generator=generator).item()
+    finished = StopReason.FINISHED
+    batch = col.build_batch(
+        [
+            Trajectory("a", "p", "p", "a", records=split_at(record, turns), reward=0.0, stop_reason=finished),
+            Trajectory("b", "p", "p", "b", records=[other], reward=1.0, stop_reason=finished),
+        ],
+        pad_token_id=0,
+    )
+    batch[col.ADVANTAGES] = col.expand_to_tokens(batch, torch.tensor([-1.0, 1.0]))
+    return batch
+
+
+@pytest.mark.parametrize("name", [*SOME, "veto", "unlearn"])
+def test_a_trajectory_is_one_sequence_however_many_records_it_became(name):
+    given = OPTIONS.get(name) or {"off_policy_sequence_mask_delta": 0.1}
+    found = []
+    for turns in (set(), {2}, {2, 3}):
+        batch = conversations(turns)
+        kwargs = {"grad_clip": 0.0, "correction": given, "ppo_micro_batch_size": 1}
+        found.append(one_update(ALONE, batch, **kwargs))
+    for split in found[1:]:
+        if found[0]["gradients"]:
+            torch.testing.assert_close(flat(split), flat(found[0]), rtol=1e-4, atol=1e-6)
+        else:
+            assert not split["gradients"]
+        numbers = {k: v for k, v in found[0]["metrics"].items() if "rollout_corr" in k}
+        assert numbers
+        assert {k: split["metrics"][k] for k in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+
+
+def test_a_drifted_trajectory_unlearns_nothing_and_still_learns():
+    batch = drifted(-1.0)  # the sampler liked every token more than the policy does, by 1 nat
+    kwargs = {"grad_clip": 0.0, "use_sampler_log_probs": "always"}
+    plain = one_update(ALONE, batch.clone(), **kwargs)
+    same = one_update(ALONE, batch.clone(), correction={"off_policy_sequence_mask_delta": 1.1}, **kwargs)
+    torch.testing.assert_close(flat(same), flat(plain))
+    positive = batch.clone()
+    positive[col.ADVANTAGES] = batch[col.ADVANTAGES].clamp(min=0)
+    got = one_update(ALONE, batch.clone(), correction={"off_policy_sequence_mask_delta": 0.9}, **kwargs)
+    expected = one_update(ALONE, positive, skip_zero_advantage=False, **kwargs)
+    torch.testing.assert_close(flat(got), flat(expected), rtol=1e-4, atol=1e-6)
+    sampled = batch[col.LOSS_MASK] & batch[col.SAMPLED]
+    share = ((batch[col.ADVANTAGES] < 0) & sampled).sum() / sampled.sum()
+    assert got["metrics"]["rollout_corr/off_policy_sequence_masked_fraction"] == pytest.approx(share.item(), rel=1e-5)
+
+
+def test_what_was_decided_is_in_the_metrics():
+    batch = drifted(1.0)
+    batch[col.ROLLOUT_LOG_PROBS][0] += 3.0  # one row's ratio is e^-2
+    given = {"rollout_is": "token", "rollout_rs": "token", "rollout_token_veto_threshold": 0.2}
+    metrics = one_update(ALONE, batch, correction=given)["metrics"]
+    first = int(batch[col.SAMPLED][0].sum())
+    every = int(batch[col.SAMPLED].sum())
+    expected = {
+        "rollout_is_mean": (2.0 * (every - first) + math.exp(-2) * first) / every,
+        "rollout_is_min": math.exp(-2),
+        "rollout_is_max": 2.0,
+        "rollout_is_cut_fraction": (every - first) / every,
+        "rollout_rs_masked_fraction": 1.0,
+        "rollout_rs_seq_masked_fraction": 1.0,
+        "rollout_is_veto_fraction": 1 / len(batch),
+    }
+    assert {k: metrics[f"rollout_corr/{k}"] for k in expected} == pytest.approx(expected, rel=1e-4)
+    assert 0 < metrics["rollout_corr/rollout_is_eff_sample_size"] < 1
+
+
+def test_when_everything_is_rejected_nothing_moves():
+    batch = drifted(3.0)
+    done = one_update(ALONE, batch, correction={"rollout_rs": "token"}, grad_clip=0.0)
+    assert done["metrics"]["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert flat(done).norm() == 0.0 and done["metrics"]["actor/pg_loss"] == 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_with_equal_policies_every_weight_is_one_at_any_temperature(temperature):
+    """Both sides' log-probs are of logits / temperature: an exact sampler is never corrected."""
+    batch = make_batch(REWARDS)
+    exact = own_log_probs(batch, temperature)
+    cold = own_log_probs(batch)
+    batch[col.ROLLOUT_LOG_PROBS] = torch.where(batch[col.SAMPLED], torch.nan_to_num(exact), 0.0)
+    corrector = correction("token weights")
+    torch.testing.assert_close(corrector.factors(exact, batch), torch.ones_like(exact))
+    assert torch.equal(corrector.factors(cold, batch), torch.ones_like(cold)) == (temperature == 1.0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+@pytest.mark.parametrize("minis", [None, 1])
+def test_the_difference_to_the_sampler_is_reported_in_every_mode(mode, minis):
+    batch = drifted(0.5)
+    metrics = one_update(ALONE, batch, use_sampler_log_probs=mode, ppo_mini_batch_size=minis, lr=0.0)["metrics"]
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.5, rel=1e-3)
+    assert metrics["rollout/ratio_p50"] == pytest.approx(math.exp(0.5), rel=1e-3)
