@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_mt.modeling import head_log_probs, shared_prefix
 from verl_mt.modeling import log_probs as module_under_test
-from verl_mt.modeling import shared_prefix
 from verl_mt.modeling.log_probs import forward_log_probs, position_ids
 
 VOCAB = 61
@@ -179,7 +179,8 @@ def test_pieces_of_the_head_change_neither_values_nor_gradients(monkeypatch):
     ids, mask, wanted = random_batch(4)
     coefficients = torch.randn(ids.shape, dtype=torch.float64)
     whole = gradients(model, ids, mask, wanted, coefficients)
-    monkeypatch.setattr(module_under_test, "_MAX_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(head_log_probs, "LOGITS_AT_ONCE", 3 * VOCAB)
+    monkeypatch.setattr(head_log_probs, "TILE", {"cpu": 2 * VOCAB, "cuda": 2 * VOCAB})
     for a, b in zip(whole, gradients(model, ids, mask, wanted, coefficients)):
         torch.testing.assert_close(a, b)
 

@@ -4,8 +4,8 @@ Convention (engines and trainer): position t holds log p(token t | tokens < t) =
 over the full vocabulary, in float32; T = 0 counts as 1. Shape suffixes: `B` rows, `T` tokens, `N` wanted tokens,
 `H` hidden size, `V` vocabulary.
 
-The language-model head runs only where a log-prob is wanted, and a prefix that rows share runs only once
-(`shared_prefix.py`).
+The language-model head runs only where a log-prob is wanted, never on more than a few logits at once
+(`head_log_probs.py`), and a prefix that rows share runs only once (`shared_prefix.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from verl_mt.data.batch import RowMedia
+from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.media import has_placeholders, media_arguments
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
-
-_MAX_LOGITS = 2**26
-"""Logits alive at once; more wanted tokens are done in pieces, recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,14 @@ def forward_log_probs(
         hidden_NH, head = _with_media(model, ids, mask, seen, index)
     else:
         hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)
-    flags = (with_entropy, with_entropy and entropy_grad)
-    log_probs_N, entropy_N = _score(head, hidden_NH, input_ids_BT[row_N, position_N], temperature or 1.0, flags)
+    log_probs_N, entropy_N = head_log_probs(
+        head,
+        hidden_NH,
+        input_ids_BT[row_N, position_N],
+        temperature=temperature or 1.0,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+    )
 
     def scatter(values_N: Tensor) -> Tensor:
         return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT.bool(), values_N)
@@ -131,42 +134,6 @@ def _with_media(
     if not _has_plain_head(model):
         return model(**inputs).logits[index], nn.Identity()
     return model.base_model(**inputs).last_hidden_state[index], model.get_output_embeddings()
-
-
-def _score(
-    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of all wanted tokens, in pieces of at most `_MAX_LOGITS` logits."""
-    vocab = hidden_NH.shape[1] if isinstance(head, nn.Identity) else len(head.weight)  # type: ignore[arg-type]
-    size = max(1, _MAX_LOGITS // vocab)
-    if len(targets_N) <= size:
-        return _score_piece(head, hidden_NH, targets_N, temperature, entropy)
-    pieces: list[Any] = []
-    for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size)):
-        arguments = (head, hidden, targets, temperature, entropy)
-        pieces.append(
-            checkpoint(_score_piece, *arguments, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else _score_piece(*arguments)
-        )
-    log_probs_N = torch.cat([piece[0] for piece in pieces])
-    return log_probs_N, torch.cat([piece[1] for piece in pieces]) if entropy[0] else None
-
-
-def _score_piece(
-    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
-) -> tuple[Tensor, Tensor | None]:
-    logits_NV = head(hidden_NH)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    all_NV = logits_NV.log_softmax(-1)
-    log_probs_N = all_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
-    wanted, with_grad = entropy
-    if not wanted:
-        return log_probs_N, None
-    source_NV = all_NV if with_grad else all_NV.detach()
-    return log_probs_N, -(source_NV.exp() * source_NV).sum(-1)
 
 
 def _decoder(model: Any) -> Any:
