@@ -29,6 +29,8 @@ class Capabilities:
     """False: it yields text only, and the chat room's delta method finds the ids."""
     media: frozenset[str] = frozenset()
     """What it takes beside ids: `images`, `videos`."""
+    lock_step: bool = False
+    """While one open session does not wait for the engine, nobody's next token is sampled."""
     frees_memory: bool = False
     """`release_memory` frees device memory worth having while training runs. After `resume_memory` such an engine has
     no weights until the next `apply`."""

@@ -7,6 +7,7 @@ soon as something is asked for (the default) and gives the same trajectories; wh
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
@@ -22,7 +23,7 @@ class LockStepEngine(InferenceEngine):
 
     def __init__(self, engine: InferenceEngine):
         self.engine = engine
-        self.capabilities = engine.capabilities
+        self.capabilities = replace(engine.capabilities, lock_step=True)
         self._open: set[str] = set()
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]] = []
         self._batch: asyncio.Task[None] | None = None

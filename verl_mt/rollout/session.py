@@ -153,8 +153,9 @@ class RolloutSession(Ledger):
             parsed = ParsedTurn(content=text)
         self.trajectory.turn_texts.append(text)
         message = self._add_message(text, parsed)
-        self.count("cached_tokens", output.cached_tokens)
-        self.count("input_tokens", start)
+        for name, amount in (("cached_tokens", output.cached_tokens), ("input_tokens", start)):
+            self.count(name, amount)
+            self.count(f"{name}/{turn}", amount)
         self.cut_reason = cut_reason if output.finish_reason == "length" else None
         if self.cut_reason is not None and not self.verbatim:
             self.end(self.cut_reason)
@@ -231,10 +232,11 @@ class RolloutSession(Ledger):
         return None if limit is None else limit - (time.monotonic() - self._started_s)
 
     def _time_spans(self, begun: float, output: GenerationOutput, turn: int) -> None:
-        edge = begun
-        timings = output.timings
+        """What the engine cannot have seen (on the way to it and back, in a lock step) counts as waiting."""
+        edge, timings = begun, output.timings
+        unseen = time.monotonic() - begun - timings.queue_s - timings.prefill_s - timings.decode_s
         for phase, seconds in (
-            ("queue", timings.queue_s),
+            ("queue", timings.queue_s + max(0.0, unseen)),
             ("prefill", timings.prefill_s),
             ("decode", timings.decode_s),
         ):

@@ -129,6 +129,8 @@ class PPOTrainer:
             self.sampler.update(groups)
             self.log.rollouts(self.step_number + 1, groups, batch)
         metrics["rollout/tokens_per_s"] = _sampled_tokens(groups) / timing["time/rollout_s"]
+        if self.log.debug is None or not self.log.debug.replays:
+            metrics |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
         return metrics | timing
 
     def validate(self) -> dict[str, float]:

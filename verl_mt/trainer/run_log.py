@@ -18,6 +18,7 @@ from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.straggler import Straggler, closing_words
 from verl_mt.trainer.tracking import JsonLines, Tracker
 
 
@@ -42,6 +43,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._json_lines = json_lines
         self.debug = debug
         self._write_rollouts = write_rollouts
+        self.straggler = Straggler()
         self._carried: dict[str, float] = {}
         self._begun = (time.monotonic(), _cpu_s())
 
@@ -61,7 +63,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Write the numbers of one step."""
         metrics = metrics | self._carried
         self._carried = {}
-        self._json_lines.log(step, metrics)
+        self._json_lines.log(step, {**metrics, **self.straggler.take_words()})
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
@@ -118,7 +120,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Mark the run as over and print the closing summary."""
         self.run.finish()
         wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
-        rows = [*self._before_after(), ("time", f"{wall_s:.0f} s wall, {cpu_s:.0f} s CPU, {step} steps")]
+        rows = [*self._before_after(), *closing_words(self.run.path)]
+        rows.append(("time", f"{wall_s:.0f} s wall, {cpu_s:.0f} s CPU, {step} steps"))
         folder = self.run.path
         rows += [
             (p.name, f"{folder}/{p.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,8 @@ class Tracker(Protocol):
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric depends on the clock: `time/*`, `*_s` and rates per second."""
-    return name.startswith("time/") or name.endswith(("_s", "_per_s"))
+    """Whether a metric depends on the clock: `time/*`, `*_s`, rates per second, the critical path."""
+    return name.startswith(("time/", "critical_path/")) or name.endswith(("_s", "_per_s"))
 
 
 class JsonLines:
@@ -37,7 +38,7 @@ class JsonLines:
             if path.exists():
                 truncate_metrics(path, after_step=-1 if resume_step is None else resume_step)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         if not self._split_timings:
             append_metrics(self._metrics, {"step": step, **metrics})
             return

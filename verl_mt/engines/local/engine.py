@@ -64,7 +64,10 @@ class LocalEngine(InferenceEngine):
                 f"end_token_ids {ends} are not all below the model's vocabulary size {forward.vocab_size}"
             )
         self.capabilities = Capabilities(
-            transports=frozenset({"in_place"}), deterministic=options.deterministic, overlaps_training=False
+            transports=frozenset({"in_place"}),
+            deterministic=options.deterministic,
+            overlaps_training=False,
+            lock_step=options.deterministic,
         )
         self.max_model_len = max_model_len
         self._vocab_size = forward.vocab_size
