@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.critical_path import critical_path
 from verl_mt.diagnostics.prefix_cache import prefix_cache_by_turn
+from verl_mt.diagnostics.step_replay import PHASES
 
 _HOLDER, _TRAJECTORY = "critical_path/holder", "critical_path/trajectory"
+_WORTH_NAMING = 0.05
+"""Share of the run's time that somebody must have held to be called its holder."""
 
 
 class Straggler:
@@ -49,7 +53,7 @@ class Straggler:
 
 
 def closing_words(folder: Path) -> list[tuple[str, str]]:
-    """Rows for the closing summary: what held most of the run's time, and its longest step."""
+    """Rows for the closing summary: what its time went into, what held it, and in which step most."""
     lines: dict[int, dict[str, Any]] = defaultdict(dict)
     for name in ("metrics.jsonl", "timings.jsonl"):
         if (folder / name).exists():
@@ -64,11 +68,13 @@ def closing_words(folder: Path) -> list[tuple[str, str]]:
     most = max(saved, key=lambda what: sum(saved[what]))
     total = sum(line["time/step_s"] for line in held)
     worst = max(held, key=lambda line: line["critical_path/saving_s"])
+    nobody = "" if sum(saved[most]) >= _WORTH_NAMING * total else "nobody for long; most by "
     return [
+        ("rollouts spent", _shares(held)),
         (
             "held by",
-            f"[bold]{most}[/] in {len(saved[most])} of {len(held)} steps: {sum(saved[most]):.1f} s of {total:.1f} s "
-            "would have been saved without the prompt that waited for it",
+            f"{nobody}[bold]{most}[/], in {len(saved[most])} of {len(held)} steps: without the prompt that waited for "
+            f"it, {sum(saved[most]):.1f} s less than {total:.1f} s",
         ),
         (
             "most in one step",
@@ -77,3 +83,10 @@ def closing_words(folder: Path) -> list[tuple[str, str]]:
             f"{worst['time/step_s']:.2f} s",
         ),
     ]
+
+
+def _shares(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the trajectories' time went into, largest first; less than half a percent is left out."""
+    means = {phase: fmean(line.get(f"critical_path/share_{phase}", 0.0) for line in lines) for phase in PHASES}
+    ranked = sorted(means.items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(f"{share:.0%} {phase}" for phase, share in ranked if share >= 0.005)
