@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from verl_mt.data.run_files import (
     SCHEMA_VERSION,
     append_metrics,
+    append_token_texts,
     read_jsonl_tolerant,
+    read_token_texts,
     row_to_trajectory,
     to_json_value,
     trajectory_to_row,
@@ -186,3 +188,12 @@ def test_a_broken_line_in_the_middle_is_an_error_and_an_absent_file_is_none(tmp_
     file.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
     with pytest.raises(DataError, match="line 2"):
         read_jsonl_tolerant(file)
+
+
+def test_token_texts_are_added_up_over_lines_and_a_torn_one_costs_only_itself(tmp_path):
+    assert read_token_texts(tmp_path) == {}
+    append_token_texts(tmp_path, {7: " the", 8: "\n"})
+    with open(tmp_path / "token_texts.jsonl", "ab") as file:
+        file.write(b'{"9": "lo')
+    append_token_texts(tmp_path, {10: "⟨E2 9C⟩"})
+    assert read_token_texts(tmp_path) == {7: " the", 8: "\n", 10: "⟨E2 9C⟩"}

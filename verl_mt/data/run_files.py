@@ -9,6 +9,8 @@ monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per reco
 `old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` and `tools`
 where these were changed after the record.
 NaN and infinities are written as null.
+
+Beside the rows, `token_texts.jsonl` holds the text of every token id that occurs in them: lines of objects, id -> text.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from verl_mt.errors import DataError
 
 SCHEMA_VERSION = 1
 
+_TOKEN_TEXTS = "token_texts.jsonl"
 _TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
@@ -110,6 +113,30 @@ def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
         file.write(_line(metrics))
         file.flush()
         os.fsync(file.fileno())
+
+
+def append_token_texts(folder: str | Path, texts: dict[int, str]) -> None:
+    """Add what token ids look like to a run directory's table; it is on disk when this returns."""
+    path = Path(folder) / _TOKEN_TEXTS
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a killed process left a torn line
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    append_metrics(path, {str(token_id): text for token_id, text in texts.items()})
+
+
+def read_token_texts(folder: str | Path) -> dict[int, str]:
+    """Token id -> its text, of a run directory; torn lines are left out. Empty where there is no table."""
+    path = Path(folder) / _TOKEN_TEXTS
+    if not path.exists():
+        return {}
+    texts: dict[int, str] = {}
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            found = json.loads(line) if line.strip() else {}
+        except ValueError:
+            continue
+        texts |= {int(token_id): text for token_id, text in found.items() if token_id.isdigit()}
+    return texts
 
 
 def truncate_metrics(path: str | Path, after_step: int) -> int:

@@ -6,8 +6,8 @@ import copy
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.chat.token_text import token_text
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
@@ -46,6 +47,7 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import JsonLines, build_trackers, require_trackers
@@ -88,7 +90,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         model = _describe_model(config)
         state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
         resume_step = None if state is None else state["step"]
-        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step, decode=chat.decode)
+        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
@@ -191,7 +193,7 @@ def _build_log(
     tools: ToolSet | None,
     *,
     resume_step: int | None,
-    decode: Callable[[Sequence[int]], str],
+    chat: ChatTemplate,
 ) -> RunLog:
     trainer = config.trainer
     # A run that is resumed at step 0 validates again: its old line goes.
@@ -210,8 +212,8 @@ def _build_log(
         ),
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),
-        write_rollouts=trainer.rollout_rows,
-        debug=DebugData(trainer.debug_rollout_data, decode, replays=trainer.debug_mode == "train_only"),
+        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer)) if trainer.rollout_rows else None,
+        debug=DebugData(trainer.debug_rollout_data, chat.decode, replays=trainer.debug_mode == "train_only"),
     )
 
 

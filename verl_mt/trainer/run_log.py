@@ -12,11 +12,10 @@ from types import TracebackType
 
 from tensordict import TensorDict
 
-from verl_mt.data.batch import ADVANTAGES, OLD_LOG_PROBS, per_record
-from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.straggler import Straggler, closing_words
 from verl_mt.trainer.tracking import JsonLines, Tracker
@@ -33,7 +32,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         json_lines: JsonLines,
         *,
         tool_names: Sequence[str],
-        write_rollouts: bool,
+        rollout_files: RolloutFiles | None,
         debug: DebugData | None = None,
     ):
         self.run = run
@@ -42,7 +41,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._trackers = trackers
         self._json_lines = json_lines
         self.debug = debug
-        self._write_rollouts = write_rollouts
+        self._rollout_files = rollout_files
         self.straggler = Straggler()
         self._carried: dict[str, float] = {}
         self._begun = (time.monotonic(), _cpu_s())
@@ -81,11 +80,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.display.validation(step, metrics)
         for name, groups in passes.items():
             self.dump(f"{name.replace('val', 'eval', 1)}_{step}", groups)
-        if not self._write_rollouts:
-            return
-        for name, groups in passes.items():
-            rows = (trajectory_to_row(t, step=step) for g in groups for t in g.trajectories)
-            write_rows(self.run.path / "rollouts" / f"{name}_{step:06d}.jsonl", rows)
+        if self._rollout_files is not None:
+            for name, groups in passes.items():
+                self._rollout_files.validation(name, step, groups)
 
     def dump(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> None:
         """Save a rollout where `trainer.debug_rollout_data` says; before the update, which may be what fails."""
@@ -94,21 +91,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
-        if not self._write_rollouts:
-            return
-        rows = []
-        columns = per_record(batch) if batch is not None else {}
-        for trajectory in (t for g in groups for t in g.trajectories):
-            extras = [columns.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
-            rows.append(
-                trajectory_to_row(
-                    trajectory,
-                    step=step,
-                    advantages=[e.get(ADVANTAGES) for e in extras],
-                    old_log_probs=[e.get(OLD_LOG_PROBS) for e in extras],
-                )
-            )
-        write_rows(self.run.path / "rollouts" / f"step_{step:06d}.jsonl", rows)
+        if self._rollout_files is not None:
+            self._rollout_files.training(step, groups, batch)
 
     def interrupted(self, step: int) -> None:
         """Say where the run stands and how to go on."""
