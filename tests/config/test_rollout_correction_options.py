@@ -169,3 +169,39 @@ def test_filtered_sampling_is_refused_for_training_because_the_trainers_log_prob
         compose([f"actor_rollout_ref.rollout.{key}={value}"])
     assert "training needs the full distribution" in str(error.value)
     assert "over the whole vocabulary" in str(error.value) and f"val_kwargs.{key}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=reinforce_plus_plus"],
+            "adv_estimator=reinforce_plus_plus, which does not compare the samples of a prompt",
+        ),
+        (
+            ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=900"],
+            "even an empty response would be penalised",
+        ),
+        (["data.gen_batch_size=64"], "with algorithm.filter_groups as many more as it needs"),
+        (["dynamic_sampling_filter_path=my.filters.keep"], "only check_reward_nonzero_std has a counterpart"),
+    ],
+)
+def test_dapos_parts_refuse_what_they_do_not_go_with(words, text):
+    with pytest.raises((ConfigError, UnknownKeyError), match=re.escape(text)):
+        check(compose(normalize_argv(["actor_rollout_ref.rollout.response_length=512", *words])))
+
+
+def test_dapos_parts_by_everybodys_keys():
+    verl = compose([
+        "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=5", "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=64", "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+    ])  # fmt: skip
+    groups, buffer = verl.algorithm.filter_groups, verl.reward.overlong_buffer
+    assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 5)
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 64, 0.5)
+    swift = compose(normalize_argv(["--dynamic_sample", "true", "--max_resample_times", "3", "--overlong_filter"]))
+    assert swift.algorithm.filter_groups.enable and swift.algorithm.filter_overlong
+    assert swift.algorithm.filter_groups.max_num_gen_batches == 4, "three more than the first"
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    assert compose(normalize_argv(["--dynamic-sampling-filter-path", path])).algorithm.filter_groups.enable

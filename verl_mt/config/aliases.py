@@ -153,6 +153,9 @@ PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
+    "reward_model.overlong_buffer": "reward.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+    "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
     ROLLOUT + "engine_kwargs.sglang": ROLLOUT + "engine_kwargs",
 }
 """Mappings with free keys: `data.apply_chat_template_kwargs.enable_thinking` and the like."""
@@ -272,7 +275,6 @@ ALWAYS: dict[str, Always] = {
     "algorithm.lam": Always(None, "only a critic's estimator reads it"),
     "algorithm.use_pf_ppo": Always((False,), "rows are not resampled by reward"),
     "trainer.max_staleness": Always((0,), "every rollout is by the weights of its own step"),
-    "algorithm.filter_groups.enable": Always((False,), "no group is sampled again"),
     "reward_model.enable": Always((False,), "the reward is a function"),
     "reward_model.reward_manager": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
     "reward_model.launch_reward_fn_async": Always(None, "rewards are always computed beside the rollout"),
@@ -302,10 +304,10 @@ REFUSED: dict[str, str] = {
     "reward.reward_model": "reward models are not offered; use reward.path (a function, which may call a server)",
     "data.custom_cls": "a data set of your own is a generator: data.train_files=package.module:function",
     "data.datagen": "a data set of your own is a generator: data.train_files=package.module:function",
-    "data.gen_batch_size": "a step generates data.train_batch_size prompts",
+    "data.gen_batch_size": "a step generates data.train_batch_size prompts, and with algorithm.filter_groups as many "
+    "more as it needs",
     "data.sampler.class_path": "use data.sampler=package.module.Class",
     "data.sampler.class_name": "use data.sampler=package.module.Class",
-    "algorithm.filter_groups": "groups are not sampled again",
     ACTOR + "megatron": MEGATRON,
     REF + "megatron": MEGATRON,
     ACTOR + "checkpoint": "a checkpoint always holds everything that a resumed run needs",

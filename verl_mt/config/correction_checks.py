@@ -1,4 +1,4 @@
-"""What corrections against the sampler do not go with."""
+"""What corrections against the sampler, and DAPO's parts, do not go with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from verl_mt.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
+"""Estimators whose advantage of a trajectory does not depend on the others of its prompt."""
 
 
 def corrections(config: Config) -> Iterator[str]:
-    """Problems of `algorithm.rollout_correction`, by itself and beside other sections."""
+    """Problems of `algorithm.rollout_correction`, `algorithm.filter_groups` and `reward.overlong_buffer`."""
+    yield from _dapo(config)
     try:
         options = read_rollout_correction(config.algorithm.rollout_correction)
     except ConfigError as error:
@@ -51,3 +54,19 @@ def _switches(options: RolloutCorrectionOptions) -> list[str]:
         "rollout_token_veto_threshold": options.rollout_token_veto_threshold,
     }
     return [f"{KEY}.{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _dapo(config: Config) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.filter_groups.enable and estimator in _WITHOUT_GROUPS:
+        yield (
+            f"algorithm.filter_groups.enable is True with algorithm.adv_estimator={estimator}, which does not compare "
+            "the samples of a prompt: a group of equal rewards still trains, and leaving it out would bias the "
+            "estimate; use grpo, rloo or another that compares groups, or leave filter_groups out"
+        )
+    buffer, limit = config.reward.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and buffer.len > limit:
+        yield (
+            f"reward.overlong_buffer.len is {buffer.len}, more than actor_rollout_ref.rollout.response_length "
+            f"({limit}): even an empty response would be penalised; make it smaller"
+        )

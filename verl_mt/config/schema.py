@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
+from verl_mt.config.dapo import FilterGroupsConfig, OverlongBufferConfig
 from verl_mt.config.knob import Section, knob
 from verl_mt.config.rollout import RolloutConfig
 
@@ -71,6 +72,7 @@ class RewardConfig(Section):
     token_cost: float = knob(
         0.0, "Subtracted from the reward for each sampled token; in the metrics as reward/token_cost.", min=0
     )
+    overlong_buffer: OverlongBufferConfig = knob(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
     timeout_s: float = knob(60.0, "Deadline of one reward call in seconds.", min=0.001)
 
 
@@ -98,6 +100,10 @@ class AlgorithmConfig(Section):
         {},
         "Against a sampler that is not quite the trainer's policy: rollout_is (token, sequence, geometric) weights, "
         "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md).",
+    )
+    filter_groups: FilterGroupsConfig = knob(FilterGroupsConfig, "DAPO's dynamic sampling.")
+    filter_overlong: bool = knob(
+        False, "Leave trajectories that a limit cut out of the loss; their groups' statistics keep their rewards."
     )
 
 

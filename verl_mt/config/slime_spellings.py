@@ -26,6 +26,17 @@ def _estimator(value: Any) -> Any:
     return value
 
 
+def _group_filter(path: Any) -> Any:
+    if path is None:
+        return DROP
+    if str(path).rpartition(".")[2] != "check_reward_nonzero_std":
+        raise ValueError(
+            "only check_reward_nonzero_std has a counterpart: groups whose rewards are all equal are replaced "
+            "(algorithm.filter_groups.enable=True); another filter is algorithm.filter_groups.metric"
+        )
+    return True
+
+
 RENAMES: dict[str, Rename] = {
     "hf_checkpoint": Rename(MODEL + "path"),
     "prompt_data": Rename("data.train_files"),
@@ -74,6 +85,8 @@ RENAMES: dict[str, Rename] = {
     "trainer.debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
     "debug_train_only": Rename("trainer.debug_mode", _mode("train_only")),
 }
+    "dynamic_sampling_filter_path": Rename("algorithm.filter_groups.enable", _group_filter),
+}
 RENAMES |= correction_spellings.SLIME
 
 _LOAD = "use trainer.debug_rollout_data=PATH with trainer.debug_mode=train_only"
@@ -100,8 +113,7 @@ REFUSED: dict[str, str] = {
     "global_batch_size": "it counts samples; use actor_rollout_ref.actor.ppo_mini_batch_size, which counts prompts",
     "rollout_function_path": "a whole rollout cannot be replaced; use custom_generate_function_path, or a scheduler",
     "partial_rollout": "every rollout is finished before its step",
-    "over_sampling_batch_size": "every prompt that was issued is trained",
-    "dynamic_sampling_filter_path": "every prompt that was issued is trained",
+    "over_sampling_batch_size": "a step samples as many further prompts as algorithm.filter_groups needs",
     "group_rm": "a reward function whose second parameter is `samples` gets the group",
     "load": "use trainer.resume_mode=resume_path and trainer.resume_from_path, or give the same command again",
     "ref_load": "the reference policy is the model that training starts from",

@@ -53,6 +53,10 @@ RENAMES: dict[str, Rename] = {
     "save_steps": Rename("trainer.save_freq"),
     "save_total_limit": Rename("trainer.max_actor_ckpt_to_keep"),
     "output_dir": Rename("trainer.default_local_dir"),
+    "dynamic_sample": Rename("algorithm.filter_groups.enable"),
+    "max_resample_times": Rename("algorithm.filter_groups.max_num_gen_batches", lambda times: times + 1),
+    "overlong_filter": Rename("algorithm.filter_overlong"),
+    "soft_cache_length": Rename("reward.overlong_buffer.len"),
 }
 RENAMES |= correction_spellings.SWIFT
 

@@ -318,6 +318,10 @@ class Trajectory:
         return sum(sum(r.sampled) for r in self.records)
 
 
+FILTERED = "filtered"
+"""Counter of a trajectory that was sampled and scored, and then left out of the batch with its group."""
+
+
 @dataclass
 class TrajectoryGroup:
     """The trajectories whose rewards are compared with each other."""
@@ -329,3 +333,13 @@ class TrajectoryGroup:
     row_index: int = -1
     source: str = ""
     """The row's entry; with `row_index` it names the row."""
+
+    @property
+    def filtered(self) -> bool:
+        """Nothing of it is trained, because its members all did equally well (dynamic sampling)."""
+        return any(FILTERED in t.counters for t in self.trajectories)
+
+    def leave_out(self) -> None:
+        """Mark it as `filtered`; its trajectories' rows say so."""
+        for trajectory in self.trajectories:
+            trajectory.counters[FILTERED] = 1.0

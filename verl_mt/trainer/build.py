@@ -46,6 +46,7 @@ from verl_mt.trainer.build_rollout import (
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
+from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
@@ -107,6 +108,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             sanity=runner.context.sanity,
             log=log,
             pad_token_id=pad_token_id(chat),
+            selection=Selection.from_config(config),
             model=model,
         )
         if config.trainer.export_at_end:

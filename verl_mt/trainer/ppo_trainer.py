@@ -25,6 +25,7 @@ from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.interrupts import Interrupted, Interrupts
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.workers.weights import WeightSync
@@ -74,6 +75,7 @@ class PPOTrainer:
     sanity: SanityMonitor
     log: RunLog
     pad_token_id: int
+    selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
     step_number: int = 0
@@ -113,15 +115,17 @@ class PPOTrainer:
                 if self.config.debug_mode == "rollout_only":
                     return self._rollout_only(groups)
                 self.weights.release()
-            batch = build_batch([t for g in groups for t in g.trajectories], pad_token_id=self.pad_token_id)
+            trained = [t for g in groups if not g.filtered for t in g.trajectories]
+            batch = build_batch(trained, pad_token_id=self.pad_token_id)
             metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
-            metrics |= self._prompt_counts()
+            metrics |= self._prompt_counts() | self.selection.metrics()
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
                 with _timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 self.estimate_advantages(batch)
+                metrics |= self.selection.mask_overlong(batch, groups)
                 with _timed(timing, "update"):
                     metrics |= self.workers.update(batch)
             with _timed(timing, "weights"):
@@ -221,8 +225,20 @@ class PPOTrainer:
         for number in range(self.step_number, self.step_number + _MAX_STALENESS + 1):
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
-                self.stream.start(RolloutPlan(self._draw(), self.plan.n, name, self.plan.sampling))
-        return self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+                self._drawn = {}
+                prompts = self._draw(self.plan.num_prompts)
+                self.stream.start(RolloutPlan(prompts, self.plan.n, name, self.plan.sampling))
+        groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+        self.selection.shape(groups)
+        return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
+
+    def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
+        """Rollout `number` of this step, of the prompts that come next."""
+        name = f"s{self.step_number + 1:06d}.{number:03d}"
+        self.stream.start(RolloutPlan(self._draw(num_prompts), self.plan.n, name, self.plan.sampling))
+        groups = self.stream.collect(name, self._while_waiting)
+        self.selection.shape(groups)
+        return groups
 
     def _refuse_total_failure(self, groups: list[TrajectoryGroup]) -> None:
         """A run in which nothing survives a step would go on to its end and have trained on nothing."""
@@ -238,29 +254,30 @@ class PPOTrainer:
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
 
-    def _draw(self) -> list[Prompt]:
-        """A step's prompts. Rows that a sampler of one's own makes are checked as those of the files were at start;
+    def _draw(self, wanted: int) -> list[Prompt]:
+        """The next prompts. Rows that a sampler of one's own makes are checked as those of the files were at start;
         over-long ones are counted, and others drawn in their place."""
         prompts: list[Prompt] = []
         drawn, truncated = 0, self.prompts.num_truncated
-        while len(prompts) < self.plan.num_prompts:
-            rows = self.sampler.next_batch(self.plan.num_prompts - len(prompts))
+        while len(prompts) < wanted:
+            rows = self.sampler.next_batch(wanted - len(prompts))
             drawn += len(rows)
-            if not rows or drawn > _MAX_DRAWS * self.plan.num_prompts:
+            if not rows or drawn > _MAX_DRAWS * wanted:
                 raise DataError(
                     f"data.sampler gave {drawn} rows, of which only {len(prompts)} have prompts within "
                     f"data.max_prompt_length={self.prompts.max_prompt_length} tokens, and a step needs "
-                    f"{self.plan.num_prompts}: raise it, or let the sampler make shorter rows"
+                    f"{wanted}: raise it, or let the sampler make shorter rows"
                 )
             for row in rows:
                 if not self.prompts.knows(row):
                     self.stream.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
                 if (prompt := self.prompts.build(row)) is not None:
                     prompts.append(prompt)
-        self._drawn = {
+        counts = {
             "data/filtered_prompts": drawn - len(prompts),
             "data/truncated_prompts": self.prompts.num_truncated - truncated,
         }
+        self._drawn = {name: self._drawn.get(name, 0) + count for name, count in counts.items()}
         return prompts
 
     def _prompt_counts(self) -> dict[str, float]:
