@@ -54,8 +54,8 @@ def test_every_refusal_of_a_command_is_in_one_error():
     argv = [
         "actor_rollout_ref.rolout.n=3",
         "data.train_batch_size=abc",
-        "critic.optim.lr=1",
-        "algorithm.use_kl_in_reward=True",
+        "critic.megatron.seed=1",
+        "algorithm.use_pf_ppo=True",
         "actor_rollout_ref.rollout.name=vllm",
         "data.seed=1,2",
         "hydra.run.dir=x",
@@ -68,7 +68,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
     text = str(caught.value)
     assert text.startswith("10 problems")
     for part in (
-        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "GRPO has no critic", "use_kl_loss", "name=sglang",
+        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "there is no Megatron", "resampled", "name=sglang",
         "sweeps", "trainer.default_local_dir", "at least 1", "cannot be deleted", "'nonsense'",
     ):  # fmt: skip
         assert part in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_mt.algorithms.masked import masked_fill_zero
+from verl_mt.algorithms.masked import masked_fill_zero, masked_whiten
 
 
 def reward_on_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
@@ -71,3 +71,18 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
         pending = masked_fill_zero(pending, ~here)
     advantages = torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
     return advantages, masked_fill_zero(advantages + values, mask)
+
+
+def whiten_tokens(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(A - mean) / sqrt(var + 1e-8) over the tokens of the batch, the variance with Bessel's correction; 0 where masked
+    out, and 0 everywhere if all are equal (rounding, divided by nothing, would be left of them).
+
+    Args:
+        advantages_BT: float64, or there may be rounding left where all are equal but for it.
+        mask_BT: the sampled tokens.
+    """
+    mask = mask_BT.bool()
+    kept = advantages_BT[mask]
+    if len(kept) == 0 or bool(kept.max() - kept.min() <= 1e-9 * kept.abs().max()):
+        return torch.zeros_like(advantages_BT)
+    return masked_whiten(advantages_BT, mask)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from verl_mt.config import correction_spellings
+from verl_mt.config import correction_spellings, critic_spellings
 from verl_mt.config import slime_spellings as slime
 from verl_mt.config import swift_spellings as swift
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, REF, ROLLOUT, Always, Rename
@@ -94,13 +94,6 @@ def _dtype(value: Any) -> Any:
 
 
 def _estimator(value: Any) -> Any:
-    refused = {
-        "gae": "PPO with a critic is not offered yet; reinforce_plus_plus needs neither a critic nor groups",
-        "remax": "it needs a greedy rollout of every prompt, which is not offered; rloo compares samples of a prompt",
-        "gdpo": "a batch holds one reward per trajectory; verl_mt.algorithms.advantages.gdpo is the formula",
-    }
-    if value in refused:
-        raise ValueError(f"{refused[value]} (grpo is the default)")
     return {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}.get(value, value) if isinstance(value, str) else value
 
 
@@ -134,6 +127,9 @@ RENAMES: dict[str, Rename] = {
     ACTOR + "ppo_micro_batch_size_per_gpu": Rename(ACTOR + "ppo_micro_batch_size"),
     ACTOR + "ppo_max_token_len_per_gpu": Rename(ACTOR + "ppo_max_token_len"),
     ACTOR + "optim.lr_warmup_steps_ratio": Rename(ACTOR + "optim.lr_warmup_steps", _warmup_ratio),
+    critic_spellings.CRITIC + "optim.lr_warmup_steps_ratio": Rename(
+        critic_spellings.CRITIC + "optim.lr_warmup_steps", _warmup_ratio
+    ),
     ACTOR + "optim.warmup_style": Rename(ACTOR + "optim.lr_scheduler_type"),
     ACTOR + "optim.clip_grad": Rename(ACTOR + "grad_clip"),
     ACTOR + "fsdp_config.model_dtype": Rename(MODEL + "dtype", _dtype),
@@ -147,7 +143,7 @@ RENAMES: dict[str, Rename] = {
     "reward.custom_reward_function.reward_kwargs": Rename("reward.kwargs"),
     "trainer.n_gpus_per_node": Rename("trainer.n_workers_per_node"),
 }
-RENAMES |= correction_spellings.VERL | slime.RENAMES | swift.RENAMES
+RENAMES |= correction_spellings.VERL | critic_spellings.VERL | slime.RENAMES | swift.RENAMES
 
 PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
@@ -171,6 +167,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     MODEL + "dtype": _dtype,
     MODEL + "lora_target_modules": _as_list,
     ACTOR + "optim.lr_warmup_steps": _warmup_steps,
+    critic_spellings.CRITIC + "optim.lr_warmup_steps": _warmup_steps,
     "algorithm.adv_estimator": _estimator,
     "trainer.logger": _as_list,
     "trainer.resume_from_path": _none_if_false,
@@ -181,9 +178,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
 _TOKENS = "sequences are batched by tokens (ppo_max_token_len); only speed depends on it"
 _FSDP = "Hugging Face modules, sharded with FSDP2 over the ranks of trainer.placement=ray; there is no Megatron"
 _SPEED = "only speed or memory depends on it, and there is nothing to set here"
-_NO_CRITIC = "GRPO has no critic"
 _NO_OFFLOAD = "parameters and optimizer state stay on the device"
-_NO_KL_REWARD = "it is read only with use_kl_in_reward=True, which is not offered (use_kl_loss is)"
 
 ALWAYS: dict[str, Always] = {
     "data.return_raw_chat": Always((True,), "rollouts always start from the messages"),
@@ -265,14 +260,6 @@ ALWAYS: dict[str, Always] = {
     ROLLOUT + "enable_prefix_caching": Always((True,), "each sequence keeps its cache across its turns"),
     ROLLOUT + "agent.num_workers": Always(None, "one event loop drives all conversations; only speed depends on it"),
     ROLLOUT + "agent.default_agent_loop": Always(("tool_agent",), "the tool loop is the loop"),
-    "algorithm.use_kl_in_reward": Always((False,), "the KL term belongs to the loss (use_kl_loss)"),
-    "algorithm.kl_penalty": Always(None, _NO_KL_REWARD),
-    "algorithm.kl_ctrl.type": Always(None, _NO_KL_REWARD),
-    "algorithm.kl_ctrl.kl_coef": Always(None, _NO_KL_REWARD),
-    "algorithm.kl_ctrl.horizon": Always(None, _NO_KL_REWARD),
-    "algorithm.kl_ctrl.target_kl": Always(None, _NO_KL_REWARD),
-    "algorithm.gamma": Always((1, 1.0), "the reward of a trajectory is not discounted over its tokens"),
-    "algorithm.lam": Always(None, "only a critic's estimator reads it"),
     "algorithm.use_pf_ppo": Always((False,), "rows are not resampled by reward"),
     "trainer.max_staleness": Always((0,), "every rollout is by the weights of its own step"),
     "reward_model.enable": Always((False,), "the reward is a function"),
@@ -281,9 +268,6 @@ ALWAYS: dict[str, Always] = {
     "reward.reward_model.enable": Always((False,), "the reward is a function"),
     "reward.reward_manager.name": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
     "reward.num_workers": Always(None, _SPEED),
-    "critic.enable": Always((False, None), _NO_CRITIC),
-    "trainer.critic_warmup": Always((0,), _NO_CRITIC),
-    "trainer.max_critic_ckpt_to_keep": Always(None, _NO_CRITIC),
     "trainer.balance_batch": Always(None, "it moves sequences between ranks and changes no result"),
     ROLLOUT + "trace.token2text": Always((False,), "a span carries ids; the texts are in rollouts/*.jsonl"),
     "trainer.rollout_data_dir": Always((None,), "every trajectory is in rollouts/step_*.jsonl of the run directory"),
@@ -296,10 +280,9 @@ ALWAYS: dict[str, Always] = {
     "ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
     "ray_kwargs.ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
 }
-ALWAYS |= correction_spellings.VERL_ALWAYS | slime.ALWAYS | swift.ALWAYS
+ALWAYS |= correction_spellings.VERL_ALWAYS | critic_spellings.VERL_ALWAYS | slime.ALWAYS | swift.ALWAYS
 
 REFUSED: dict[str, str] = {
-    "critic": _NO_CRITIC + ": leave critic.* out (algorithm.adv_estimator=grpo)",
     "reward_model": "reward models are not offered; use reward.path (a function, which may call a server)",
     "reward.reward_model": "reward models are not offered; use reward.path (a function, which may call a server)",
     "data.custom_cls": "a data set of your own is a generator: data.train_files=package.module:function",
@@ -322,4 +305,4 @@ REFUSED: dict[str, str] = {
     "ray_kwargs": "start Ray as you need it before the run",
 }
 """Key or prefix -> reason. The longest prefix counts."""
-REFUSED |= slime.REFUSED | swift.REFUSED
+REFUSED |= critic_spellings.VERL_REFUSED | slime.REFUSED | swift.REFUSED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from verl_mt.config.algorithm_checks import algorithm
 from verl_mt.config.correction_checks import corrections
 from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import Config
@@ -13,7 +15,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _WITHOUT_CLIP = ("sapo", "gpg", "kl_cov")
 """Losses that take neither clip range."""
-_TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
+_TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
 def check(config: Config) -> None:
@@ -22,7 +24,18 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
-    groups = (_multi_turn, _sampling, _batches, _lengths, _algorithm, corrections, _adapters, _engine, _placement)
+    groups = (
+        _multi_turn,
+        _sampling,
+        _batches,
+        _lengths,
+        algorithm,
+        _losses,
+        corrections,
+        _adapters,
+        _engine,
+        _placement,
+    )
     problems = [text for group in (*groups, _run, _numbers) for text in group(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -148,14 +161,6 @@ def _sampling(config: Config) -> Iterator[str]:
             )
     if rollout.temperature == 0:
         yield f"{_ROLLOUT}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
-    makes_groups = rollout.custom_generate_function_path is not None
-    estimator = config.algorithm.adv_estimator
-    if rollout.n == 1 and estimator != "reinforce_plus_plus" and not makes_groups:
-        yield (
-            f"{_ROLLOUT}.n is 1: {estimator} compares the samples of one prompt and needs at least 2 (1 is possible "
-            "with algorithm.adv_estimator=reinforce_plus_plus, or with a custom generate function that returns several "
-            "Samples)"
-        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -194,21 +199,18 @@ def _lengths(config: Config) -> Iterator[str]:
     if rollout.custom_generate_function_path is not None:  # it may write longer prompts of its own
         longest = rollout.max_model_len or longest
     passes = {f"{_ACTOR}.ppo_max_token_len": actor.ppo_max_token_len if actor.ppo_micro_batch_size is None else longest}
-    of_ref = config.actor_rollout_ref.ref.log_prob_max_token_len
-    if actor.use_kl_loss and of_ref is not None:
+    of_ref, of_critic = config.actor_rollout_ref.ref.log_prob_max_token_len, config.critic.ppo_max_token_len
+    if of_critic is not None and config.critic.ppo_micro_batch_size is None:
+        passes["critic.ppo_max_token_len"] = of_critic
+    if (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and of_ref is not None:
         passes["actor_rollout_ref.ref.log_prob_max_token_len"] = of_ref
     for key, limit in passes.items():
         if limit < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
 
 
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in ("grpo", "grpo_passk"):
-        yield (
-            f"algorithm.norm_adv_by_std_in_grpo is False, which algorithm.adv_estimator={algorithm.adv_estimator} does "
-            "not read: leave it out, or use grpo"
-        )
+def _losses(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
     try:
         loss = read_policy_loss(actor.policy_loss).loss_mode
     except ConfigError as error:
@@ -308,8 +310,12 @@ def _run(config: Config) -> Iterator[str]:
             "trainer.debug_rollout_data, and does not go with trainer.val_only"
         )
     for name in trainer.logger:
-        if name not in _TRACKERS:
-            yield f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}"
+        # A plug-in may register one; those are known when plug-ins are imported.
+        if name not in _TRACKERS and not config.external_plugins and not re.search("[.:]", name):
+            yield (
+                f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}, and the dotted path or "
+                "file.py:Name of one of your own"
+            )
     if config.reward.name is not None and config.reward.path is None:
         yield f"reward.name is {config.reward.name!r} without reward.path: name the file or module too"
     if config.data.sampler is None and config.data.sampler_kwargs:

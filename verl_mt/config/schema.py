@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
+from verl_mt.config.critic import CriticConfig
 from verl_mt.config.dapo import FilterGroupsConfig, OverlongBufferConfig
 from verl_mt.config.knob import Section, knob
 from verl_mt.config.rollout import RolloutConfig
@@ -72,6 +73,12 @@ class RewardConfig(Section):
     token_cost: float = knob(
         0.0, "Subtracted from the reward for each sampled token; in the metrics as reward/token_cost.", min=0
     )
+    placement: str = knob(
+        "trajectory",
+        "Where weighted tool rewards and turn scores enter: trajectory = with the rest on the last sampled token; turn "
+        "= at the end of the turn that made the call or was scored (gae, reinforce_plus_plus).",
+        choices=("trajectory", "turn"),
+    )
     overlong_buffer: OverlongBufferConfig = knob(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
     timeout_s: float = knob(60.0, "Deadline of one reward call in seconds.", min=0.001)
 
@@ -91,7 +98,26 @@ class AlgorithmConfig(Section):
             "opo",
             "gpg",
             "grpo_passk",
+            "remax",
+            "gdpo",
+            "gae",
         ),
+    )
+    gamma: float = knob(1.0, "gae, reinforce_plus_plus: discount of one sampled token.", min=0, max=1)
+    lam: float = knob(1.0, "gae: how far advantages look ahead, 0 = one token, 1 = to the end.", min=0, max=1)
+    use_kl_in_reward: bool = knob(
+        False, "Subtract a KL penalty to the reference policy from the reward, token by token."
+    )
+    kl_penalty: str = knob(
+        "kl", "Its estimator (k1 = kl, k2 = mse).", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    )
+    kl_ctrl: dict[str, Any] = knob(
+        {},
+        "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
+        "(0.1) and `horizon` (10000 trajectories).",
+    )
+    gdpo_reward_weights: dict[str, float] = knob(
+        {}, "gdpo: name -> weight of the numbers that the reward function returns; each is normalised by itself."
     )
     norm_adv_by_std_in_grpo: bool = knob(
         True, "grpo, grpo_passk: divide by the group's standard deviation (False: Dr.GRPO)."
@@ -116,7 +142,18 @@ class TrainerConfig(Section):
     project_name: str = knob("verl_mt", "Project, for trackers.")
     experiment_name: str = knob("run", "Run name; the run directory is runs/<experiment_name>.")
     default_local_dir: str | None = knob(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
-    logger: list[str] = knob(["console", "tensorboard"], "Trackers: console, tensorboard, wandb, mlflow.")
+    logger: list[str] = knob(
+        ["console", "tensorboard"],
+        "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of one of your own; "
+        "`file` is metrics.jsonl, which every run has.",
+    )
+    log_val_generations: int = knob(
+        8,
+        "Rollouts of a validation that trackers show to read, from the worst to the best, and as many of the training "
+        "step before it; 0 = none.",
+        min=0,
+    )
+    critic_warmup: int = knob(0, "Steps at the beginning in which only the critic learns.", min=0)
     test_freq: int = knob(10, "Validate every that many steps and at the end; -1 = only at the end.")
     val_before_train: bool = knob(True, "Validate before the first step.")
     val_only: bool = knob(False, "Validate and stop.")
@@ -172,6 +209,7 @@ class Config(Section):
 
     data: DataConfig = knob(DataConfig, "Rows.")
     actor_rollout_ref: ActorRolloutRefConfig = knob(ActorRolloutRefConfig, "The worker group.")
+    critic: CriticConfig = knob(CriticConfig, "Values of states, for PPO.")
     reward: RewardConfig = knob(RewardConfig, "Scores.")
     algorithm: AlgorithmConfig = knob(AlgorithmConfig, "Advantages.")
     trainer: TrainerConfig = knob(TrainerConfig, "The loop.")

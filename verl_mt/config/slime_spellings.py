@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.config import correction_spellings
+from verl_mt.config import correction_spellings, critic_spellings
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, ROLLOUT, Always, Rename
 
 
@@ -21,9 +21,7 @@ def _estimator(value: Any) -> Any:
         raise ValueError(
             "GSPO is a loss here, over GRPO's advantages: actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
         )
-    if value == "ppo":
-        raise ValueError("it needs a critic, which is not offered yet; see algorithm.adv_estimator for what there is")
-    return value
+    return {"ppo": "gae"}.get(value, value) if isinstance(value, str) else value
 
 
 def _group_filter(path: Any) -> Any:
@@ -84,10 +82,10 @@ RENAMES: dict[str, Rename] = {
     "debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
     "trainer.debug_rollout_only": Rename("trainer.debug_mode", _mode("rollout_only")),
     "debug_train_only": Rename("trainer.debug_mode", _mode("train_only")),
-}
     "dynamic_sampling_filter_path": Rename("algorithm.filter_groups.enable", _group_filter),
 }
 RENAMES |= correction_spellings.SLIME
+RENAMES |= critic_spellings.SLIME
 
 _LOAD = "use trainer.debug_rollout_data=PATH with trainer.debug_mode=train_only"
 _SPEED = "only speed or memory depends on it"

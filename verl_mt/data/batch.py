@@ -93,8 +93,8 @@ TOKEN_COLUMNS = (
 """Columns of shape [B, T]."""
 ROW_COLUMNS = (REWARDS, GREEDY_REWARDS, TRAJECTORY_INDEX, GROUP_INDEX, PROMPT_INDEX, RECORD_INDEX, HAS_LOG_PROBS)
 """Columns of shape [B]."""
-ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE)
-"""Non-tensor columns: one string per row."""
+ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE, REWARD_PARTS)
+"""Non-tensor columns that no worker reads."""
 
 _REWARD_TOLERANCE = 1e-6
 
@@ -106,7 +106,7 @@ class RowMedia:
     inputs: tuple[MediaInput, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RowRewards:
     """The numbers that a row's reward is made of, by name."""
 
@@ -175,15 +175,20 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
     batch = TensorDict(columns, batch_size=[len(rows)])
     for name, values in ids.items():
         batch[name] = NonTensorStack(*values)
-    batch[REWARD_PARTS] = NonTensorStack(*(RowRewards(first[t.trajectory_id].reward_parts) for t in owners))
-    if any(t.turn_rewards for t in owners):
-        batch[TURN_REWARDS] = _turn_rewards(rows, batch[SAMPLED])
-    if any(t.greedy_reward is not None for t in owners):
-        greedy = [math.nan if t.greedy_reward is None else t.greedy_reward for t in owners]
-        batch[GREEDY_REWARDS] = torch.tensor(greedy, dtype=torch.float32)
-    if any(record.media for record in records):
-        batch[MEDIA] = NonTensorStack(*(RowMedia(tuple(record.media)) for record in records))
+    _add_what_some_have(batch, rows)
     return batch
+
+
+def _add_what_some_have(batch: TensorDict, rows: Sequence[tuple[Trajectory, TrajectoryRecord]]) -> None:
+    """Columns that stand in a batch only if a row has something to put there; and the parts of rewards."""
+    batch[REWARD_PARTS] = NonTensorStack(*(RowRewards(owner.reward_parts) for owner, _ in rows))
+    if any(owner.turn_rewards for owner, _ in rows):
+        batch[TURN_REWARDS] = _turn_rewards(rows, batch[SAMPLED])
+    if any(owner.greedy_reward is not None for owner, _ in rows):
+        greedy = [math.nan if owner.greedy_reward is None else owner.greedy_reward for owner, _ in rows]
+        batch[GREEDY_REWARDS] = torch.tensor(greedy, dtype=torch.float32)
+    if any(record.media for _, record in rows):
+        batch[MEDIA] = NonTensorStack(*(RowMedia(tuple(record.media)) for _, record in rows))
 
 
 def media_of(batch: TensorDict) -> list[RowMedia] | None:
@@ -191,6 +196,24 @@ def media_of(batch: TensorDict) -> list[RowMedia] | None:
     if MEDIA not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         return None
     return list(batch[MEDIA])
+
+
+def reward_parts(batch: TensorDict, names: Sequence[str]) -> Tensor:
+    """[N, K]: the named numbers of each trajectory's reward, in the order of `trajectory_rewards`.
+
+    Raises:
+        DataError: a trajectory's reward function did not return one of them; says what it returned.
+    """
+    rows = first_rows(batch).tolist()
+    all_parts, ids = list(batch[REWARD_PARTS]), list(batch[TRAJECTORY_ID])
+    for row in rows:
+        missing = [name for name in names if name not in all_parts[row].parts]
+        if missing:
+            raise DataError(
+                f"trajectory {ids[row]!r}: its reward has no {', '.join(missing)}; it has "
+                f"{', '.join(sorted(all_parts[row].parts)) or 'no parts'}: return a dict with these keys"
+            )
+    return torch.tensor([[all_parts[row].parts[name] for name in names] for row in rows], dtype=torch.float32)
 
 
 def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:

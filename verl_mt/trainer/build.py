@@ -32,7 +32,7 @@ from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.build_advantages import advantage_estimator, algorithm_needs
 from verl_mt.trainer.build_data import load_data, notes
 from verl_mt.trainer.build_rollout import (
     build_chat,
@@ -51,7 +51,7 @@ from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.trainer.tracking import JsonLines, build_trackers, require_trackers
+from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.setup import Placement
 from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
@@ -69,7 +69,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     """
     check(config)
     import_plugins(config.external_plugins)
-    require_trackers(config.trainer.logger)
+    require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
     chat = build_chat(config)
     tools = build_tools(config)
@@ -103,7 +103,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             engine=runner.context.engine,
             workers=workers,
             weights=_weight_sync(config, stream, workers, run),
-            estimate_advantages=advantage_estimator(config.algorithm),
+            estimate_advantages=advantage_estimator(config.algorithm, workers),
             checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
             sanity=runner.context.sanity,
             log=log,
@@ -153,7 +153,7 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
         total_steps=total_steps,
         device=device_of(trainer.device) if trainer.placement == "inline" else trainer.device,
         seed=trainer.seed,
-        rollout_correction=config.algorithm.rollout_correction,
+        algorithm=algorithm_needs(config),
         placement=Placement(
             kind=trainer.placement,
             nnodes=trainer.nnodes,
@@ -205,12 +205,9 @@ def _build_log(
         run,
         Display(total_steps=total_steps, live=live, enabled="console" in trainer.logger),
         build_trackers(
-            trainer.logger,
-            run.path,
-            project=trainer.project_name,
-            name=run.path.name,
-            config=snapshot,
-            resume_step=resume_step,
+            trainer,
+            TrackedRun(run.path, trainer.project_name, run.path.name, snapshot, resume_step),
+            spans=config.actor_rollout_ref.rollout.trace.backend,
         ),
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),

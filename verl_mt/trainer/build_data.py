@@ -84,6 +84,10 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
     if actor_and_ref.model.lora_rank and actor_and_ref.ref.offload:
         # verl's launch scripts set both.
         yield "ref.offload has nothing to move: with low-rank adapters the reference policy is the actor's frozen base"
+    if "kl_coef" in config.algorithm.kl_ctrl and not config.algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.kl_coef is not read: algorithm.use_kl_in_reward is False"
+    if config.algorithm.use_kl_in_reward and actor_and_ref.actor.use_kl_loss:
+        yield "use_kl_in_reward and use_kl_loss: the reference policy holds twice, in the reward and in the loss"
     # Common in verl's data, whose rows serve runs with and without an interaction: said, not refused.
     named = sum("name" in row.interaction_kwargs for row in prompts.rows())
     if named and not interaction:

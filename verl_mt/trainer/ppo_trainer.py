@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tensordict import TensorDict
-
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
@@ -24,6 +22,7 @@ from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
+from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.interrupts import Interrupted, Interrupts
@@ -70,7 +69,7 @@ class PPOTrainer:
     engine: InferenceEngine
     workers: WorkerGroup
     weights: WeightSync
-    estimate_advantages: Callable[[TensorDict], None]
+    estimate_advantages: AdvantageStep
     checkpoints: CheckpointStore
     sanity: SanityMonitor
     log: RunLog
@@ -124,8 +123,9 @@ class PPOTrainer:
             else:
                 with _timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
-                self.estimate_advantages(batch)
-                metrics |= self.selection.mask_overlong(batch, groups)
+                with _timed(timing, "advantages"):
+                    metrics |= self.estimate_advantages(batch)
+                    metrics |= self.selection.mask_overlong(batch, groups)
                 with _timed(timing, "update"):
                     metrics |= self.workers.update(batch)
             with _timed(timing, "weights"):
@@ -166,6 +166,7 @@ class PPOTrainer:
             "unlogged": self._unlogged,
             "model": self.model,
             "workers": self.workers.state_dict(),
+            "advantages": self.estimate_advantages.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": checkpoint.random_state(),
         }
@@ -174,6 +175,7 @@ class PPOTrainer:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
         self.workers.load_state_dict(state["workers"], folder)
+        self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)

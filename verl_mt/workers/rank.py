@@ -21,13 +21,14 @@ from torch import Tensor
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharding import model_of, whole
 from verl_mt.workers.shards import save_shards
 from verl_mt.workers.state import all_weights, count_parameters
-from verl_mt.workers.worker_group import load_actor
+from verl_mt.workers.worker_group import load_workers_state
 
 _BUCKET_BYTES = 2**28
 """Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
@@ -56,6 +57,7 @@ class RankWorker:
 
     actor: ActorWorker
     ref: RefWorker | None
+    critic: CriticWorker | None
 
     def __init__(self, setup: WorkerSetup, ranks: Ranks):
         self._setup = setup
@@ -91,15 +93,20 @@ class RankWorker:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             ranks = self._ranks
             dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.size)
-        self.actor, self.ref = load_workers(setup, self._ranks)
+        self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)
 
-    def update(self, batch: TensorDict) -> tuple[dict[str, float], Tensor] | None:
-        """Metrics, and the old log-probs that the update filled in."""
+    def update(self, batch: TensorDict) -> tuple[dict[str, float], Tensor | None] | None:
+        """Metrics, and the old log-probs that the update filled in; without these where only the critic learned."""
         from verl_mt.data.batch import OLD_LOG_PROBS
 
-        metrics = self.actor.update(batch)
-        return self._once((metrics, batch[OLD_LOG_PROBS]))
+        metrics = update_policy_and_critic(self.actor, self.critic, batch)
+        return self._once((metrics, batch.get(OLD_LOG_PROBS, None)))
+
+    def compute_values(self, batch: TensorDict) -> Tensor | None:
+        """By the critic."""
+        assert self.critic is not None
+        return self._once(self.critic.compute_values(batch))
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor | None:
         """By the current policy."""
@@ -143,16 +150,19 @@ class RankWorker:
         return self._once((lora, tensors))
 
     def progress(self) -> dict[str, Any] | None:
-        """The small part of the actor's state."""
-        return self._once(self.actor.progress())
+        """The small part of the state of actor and critic."""
+        critic = {} if self.critic is None else {"critic": self.critic.progress()}
+        return self._once({"actor": self.actor.progress(), **critic})
 
     def save_shards(self, folder: Path) -> None:
         """The large part, every rank its own."""
         save_shards(self.actor.tensors(), folder)
+        if self.critic is not None:
+            save_shards(self.critic.tensors(), folder, "critic")
 
     def load(self, state: dict[str, Any], folder: Path | None) -> None:
         """Take a checkpoint of any placement."""
-        load_actor(self.actor, state, folder)
+        load_workers_state(self.actor, self.critic, state, folder)
 
     def _once(self, value: Any) -> Any:
         return value if self._ranks.rank == 0 else None

@@ -37,6 +37,7 @@ _GRACE_S = 5.0
 _SENT = (
     columns.INPUT_IDS, columns.ATTENTION_MASK, columns.SAMPLED, columns.LOSS_MASK, columns.ROLLOUT_LOG_PROBS,
     columns.ADVANTAGES, columns.REF_LOG_PROBS, columns.TRAJECTORY_INDEX, columns.PROMPT_INDEX, columns.HAS_LOG_PROBS,
+    columns.VALUES, columns.RETURNS,
 )  # fmt: skip
 """Columns that workers read; the others stay here."""
 
@@ -73,7 +74,7 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self.close()
             raise
-        self._has_ref = setup.config.actor.use_kl_loss
+        self._has_ref, self._has_critic = setup.has_ref, setup.algorithm.critic is not None
         self.where = f"{self._setup.device}, {placement.num_ranks} Ray worker(s) on {placement.nnodes} machine(s)"
 
     @property
@@ -100,8 +101,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def update(self, batch: TensorDict) -> dict[str, float]:
         metrics, old_log_probs = self._call("update", self._sent(batch), doing="updating the policy")[0]
-        batch[columns.OLD_LOG_PROBS] = old_log_probs
-        self._stale = True
+        if old_log_probs is not None:
+            batch[columns.OLD_LOG_PROBS] = old_log_probs
+            self._stale = True
         return metrics
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
@@ -111,6 +113,11 @@ class RayWorkerGroup(WorkerGroup):
         if self._has_ref:
             doing = "computing the reference policy's log-probs"
             batch[columns.REF_LOG_PROBS] = self._call("compute_ref_log_probs", self._sent(batch), doing=doing)[0]
+
+    def add_values(self, batch: TensorDict) -> None:
+        if self._has_critic:
+            doing = "computing the critic's values"
+            batch[columns.VALUES] = self._call("compute_values", self._sent(batch), doing=doing)[0]
 
     def give_back_memory(self) -> None:
         self._call("give_back_memory", doing="giving memory back")
@@ -123,7 +130,7 @@ class RayWorkerGroup(WorkerGroup):
         return found and Adapter(found[0], {name: packed.tensor() for name, packed in found[1].items()})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"actor": self._call("progress", doing="telling its progress")[0]}
+        return self._call("progress", doing="telling its progress")[0]
 
     def save_shards(self, folder: Path) -> None:
         folder = folder.resolve()
@@ -136,7 +143,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         folder = None if folder is None else folder.resolve()
-        self._call("load", ray.put(state["actor"]), folder, doing="loading a checkpoint")
+        own = {name: state[name] for name in ("actor", "critic") if name in state}
+        self._call("load", ray.put(own), folder, doing="loading a checkpoint")
         self._stale = True
 
     def close(self) -> None:

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_mt.config.critic import CriticConfig
 from verl_mt.config.rollout_correction import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
 from verl_mt.modeling.lora import Lora, add_adapters, lora_of, set_lora
+from verl_mt.modeling.values import ValueHead, ValueModel
 from verl_mt.plugins import import_plugins
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.sharding import ShardedPolicy
+from verl_mt.workers.sharding import ShardedCritic, ShardedPolicy, model_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,20 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class AlgorithmNeeds:
+    """What `algorithm.*` wants of the workers."""
+
+    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
+    """`algorithm.rollout_correction`."""
+    kl_in_reward: bool = False
+    """A reference policy is needed even without a KL term in the loss."""
+    critic: CriticConfig | None = None
+    """None = the estimator needs no values."""
+    critic_warmup: int = 0
+    """Steps at the beginning in which only the critic learns."""
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
     """Everything that makes the workers of a process; goes to other processes as it is."""
 
@@ -52,11 +69,15 @@ class WorkerSetup:
     device: str
     seed: int
     placement: Placement
-    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
-    """`algorithm.rollout_correction`."""
+    algorithm: AlgorithmNeeds = AlgorithmNeeds()
+
+    @property
+    def has_ref(self) -> bool:
+        """Whether a reference policy is loaded."""
+        return self.config.actor.use_kl_loss or self.algorithm.kl_in_reward
 
 
-def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker, RefWorker | None]:
+def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker, RefWorker | None, CriticWorker | None]:
     """Load the policy and put the workers of one rank around it. With low-rank adapters the reference policy is the
     frozen base of the actor's own module: no second model.
 
@@ -71,7 +92,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     module = add_adapters(_first_policy(setup, ranks), model, seed=setup.seed)
     lora = _agreed(lora_of(module), module, ranks)
     # Made before any checkpoint is loaded into the actor: the reference stays what the run started from.
-    ref = copy.deepcopy(module) if config.actor.use_kl_loss and ranks.size == 1 and lora is None else None
+    ref = copy.deepcopy(module) if setup.has_ref and ranks.size == 1 and lora is None else None
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
     temperature = config.rollout.temperature
@@ -79,28 +100,73 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         _spread(module, setup, ranks),
         config.actor,
         temperature=temperature,
-        total_steps=setup.total_steps,
+        total_steps=max(1, setup.total_steps - setup.algorithm.critic_warmup),
         train_batch_size=setup.train_batch_size,
         norm_constant=config.rollout.response_length,
         seed=setup.seed,
     )
-    if setup.rollout_correction:
-        actor.correction = RolloutCorrection(read_rollout_correction(setup.rollout_correction))
-    if not config.actor.use_kl_loss:
-        return actor, None
-    if lora is not None:
-        return actor, RefWorker(actor.module, config.ref, actor=config.actor, temperature=temperature)
+    if setup.algorithm.rollout_correction:
+        actor.correction = RolloutCorrection(read_rollout_correction(setup.algorithm.rollout_correction))
+    return actor, _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
+
+
+def _load_ref(setup: WorkerSetup, ranks: Ranks, ref: Any, actor: ActorWorker) -> RefWorker | None:
+    """`ref` is a copy of the policy as it was loaded, where there is one."""
+    config, temperature = setup.config, setup.config.rollout.temperature
+    if not setup.has_ref:
+        return None
+    if lora_of(model_of(actor.module)) is not None:
+        return RefWorker(actor.module, config.ref, actor=config.actor, temperature=temperature)
     # Over ranks it is loaded once more: the actor's whole copy is gone, and two would not have to fit.
     ref = _first_policy(setup, ranks) if ref is None else ref
     ref = _spread(ref.requires_grad_(False), setup, ranks, offload=config.ref.offload)
-    return actor, RefWorker(ref, config.ref, actor=config.actor, temperature=temperature, device=setup.device)
+    return RefWorker(ref, config.ref, actor=config.actor, temperature=temperature, device=setup.device)
 
 
-def _first_policy(setup: WorkerSetup, ranks: Ranks) -> Any:
-    """Whole, or where it is going to be spread: whole on rank 0, which deals it out, without content on the others."""
+def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticWorker | None:
+    """The critic of one rank; None where the estimator needs none.
+
+    Raises:
+        ConfigError: its model cannot be had, or has fewer tokens than the policy.
+    """
+    if setup.algorithm.critic is None:
+        return None
+    config = filled_in(setup.algorithm.critic, setup.config.actor)
+    schedule = CriticSchedule(
+        total_steps=setup.total_steps,
+        train_batch_size=setup.train_batch_size,
+        warmup_steps=setup.algorithm.critic_warmup,
+        norm_constant=setup.config.rollout.response_length,
+        seed=setup.seed,
+    )
+    policy, shuffle = model_of(actor.module), setup.config.actor.shuffle
+    if config.share_trunk:
+        head = ValueHead(policy.config.get_text_config().hidden_size, seed=setup.seed).to(setup.device)
+        return CriticWorker(head, config, schedule=schedule, shuffle=shuffle, policy=actor.module)
+    model = _first_policy(setup, ranks, path=config.model.path)
+    sizes = [m.config.get_text_config().vocab_size for m in (model, policy)]
+    if sizes[0] < sizes[1]:
+        raise ConfigError(
+            f"critic.model.path={config.model.path} has {sizes[0]} tokens and the policy {sizes[1]}: the critic reads "
+            "what the policy writes, so both need one tokenizer; leave the path out to start from the policy's weights"
+        )
+    if setup.config.model.enable_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    values: nn.Module = ValueModel(model)
+    if ranks.size > 1:
+        values = ShardedCritic(values, ranks, device_type=torch.device(setup.device).type)
+    return CriticWorker(values, config, schedule=schedule, shuffle=shuffle)
+
+
+def _first_policy(setup: WorkerSetup, ranks: Ranks, path: str | None = None) -> Any:
+    """Whole, or where it is going to be spread: whole on rank 0, which deals it out, without content on the others.
+    `path` names another model than the policy."""
+    source = _source(setup)
+    if path is not None:
+        source |= {"path": path, "revision": None}
     if ranks.size == 1:
-        return load_policy(setup, device=setup.device)
-    return load_policy(setup, device="cpu") if ranks.rank == 0 else empty_causal_lm(**_source(setup))
+        return load_causal_lm(**source, device=setup.device)
+    return load_causal_lm(**source, device="cpu") if ranks.rank == 0 else empty_causal_lm(**source)
 
 
 def _agreed(lora: Lora | None, module: Any, ranks: Ranks) -> Lora | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
 from verl_mt.modeling.shared_prefix import forbid_sharing
+from verl_mt.modeling.values import hidden_before
 from verl_mt.workers.ranks import ALONE, Ranks
 
 
@@ -39,7 +40,8 @@ class ShardedPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.ranks = ranks
-        forbid_sharing(model)
+        for part in (model, getattr(model, "trunk", None) or model.base_model):
+            forbid_sharing(part)
         mesh = init_device_mesh(device_type, (ranks.size,))
         weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
@@ -52,9 +54,19 @@ class ShardedPolicy(nn.Module):
             sharded.set_force_sum_reduction_for_comms(True)
         _deal_out(model, weights)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, hidden: bool = False, **kwargs: Any) -> Any:
+        """Log-probs and entropies; or with `hidden` the result of `hidden_before`."""
+        if hidden:
+            return hidden_before(self.model.base_model, *args, **kwargs)
         output = forward_log_probs(self.model, *args, **kwargs)
         return output.log_probs_BT, output.entropy_BT  # FSDP finds tensors in tuples, not in a dataclass
+
+
+class ShardedCritic(ShardedPolicy):
+    """A `ValueModel` over several ranks. `forward` is its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.model(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -94,6 +106,15 @@ def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
     if not torch.is_grad_enabled():
         cast(Any, module).reshard()  # fully_shard added the method; no backward pass is going to do it
     return output
+
+
+def hidden_states(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """`hidden_before` of a policy in one process or of a sharded one, without gradient; collective for the latter."""
+    if not isinstance(module, ShardedPolicy):
+        return hidden_before(model_of(module).base_model, *args, **kwargs)
+    states_NH = module(*args, hidden=True, **kwargs)
+    cast(Any, module).reshard()
+    return states_NH
 
 
 def dummy_pass(module: nn.Module, device: torch.device) -> None:

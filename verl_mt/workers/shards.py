@@ -18,40 +18,45 @@ from verl_mt.errors import CheckpointError
 from verl_mt.workers.state import WEIGHTS
 
 SHARDS = "actor"
-"""Where in a checkpoint's folder the shards are."""
+"""Where in a checkpoint's folder the actor's shards are; the critic's are in `critic`."""
 
 
-def save_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def save_shards(tensors: Mapping[str, Tensor], folder: Path, name: str = SHARDS) -> None:
     """Write them under a checkpoint's folder, flushed to disk; collective. Every rank must see the same folder.
+
+    Args:
+        tensors: live ones, shards where sharded.
+        folder: the checkpoint's.
+        name: of the worker that they belong to; its part of the folder.
 
     Raises:
         CheckpointError: the disk refused.
     """
-    writer = FileSystemWriter(folder / SHARDS, sync_files=True)
+    writer = FileSystemWriter(folder / name, sync_files=True)
     try:
         with _quiet_alone() as alone:
             dcp.save(dict(tensors), storage_writer=writer, no_dist=alone)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(
-            f"cannot write {folder / SHARDS}: {_cause(error)}; free space, or another folder"
+            f"cannot write {folder / name}: {_cause(error)}; free space, or another folder"
         ) from error
 
 
-def has_shards(folder: Path) -> bool:
+def has_shards(folder: Path, name: str = SHARDS) -> bool:
     """Whether shards were written there, by all ranks."""
-    return (folder / SHARDS / ".metadata").is_file()
+    return (folder / name / ".metadata").is_file()
 
 
-def load_shards(tensors: Mapping[str, Tensor], folder: Path | None) -> None:
+def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = SHARDS) -> None:
     """Read into the given tensors, in place; collective. Any number of ranks may have written them. Weights may be
     read without the optimizer's state.
 
     Raises:
         CheckpointError: no shards there, a part is missing, or they are of another model.
     """
-    shapes = stored_shapes(folder)
-    if all(name.startswith(WEIGHTS) for name in tensors):
-        shapes = {name: shape for name, shape in shapes.items() if name.startswith(WEIGHTS)}
+    shapes = stored_shapes(folder, name)
+    if all(tensor.startswith(WEIGHTS) for tensor in tensors):
+        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith(WEIGHTS)}
     differing = sorted(tensors.keys() ^ shapes.keys()) or [n for n in tensors if tensors[n].shape != shapes[n]]
     if differing:
         raise CheckpointError(
@@ -61,26 +66,26 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path | None) -> None:
     assert folder is not None
     try:
         with _quiet_alone() as alone:
-            dcp.load(dict(tensors), storage_reader=FileSystemReader(folder / SHARDS), no_dist=alone)
+            dcp.load(dict(tensors), storage_reader=FileSystemReader(folder / name), no_dist=alone)
     except (CheckpointException, Exception) as error:  # a missing or torn file shows as anything
         raise CheckpointError(
-            f"{folder / SHARDS} cannot be read: {_cause(error)}; delete this checkpoint to resume from an older one"
+            f"{folder / name} cannot be read: {_cause(error)}; delete this checkpoint to resume from an older one"
         ) from error
 
 
-def stored_shapes(folder: Path | None) -> dict[str, tuple[int, ...]]:
+def stored_shapes(folder: Path | None, name: str = SHARDS) -> dict[str, tuple[int, ...]]:
     """Name -> shape of what `save_shards` wrote.
 
     Raises:
         CheckpointError: no shards there.
     """
-    if folder is None or not has_shards(folder):
+    if folder is None or not has_shards(folder, name):
         raise CheckpointError(
-            f"{folder}: no shards of the actor ({SHARDS}/.metadata); is the checkpoint folder on a disk that all "
+            f"{folder}: no shards of the {name} ({name}/.metadata); is the checkpoint folder on a disk that all "
             "machines share?"
         )
-    stored = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    stored = FileSystemReader(folder / name).read_metadata().state_dict_metadata
+    return {tensor: tuple(entry.size) for tensor, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 @contextmanager

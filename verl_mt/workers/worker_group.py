@@ -1,4 +1,4 @@
-"""The worker group that the YAML declares: actor and, where a KL term needs it, reference policy.
+"""The worker group that the YAML declares: actor and, where an algorithm needs them, reference policy and critic.
 
 `InlineWorkerGroup` has them in this process, `RayWorkerGroup` (ray_group.py) on Ray; the trainer sees no difference.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,21 @@ from torch import Tensor, nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
+from verl_mt.errors import CheckpointError
 from verl_mt.modeling.lora import Adapter, adapter_of, lora_of, require_peft, require_same
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
-from verl_mt.workers.setup import Placement, WorkerSetup, load_workers
+from verl_mt.workers.setup import AlgorithmNeeds, Placement, WorkerSetup, load_workers
 from verl_mt.workers.state import WEIGHTS, copy_into, count_parameters, live_tensors
 
 _INLINE = Placement()
+_NOTHING = AlgorithmNeeds()
 
 
 class WorkerGroup(abc.ABC):
-    """Actor and reference policy, wherever they live."""
+    """Actor, reference policy and critic, wherever they live."""
 
     num_parameters: int
     """Of the policy."""
@@ -49,7 +52,8 @@ class WorkerGroup(abc.ABC):
 
     @abc.abstractmethod
     def update(self, batch: TensorDict) -> dict[str, float]:
-        """Train on a rollout batch with advantages; see `ActorWorker.update`."""
+        """Train on a rollout batch with advantages; see `ActorWorker.update`, and with a critic `CriticWorker.update`.
+        In the critic's warm-up only the latter learns."""
 
     @abc.abstractmethod
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
@@ -58,6 +62,10 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         """Fill in the batch's `ref_log_probs`; does nothing where there is no reference policy."""
+
+    @abc.abstractmethod
+    def add_values(self, batch: TensorDict) -> None:
+        """Fill in the batch's `values`; does nothing where there is no critic."""
 
     @abc.abstractmethod
     def give_back_memory(self) -> None:
@@ -103,6 +111,8 @@ class InlineWorkerGroup(WorkerGroup):
     actor: ActorWorker
     ref: RefWorker | None = None
     """None where no KL term needs it."""
+    critic: CriticWorker | None = None
+    """None where no estimator needs it."""
 
     def __post_init__(self) -> None:
         self.num_parameters, self.num_trained = count_parameters(self.actor.module)
@@ -116,7 +126,7 @@ class InlineWorkerGroup(WorkerGroup):
         """It is the module that is trained."""
 
     def update(self, batch: TensorDict) -> dict[str, float]:
-        return self.actor.update(batch)
+        return update_policy_and_critic(self.actor, self.critic, batch)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
         return self.actor.compute_log_probs(batch)
@@ -124,6 +134,10 @@ class InlineWorkerGroup(WorkerGroup):
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self.ref is not None:
             batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
+
+    def add_values(self, batch: TensorDict) -> None:
+        if self.critic is not None:
+            batch[columns.VALUES] = self.critic.compute_values(batch)
 
     def give_back_memory(self) -> None:
         torch.cuda.empty_cache()
@@ -135,24 +149,48 @@ class InlineWorkerGroup(WorkerGroup):
         return adapter_of(self.actor.module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"actor": self.actor.state_dict()}
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        return {"actor": self.actor.state_dict(), **critic}
 
     def save_shards(self, folder: Path) -> None:
         """All of the state is in `state_dict`."""
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
-        load_actor(self.actor, state["actor"], folder)
+        load_workers_state(self.actor, self.critic, state, folder)
+
+
+def load_workers_state(
+    actor: ActorWorker, critic: CriticWorker | None, state: dict[str, Any], folder: Path | None
+) -> None:
+    """Let one rank's actor and critic take a checkpoint of any placement; collective for sharded ones.
+
+    Raises:
+        CheckpointError: of another model, incomplete, or without a critic where there is one now, or the other way.
+    """
+    load_actor(actor, state["actor"], folder)
+    if (critic is None) != ("critic" not in state):
+        now, then = ("no", "a") if critic is None else ("a", "no")
+        raise CheckpointError(
+            f"the checkpoint has {then} critic, and this run has {now}: algorithm.adv_estimator was "
+            f"{'gae' if then == 'a' else 'another one than gae'}; resume with the one that the run was started with"
+        )
+    if critic is not None:
+        _load_one(critic, state["critic"], folder, "critic")
 
 
 def load_actor(actor: ActorWorker, state: dict[str, Any], folder: Path | None) -> None:
     """Let one rank's actor take a checkpoint of any placement; collective for a sharded actor."""
+    _load_one(actor, state, folder, "actor")
+
+
+def _load_one(worker: ActorWorker | CriticWorker, state: dict[str, Any], folder: Path | None, name: str) -> None:
     if "tensors" in state:
-        actor.load_state_dict(state)
+        worker.load_state_dict(state)
         return
     from verl_mt.workers.shards import load_shards  # half a second that a run in one process does not need
 
-    actor.load_progress(state)
-    load_shards(actor.tensors(), folder)
+    worker.load_progress(state)
+    load_shards(worker.tensors(), folder, name)
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None:
@@ -184,7 +222,7 @@ def build_worker_group(
     device: str | torch.device = "cpu",
     seed: int = 0,
     placement: Placement | str = _INLINE,
-    rollout_correction: Mapping[str, Any] | None = None,
+    algorithm: AlgorithmNeeds = _NOTHING,
 ) -> WorkerGroup:
     """Load the policy and put the workers around it.
 
@@ -195,7 +233,7 @@ def build_worker_group(
         device: where the workers compute: cpu, cuda, or auto = cuda if it is there.
         seed: of the shuffling between mini-batches.
         placement: in this process, or on Ray; a bare word means one worker.
-        rollout_correction: `algorithm.rollout_correction`; None = nothing is corrected.
+        algorithm: what `algorithm.*` wants of them; by default nothing.
 
     Raises:
         ConfigError: a placement, model or device that cannot be had.
@@ -205,7 +243,7 @@ def build_worker_group(
         require_peft()
     if isinstance(placement, str):
         placement = Placement(kind=placement)
-    setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement, rollout_correction or {})
+    setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement, algorithm)
     if placement.kind == "ray":
         # Imported here: who trains in one process does not load Ray.
         from verl_mt.workers.ray_group import RayWorkerGroup

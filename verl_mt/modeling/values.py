@@ -1,0 +1,115 @@
+"""Values of states: the critic's forward pass.
+
+Convention, that of log-probs: position t holds V(tokens < t), the value of the state in which token t was chosen. Shape
+suffixes: `B` rows, `T` tokens, `N` wanted tokens, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_mt.errors import ConfigError
+from verl_mt.modeling.log_probs import position_ids
+from verl_mt.modeling.shared_prefix import can_share_prefixes, plan_prefixes, run_with_prefixes
+
+
+class ValueModel(nn.Module):
+    """A decoder with a linear head. The head starts at 0: every state is worth 0 until the critic knows better.
+
+    Args:
+        model: a Hugging Face causal language model, whose own head goes.
+
+    Raises:
+        ConfigError: a model that sees images.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        if getattr(model.config, "vision_config", None) is not None:
+            raise ConfigError(
+                f"critic: {type(model).__name__} sees images, and the critic reads text only: give critic.model.path a "
+                "text model with the same tokenizer, or use an estimator without critic (algorithm.adv_estimator=grpo)"
+            )
+        self.trunk = model.base_model
+        self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Of the decoder, as in transformers."""
+        return bool(self.trunk.is_gradient_checkpointing)
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return self.trunk._no_split_modules
+
+    def forward(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
+        """float32 [B, T]; 0 where nothing is wanted. See `hidden_before`."""
+        hidden_NH = hidden_before(self.trunk, input_ids_BT, attention_mask_BT, wanted_BT=wanted_BT)
+        return scatter(self.head(hidden_NH).squeeze(1), wanted_BT)
+
+
+class ValueHead(nn.Module):
+    """Values from the policy's own hidden states: one layer of units and a linear one that starts at 0.
+
+    Args:
+        hidden_size: of the policy.
+        seed: of the first layer's weights.
+    """
+
+    def __init__(self, hidden_size: int, *, seed: int):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.layers = nn.Sequential(
+                nn.LayerNorm(hidden_size), nn.Linear(hidden_size, hidden_size), nn.GELU(), nn.Linear(hidden_size, 1)
+            )
+        last = self.layers[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """[N] from [N, H]; in float32, whatever the policy computes in."""
+        return self.layers(hidden_NH.float()).squeeze(1)
+
+
+def hidden_before(trunk: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
+    """[N, H]: the last hidden states at the tokens before the wanted ones, rows first; works under autograd.
+
+    A prefix that rows share runs once, as in the pass for log-probs.
+
+    Args:
+        trunk: the part of a Hugging Face model that makes hidden states.
+        input_ids_BT: int64.
+        attention_mask_BT: bool or 0/1. Right-padded rows take the fast path, others work too.
+        wanted_BT: bool; at least one, and none in column 0.
+
+    Raises:
+        ValueError: position 0 is wanted: no state comes before it.
+    """
+    if wanted_BT[:, :1].any():
+        raise ValueError("position 0 has no value: no token comes before it")
+    used_B = wanted_BT.any(1)
+    ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
+    row_N, position_N = wanted.nonzero(as_tuple=True)
+    width = int(position_N.max())
+    ids, mask = ids[:, :width], mask[:, :width]
+    right_padded = not bool((mask[:, 1:].long() > mask[:, :-1].long()).any()) and bool(mask[:, 0].all())
+    if not right_padded:
+        output = trunk(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
+        return output.last_hidden_state[row_N, position_N - 1]
+    plan = plan_prefixes(ids, wanted) if can_share_prefixes(trunk, trunk) else None
+    if plan is not None:
+        return run_with_prefixes(trunk, ids, plan, row_N, position_N - 1)
+    return trunk(input_ids=ids, use_cache=False).last_hidden_state[row_N, position_N - 1]
+
+
+def scatter(values_N: Tensor, wanted_BT: Tensor) -> Tensor:
+    """float32 [B, T] (float64 for a float64 model), 0 where nothing is wanted."""
+    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT.bool(), values_N)

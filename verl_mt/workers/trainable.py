@@ -1,0 +1,176 @@
+"""A module with its optimizer, its schedule and its share of randomness: what an actor and a critic have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_mt.config.actor import OptimConfig
+from verl_mt.errors import VerlMTError
+from verl_mt.workers.adamw import build_adamw
+from verl_mt.workers.schedule import lr_factor
+from verl_mt.workers.sharding import model_of, ranks_of, whole
+from verl_mt.workers.state import copy_into, live_tensors
+
+_MAX_NONFINITE = 3
+"""Updates in a row without a finite loss and gradient before the run stops."""
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a rollout batch becomes optimizer steps."""
+
+    optim: OptimConfig
+    ppo_epochs: int
+    ppo_mini_batch_size: int | None
+    """Prompts; None = the whole batch."""
+    shuffle: bool
+    grad_clip: float
+    key: str
+    """Where its section is in the configuration, for errors."""
+
+
+class Trainable:
+    """Owns the module, the optimizer and the learning-rate schedule.
+
+    Args:
+        module: in this process, or sharded over ranks; put into eval mode.
+        plan: its part of the configuration.
+        total_steps: training steps (rollout batches) of the whole run, for the schedule.
+        train_batch_size: prompts per training step, for the schedule; null mini-batches need none.
+        seed: of the shuffling between mini-batches.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: UpdatePlan, *, total_steps: int, train_batch_size: int | None, seed: int
+    ):
+        self.module = module.eval()
+        self.ranks = ranks_of(module)
+        self.num_updates = 0
+        self._plan = plan
+        self._num_batches = 0
+        self._updates_per_batch = plan.ppo_epochs * num_mini_batches(train_batch_size, plan.ppo_mini_batch_size)
+        self._total_updates = total_steps * self._updates_per_batch
+        self._nonfinite_in_a_row = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._checkpointing = bool(getattr(model_of(module), "is_gradient_checkpointing", False))
+        if self._checkpointing:
+            # transformers checkpoints activations only in training mode, which must then not mean dropout.
+            _disable_dropout(module)
+        optim = plan.optim
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer = build_adamw(
+            self._parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        return next(self.module.parameters()).device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
+        return {**self.progress(), "tensors": self.tensors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a `state_dict` of a module in one process, over however many ranks; tensors are written in place."""
+        self.load_progress(state)
+        copy_into(self.tensors(), state["tensors"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and, once the optimizer has stepped, its state: the live tensors by name, shards where sharded."""
+        return live_tensors(self.module, self.optimizer if self.num_updates else None)
+
+    def progress(self) -> dict[str, Any]:
+        """The small rest of the state, the same on every rank."""
+        return {
+            "generator": self._generator.get_state(),
+            "num_updates": self.num_updates,
+            "num_batches": self._num_batches,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Take a `progress`; `tensors` then has the names that its checkpoint has."""
+        self._generator.set_state(progress["generator"].cpu())
+        self.num_updates = progress["num_updates"]
+        self._num_batches = progress["num_batches"]
+        self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
+        self.optimizer.state.clear()
+
+    def _mini_batches(self, prompt_B: Tensor) -> Iterator[Tensor]:
+        """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together."""
+        prompts = torch.unique(prompt_B).cpu()
+        size = self._plan.ppo_mini_batch_size or max(1, len(prompts))
+        for _ in range(self._plan.ppo_epochs):
+            order = prompts
+            if self._plan.shuffle and len(prompts) > size:
+                order = prompts[torch.randperm(len(prompts), generator=self._generator)]
+            for chosen in order.split(size):
+                yield torch.isin(prompt_B, chosen.to(prompt_B.device)).nonzero().squeeze(1)
+
+    def _step(self, loss: Tensor) -> Tensor | None:
+        """Clip and step; or drop a gradient that is not finite. Returns the gradient's norm; None if it was dropped.
+
+        Raises:
+            VerlMTError: it was the third such one in a row.
+        """
+        grad_norm = whole(nn.utils.clip_grad_norm_(self._parameters, self._plan.grad_clip or math.inf)).detach()
+        finite = bool(torch.isfinite(grad_norm) & torch.isfinite(loss))
+        if finite:
+            self._nonfinite_in_a_row = 0
+            self.optimizer.step()
+            self.num_updates += 1
+        else:
+            self._nonfinite_in_a_row += 1
+            if self._nonfinite_in_a_row >= _MAX_NONFINITE:
+                raise VerlMTError(
+                    f"loss {loss.item()} or gradient norm {grad_norm.item()} was not finite in "
+                    f"{_MAX_NONFINITE} updates in a row (after {self.num_updates} good ones); lower "
+                    f"{self._plan.key}.optim.lr, or go back to an earlier checkpoint"
+                )
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm if finite else None
+
+    def _set_lr(self, mini: int) -> float:
+        """The rate of a batch's mini-batch."""
+        optim = self._plan.optim
+        # Counted from the batch, so that a batch that lost prompts does not shift the schedule of the later ones.
+        step = self._num_batches * self._updates_per_batch + min(mini, self._updates_per_batch - 1)
+        factor = lr_factor(
+            step,
+            warmup_steps=optim.lr_warmup_steps,
+            total_steps=self._total_updates,
+            kind=optim.lr_scheduler_type,
+            min_ratio=optim.min_lr_ratio,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.lr * factor
+        return optim.lr * factor
+
+    @contextmanager
+    def _training_mode(self) -> Iterator[None]:
+        self.module.train(self._checkpointing)
+        try:
+            yield
+        finally:
+            self.module.eval()
+
+
+def num_mini_batches(num_prompts: int | None, size: int | None) -> int:
+    """Per epoch; 1 where nothing is known of the prompts or the batch is not split."""
+    return 1 if size is None or num_prompts is None else max(1, math.ceil(num_prompts / size))
+
+
+def _disable_dropout(module: nn.Module) -> None:
+    for submodule in module.modules():
+        if isinstance(submodule, nn.Dropout):
+            submodule.p = 0.0
+        if isinstance(getattr(submodule, "attention_dropout", None), float):
+            setattr(submodule, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know only tensors
