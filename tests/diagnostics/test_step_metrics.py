@@ -125,10 +125,11 @@ def test_what_is_paid_for_the_form_is_also_told_apart_from_the_rest():
 def test_tool_use_is_told_per_trajectory_and_per_call():
     calls = {"tools__calc__calls": 3, "tools__calc__errors": 1, "tools__calc__model_errors": 1}
     used, idle = trajectory(1.0, **calls), trajectory(0.0)
-    metrics = rollout_metrics([group(used, idle)], ["calc"])
-    assert metrics["tools/use_rate"] == 0.5
-    assert metrics["tools/call_frequency"] == 1.5
-    assert metrics["tools/failure_frequency"] == pytest.approx(2 / 3)
+    wrong = trajectory(0.0, tools__unknown__calls=1, tools__unknown__model_errors=1)
+    metrics = rollout_metrics([group(used, idle, wrong, idle)], ["calc"])
+    assert metrics["tools/use_rate"] == 0.25, "of the call that the model got wrong, no tool ran"
+    assert metrics["tools/call_frequency"] == 1.0
+    assert metrics["tools/failure_frequency"] == pytest.approx(3 / 4)
     assert rollout_metrics([group(idle)], ["calc"])["tools/use_rate"] == 0.0
     assert "tools/use_rate" not in rollout_metrics([group(idle)])
 

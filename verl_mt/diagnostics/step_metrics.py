@@ -63,7 +63,7 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
         k = min(len(g.trajectories) for g in groups)
         metrics[f"val/pass_at_{k}{suffix}"] = fmean(pass_at_k(len(g.trajectories), num_right(g), k) for g in groups)
     trajectories = [t for g in groups for t in g.trajectories]
-    calls = sum(v for t in trajectories for name, v in t.counters.items() if _is_call_count(name))
+    calls = sum(_count(t, "calls") for t in trajectories)
     metrics[f"val/tool_calls_mean{suffix}"] = calls / max(1, len(trajectories))
     metrics[f"val/truncated{suffix}"] = sum(t.status is Status.TRUNCATED for t in trajectories) / max(
         1, len(trajectories)
@@ -134,20 +134,23 @@ def _reward_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tool_use(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
-    """`tools/use_rate` (share of trajectories with a call), calls per trajectory, and the share of calls that failed,
-    whoever was at fault. Absent where there are no tools."""
-    calls = [sum(v for name, v in t.counters.items() if _is_call_count(name)) for t in trajectories]
+    """`tools/use_rate` (share of trajectories in which a tool ran: a call that the model got wrong runs none), calls per
+    trajectory, and the share of calls that failed, whoever was at fault. Absent where there are no tools."""
+    calls = [_count(t, "calls") for t in trajectories]
     if not trajectories or not (any(calls) or tuple(tool_names)):
         return {}
-    failed = sum(
-        v for t in trajectories for name, v in t.counters.items()
-        if name.startswith("tools/") and name.endswith(("/errors", "/model_errors"))
-    )  # fmt: skip
+    wrong = [_count(t, "model_errors") for t in trajectories]
+    failed = sum(wrong) + sum(_count(t, "errors") for t in trajectories)
     return {
-        "tools/use_rate": sum(map(bool, calls)) / len(calls),
+        "tools/use_rate": sum(c > w for c, w in zip(calls, wrong)) / len(calls),
         "tools/call_frequency": fmean(calls),
         "tools/failure_frequency": failed / max(1.0, sum(calls)),
     }
+
+
+def _count(trajectory: Trajectory, event: str) -> float:
+    """An event of all tools."""
+    return sum(v for k, v in trajectory.counters.items() if k.startswith("tools/") and k.endswith(f"/{event}"))
 
 
 def _shape(scored: Sequence[Trajectory]) -> dict[str, float]:
@@ -225,7 +228,3 @@ def _reason(trajectory: Trajectory) -> str:
     lines = (trajectory.error or "no error was recorded").strip().splitlines()
     last_frame = max((k for k, line in enumerate(lines) if line.startswith("  ")), default=-1)
     return "\n".join(lines[last_frame + 1 :] or lines[-1:])
-
-
-def _is_call_count(name: str) -> bool:
-    return name.startswith("tools/") and name.endswith("/calls")
