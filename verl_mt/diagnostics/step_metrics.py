@@ -134,7 +134,7 @@ def _reward_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tool_use(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
-    """`tools/use_rate` (share of trajectories in which a tool ran: a call that the model got wrong runs none), calls per
+    """`tools/use_rate` (share of trajectories in which a tool ran: a call that the model got wrong runs none), calls a
     trajectory, and the share of calls that failed, whoever was at fault. Absent where there are no tools."""
     calls = [_count(t, "calls") for t in trajectories]
     if not trajectories or not (any(calls) or tuple(tool_names)):
