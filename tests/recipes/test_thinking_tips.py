@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.schedulers.math_tips import MathTipsMultiTurnScheduler
 from verl_mt.rollout.schedulers.thinking_tips import ThinkingModelTipsScheduler
+from verl_mt.tiny.problems import SYSTEM, generate
 from verl_mt.trainer.build_rollout import build_door
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "thinking_tips"
@@ -59,3 +66,56 @@ def test_every_shipped_scheduler_can_be_chosen_in_either_mode(name):
         )  # fmt: skip
         check(config)
         assert build_door(config, None).scheduler is not None
+
+
+ON_A_LAPTOP = shlex.split(
+    "actor_rollout_ref.model.path=verl_mt://tiny actor_rollout_ref.model.dtype=float32 "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.optim.lr=1e-3 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.rollout.name=local "
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.5 "
+    "actor_rollout_ref.rollout.response_length=400 actor_rollout_ref.rollout.max_tokens_per_turn=48 "
+    "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/calculator.yaml "
+    "data.train_batch_size=8 data.val_max_samples=4 trainer.total_training_steps=2 trainer.num_threads=1 "
+    "trainer.device=cpu trainer.save_freq=-1"
+)
+"""What the recipe's script is given here."""
+
+
+def write_rows(folder: Path) -> None:
+    """The model writes a call that nobody runs, so the answer is the last number in it, sometimes the right one."""
+    folder.mkdir(parents=True)
+    for split, number in (("train", 16), ("test", 4)):
+        rows = []
+        for problem in itertools.islice(generate(0, "train" if split == "train" else "val"), number):
+            last = re.findall(r"\d+", problem.expression)[-1]
+            prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem.question}]
+            truth = {"style": "rule", "ground_truth": last}
+            rows.append({"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": truth})
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+@pytest.mark.slow
+@pytest.mark.cap("C18", "C21", "C41")
+def test_two_real_steps_with_a_model_of_a_million_parameters(tmp_path):
+    write_rows(tmp_path / "data")
+    environment = {**os.environ, "DATA_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
+    words = ["bash", str(RECIPE / "run_qwen3-1.7b.sh"), *ON_A_LAPTOP]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "qwen3-1.7b-colocate"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"]]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["rollout/trajectories"] == 64 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["rollout/logprob_diff_max"] < 1e-3
+        assert 0 < line["reward/mean"] < 1 and line["actor/grad_norm"] > 0
+    rows = [json.loads(text) for text in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert {len(row["records"]) for row in rows} == {1, 2}
+    for row in rows:
+        assert len(row["records"]) == row["num_turns"]
+        told = sum(m["content"] == MathTipsMultiTurnScheduler.tips_prompt for m in row["messages"])
+        assert told == row["num_turns"] - 1
+        for record in row["records"]:  # each turn is trained as it was sampled, behind the prompt it was sampled from
+            assert record["loss_mask"] == record["sampled"] and sum(record["sampled"]) > 0
+            assert [span["kind"] for span in record["turns"]] == ["prompt", "assistant"]
