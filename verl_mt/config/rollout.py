@@ -101,6 +101,18 @@ class ValSampling(Section):
 
 
 @dataclass
+class TraceConfig(Section):
+    """`actor_rollout_ref.rollout.trace`."""
+
+    backend: str | None = knob(
+        None,
+        "Spans of every rollout (trajectory, turn, prefill, decode, tool, reward): otel = by OTLP over HTTP to "
+        "OTEL_EXPORTER_OTLP_ENDPOINT; otel_file = spans.jsonl of the run directory; null = none.",
+        choices=(None, "otel", "otel_file"),
+    )
+
+
+@dataclass
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`."""
 
@@ -168,4 +180,5 @@ class RolloutConfig(Section):
     )
     custom_generate_kwargs: dict[str, Any] = knob({}, "Own settings of that function: attributes of its `args`.")
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
+    trace: TraceConfig = knob(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.")

@@ -27,7 +27,7 @@ _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 _HARMLESS = {
     "trainer": {
         "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
-        "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end",
+        "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
     }
 }  # fmt: skip
 
@@ -115,8 +115,9 @@ class RunDirectory:
     def abandon(self) -> None:
         """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
         if self._created:
-            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-            for name in ("config.yaml", ".wandb_id", ".mlflow_id", ".lock"):
+            for folder in ("tensorboard", "wandb"):
+                shutil.rmtree(self.path / folder, ignore_errors=True)
+            for name in ("config.yaml", ".wandb_id", ".mlflow_id", "spans.jsonl", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # Something else is in it: not ours to remove.
                 self.path.rmdir()

@@ -18,7 +18,7 @@ from verl_mt.trainer.display import Display
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.straggler import Straggler, closing_words
-from verl_mt.trainer.tracking import JsonLines, Tracker
+from verl_mt.trainer.tracking import JsonLines, Trackers
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -28,7 +28,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self,
         run: RunDirectory,
         display: Display,
-        trackers: list[Tracker],
+        trackers: Trackers,
         json_lines: JsonLines,
         *,
         tool_names: Sequence[str],
@@ -44,6 +44,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._rollout_files = rollout_files
         self.straggler = Straggler()
         self._carried: dict[str, float] = {}
+        self._over = False
         self._begun = (time.monotonic(), _cpu_s())
 
     def __enter__(self) -> RunLog:
@@ -54,17 +55,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.display.__exit__(kind, error, trace)
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close("failed" if kind is not None else "finished" if self._over else "stopped")
         self.run.close()
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the numbers of one step."""
-        metrics = metrics | self._carried
+        metrics = metrics | self._carried | self._trackers.failures()
         self._carried = {}
         self._json_lines.log(step, {**metrics, **self.straggler.take_words()})
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._trackers.log(step, metrics)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write and show a finished step."""
@@ -80,12 +79,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.display.validation(step, metrics)
         for name, groups in passes.items():
             self.dump(f"{name.replace('val', 'eval', 1)}_{step}", groups)
+            self._trackers.rollouts(step, name, groups)
         if self._rollout_files is not None:
             for name, groups in passes.items():
                 self._rollout_files.validation(name, step, groups)
 
     def dump(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> None:
         """Save a rollout where `trainer.debug_rollout_data` says; before the update, which may be what fails."""
+        if isinstance(rollout_id, int):
+            self._trackers.rollouts(rollout_id + 1, "train", groups)
         if self.debug is not None:
             self.debug.save(rollout_id, groups)
 
@@ -103,6 +105,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def finish(self, step: int) -> None:
         """Mark the run as over and print the closing summary."""
         self.run.finish()
+        self._over = True
         wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
         rows = [*self._before_after(), *closing_words(self.run.path)]
         rows.append(("time", f"{wall_s:.0f} s wall, {cpu_s:.0f} s CPU, {step} steps"))

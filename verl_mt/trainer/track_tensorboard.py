@@ -1,0 +1,57 @@
+"""TensorBoard: event files under `tensorboard/` of the run directory."""
+
+from __future__ import annotations
+
+import yaml
+
+from verl_mt.diagnostics.rollout_table import RolloutTable
+from verl_mt.trainer.tracker import Outcome, TrackedRun, Tracker
+
+
+class TensorBoard(Tracker):
+    """Curves, the configuration and rollouts as text. A resumed run takes back what was logged after its checkpoint."""
+
+    def __init__(self, run: TrackedRun):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        if purge is None:
+            self._writer.add_text("config", as_written(yaml.safe_dump(run.config, sort_keys=False)), 0)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        self._writer.add_text(f"rollouts/{name}", table_text(table), step)
+
+    def close(self, outcome: Outcome) -> None:
+        self._writer.close()
+
+
+def table_text(table: RolloutTable) -> str:
+    """A table as Markdown: a heading of the short cells for each row, its last cell as a block of code below.
+
+    TensorBoard renders Markdown; a model's text is data, so nothing of it is rendered.
+    """
+    *short, _ = table.columns
+    return "\n\n".join(
+        "**"
+        + ", ".join(f"{name} {_plain(value)}" for name, value in zip(short, row))
+        + "**\n\n"
+        + as_written("" if row[-1] is None else str(row[-1]))
+        for row in table.rows
+    )
+
+
+def as_written(text: str) -> str:
+    """A Markdown block of code."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _plain(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "".join(
+        c if c.isalnum() or c in " .-_/" else "\\" + c if c.isascii() and c.isprintable() else " " for c in text
+    )
