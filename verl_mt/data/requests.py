@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
@@ -43,6 +43,10 @@ class SamplingParams:
             )
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k must be -1 (off) or at least 1, got {self.top_k}")
+
+    def greedy(self) -> SamplingParams:
+        """The same turn without chance."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,8 @@ class Trajectory:
     took (negative)."""
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """Per tool: the step rewards of `execute` in order, then `calc_reward`."""
+    tool_reward_turns: dict[str, list[int]] = field(default_factory=dict)
+    """Per tool: the assistant turn of each of its step rewards."""
     turn_scores: list[float] = field(default_factory=list)
     """What the interaction scored, one per interaction turn."""
     turn_rewards: dict[int, float] = field(default_factory=dict)

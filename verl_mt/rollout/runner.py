@@ -21,6 +21,7 @@ from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneErro
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
+from verl_mt.rollout.credit import set_aside, turn_rewards
 from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
@@ -54,6 +55,12 @@ class RolloutPlan:
     """None = the run's own."""
     evaluation: bool = False
     """A validation: nothing of it is trained."""
+    greedy_too: bool = False
+    """One more, greedy answer to each prompt. Its reward goes to the others (`greedy_reward`); it is not trained."""
+
+    @property
+    def episodes_per_prompt(self) -> int:
+        return self.n + self.greedy_too
 
 
 @dataclass
@@ -70,6 +77,8 @@ class RolloutRunner:
     max_retries: int = 2
     tool_reward_weight: float = 0.0
     turn_score_weight: float = 0.0
+    reward_by_turn: bool = False
+    """What a turn earned is told apart (`turn_rewards`)."""
     turn_cost: float = 0.0
     """Per assistant turn after the first; like the other weights, not for what a door has scored itself."""
     token_cost: float = 0.0
@@ -82,7 +91,7 @@ class RolloutRunner:
         Raises:
             DeadlineError: a deadline fired in a deterministic run.
         """
-        self.progress.num_trajectories = len(plan.prompts) * plan.n
+        self.progress.num_trajectories = len(plan.prompts) * plan.episodes_per_prompt
         self.progress.num_finished = self.progress.num_sampled_tokens = self.progress.num_tool_calls = 0
         self.progress.started_s = time.monotonic()
         gate = _Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
@@ -111,15 +120,20 @@ class RolloutRunner:
                 row_index=prompt.row.index,
                 source=prompt.row.source,
             )
-            for sample in range(plan.n)
+            for sample in range(plan.episodes_per_prompt)
         ]
+        contexts = [context] * plan.n + [replace(context, sampling=context.sampling.greedy())] * plan.greedy_too
+        first = position * plan.episodes_per_prompt
         runs = [
-            self._run_one(context, trajectory, prompt, gate, Place(position, order, plan.evaluation))
-            for order, trajectory in enumerate(trajectories, start=position * plan.n)
+            self._run_one(contexts[sample], trajectory, prompt, gate, Place(position, first + sample, plan.evaluation))
+            for sample, trajectory in enumerate(trajectories)
         ]
-        row, finished = prompt.row, [t for outcome in await asyncio.gather(*runs) for t in outcome]
+        row, outcomes = prompt.row, await asyncio.gather(*runs)
+        finished = [t for outcome in outcomes for t in outcome]
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt)
+        if plan.greedy_too:
+            set_aside(group, outcomes[-1])
         return group
 
     async def _run_one(
@@ -139,6 +153,7 @@ class RolloutRunner:
                     tools=[],
                     records=[],
                     tool_rewards={},
+                    tool_reward_turns={},
                     turn_scores=[],
                     counters={},
                     time_spans=list(waited),
@@ -213,7 +228,7 @@ class RolloutRunner:
     ) -> None:
         trajectory = session.trajectory
         if tools is not None:
-            trajectory.tool_rewards = await tools.close()
+            trajectory.tool_rewards, trajectory.tool_reward_turns = await tools.close(), tools.reward_turns
             trajectory.counters.update(tools.counters)
             trajectory.time_spans += tools.time_spans
             self.progress.num_tool_calls += sum(int(v) for k, v in tools.counters.items() if k.endswith("/calls"))
@@ -253,6 +268,9 @@ class RolloutRunner:
                 + self.turn_score_weight * sum(trajectory.turn_scores)
                 + sum(costs.values())
             )
+            if self.reward_by_turn:
+                weights = {"tool_weight": self.tool_reward_weight, "score_weight": self.turn_score_weight}
+                trajectory.turn_rewards = turn_rewards(trajectory, **weights)
             if trajectory.sample is not None:
                 trajectory.sample.reward = trajectory.reward
 

@@ -152,6 +152,8 @@ class ToolSession:
         self.time_spans: list[TimeSpan] = []
         self.budget_spent = False
         """Whether the model was told that no calls are left (`max_calls`)."""
+        self.reward_turns: dict[str, list[int]] = {}
+        """tool -> the turn of each of its step rewards."""
         self._num_calls = 0
         self._executor, self._limits, self._tools = executor, executor.limits, tools
         self._row_kwargs = row_kwargs
@@ -179,6 +181,7 @@ class ToolSession:
         for result in results:
             if result.failure is None:
                 self._instances[result.name].rewards.append(result.step_reward)
+                self.reward_turns.setdefault(result.name, []).append(turn)
         return list(results)
 
     async def close(self) -> dict[str, list[float]]:

@@ -44,6 +44,7 @@ from verl_mt.trainer.build_rollout import (
     validation_sampling,
 )
 from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
@@ -91,6 +92,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         model = _describe_model(config)
         state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
         resume_step = None if state is None else state["step"]
+        checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
@@ -104,7 +106,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             workers=workers,
             weights=_weight_sync(config, stream, workers, run),
             estimate_advantages=advantage_estimator(config.algorithm, workers),
-            checkpoints=CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep),
+            checkpoints=checkpoints,
+            collapse=CollapseResponse(config.trainer, run.path, checkpoints),
             sanity=runner.context.sanity,
             log=log,
             pad_token_id=pad_token_id(chat),
@@ -184,6 +187,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_greedy_too=rollout.val_kwargs.greedy_too,
         val_batch_size=data.val_batch_size,
         total_steps=total,
+        greedy_too=config.algorithm.adv_estimator == "remax",
     )
 
 

@@ -157,6 +157,7 @@ def build_runner(
         max_retries=rollout.max_retries,
         tool_reward_weight=config.reward.tool_reward_weight,
         turn_score_weight=config.reward.turn_score_weight,
+        reward_by_turn=config.reward.placement == "turn",
         turn_cost=config.reward.turn_cost,
         token_cost=config.reward.token_cost,
     )

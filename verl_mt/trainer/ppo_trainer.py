@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
+from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.interrupts import Interrupted, Interrupts
 from verl_mt.trainer.run_log import RunLog
@@ -48,6 +49,12 @@ class BatchPlan:
     val_greedy_too: bool
     val_batch_size: int | None
     total_steps: int
+    greedy_too: bool = False
+    """Each training prompt has a greedy answer too, which the others are compared with (ReMax)."""
+
+    def rollout(self, prompts: list[Prompt], name: str) -> RolloutPlan:
+        """A training rollout."""
+        return RolloutPlan(prompts, self.n, name, self.sampling, greedy_too=self.greedy_too)
 
 
 @dataclass
@@ -74,6 +81,7 @@ class PPOTrainer:
     sanity: SanityMonitor
     log: RunLog
     pad_token_id: int
+    collapse: CollapseResponse
     selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
@@ -146,8 +154,7 @@ class PPOTrainer:
             passes = {"val": self._validate_once("val", self.plan.val_sampling, self.plan.val_n)}
             metrics = validation_metrics(passes["val"], "") | _under("val/", self.prompt_counts)
             if self.plan.val_greedy_too:
-                greedy = replace(self.plan.val_sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-                passes["val_greedy"] = self._validate_once("val_greedy", greedy, 1)
+                passes["val_greedy"] = self._validate_once("val_greedy", self.plan.val_sampling.greedy(), 1)
                 metrics |= validation_metrics(passes["val_greedy"], "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
@@ -167,6 +174,7 @@ class PPOTrainer:
             "model": self.model,
             "workers": self.workers.state_dict(),
             "advantages": self.estimate_advantages.state_dict(),
+            "collapse": self.collapse.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": checkpoint.random_state(),
         }
@@ -176,6 +184,7 @@ class PPOTrainer:
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
+        self.collapse.load_state_dict(state.get("collapse", {}))
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
@@ -193,6 +202,8 @@ class PPOTrainer:
         return wanted and bool(self.val_prompts)
 
     def _train(self) -> None:
+        if self.collapse.needs_start and not self.checkpoints.all():
+            self._save()
         while True:
             if self._unlogged is not None:
                 self._conclude_step(self._unlogged)
@@ -209,10 +220,20 @@ class PPOTrainer:
         last = self.plan.total_steps
         if _due(self.config.test_freq, self.step_number, last):
             metrics = metrics | self.validate()
+        metrics = metrics | self.collapse.observe(self.step_number, metrics)
         self.log.step(self.step_number, metrics)
         self._unlogged = None
-        if _due(self.config.save_freq, self.step_number, last):
+        saved = self.collapse.act(self.step_number, self._save, self._roll_back)
+        if not saved and _due(self.config.save_freq, self.step_number, last):
             self._save()
+
+    def _roll_back(self, folder: Path) -> None:
+        """The policy of an older checkpoint, its optimizer and controllers; steps, rows and random numbers go on."""
+        state = checkpoint.load(folder)
+        self.workers.load_state_dict(state["workers"], folder)
+        self.estimate_advantages.load_state_dict(state.get("advantages", {}))
+        self.weights.push(self.step_number)
+        self._score = None
 
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
@@ -229,7 +250,7 @@ class PPOTrainer:
             if not self.stream.started(name):
                 self._drawn = {}
                 prompts = self._draw(self.plan.num_prompts)
-                self.stream.start(RolloutPlan(prompts, self.plan.n, name, self.plan.sampling))
+                self.stream.start(self.plan.rollout(prompts, name))
         groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
@@ -237,7 +258,7 @@ class PPOTrainer:
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
         name = f"s{self.step_number + 1:06d}.{number:03d}"
-        self.stream.start(RolloutPlan(self._draw(num_prompts), self.plan.n, name, self.plan.sampling))
+        self.stream.start(self.plan.rollout(self._draw(num_prompts), name))
         groups = self.stream.collect(name, self._while_waiting)
         self.selection.shape(groups)
         return groups
