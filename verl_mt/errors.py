@@ -11,6 +11,7 @@
     ├── CheckpointError          a checkpoint or a run directory that cannot be used
     ├── ToolCallError            the MODEL's mistake in a tool call: fed back to it as text
     ├── UserCodeError            a plug-in (reward, interaction, scheduler, ...) raised
+    ├── CollapseError            the collapse guard stopped the run, as it was asked to
     ├── WorkerError              a worker process died or failed: the run stops and can be resumed
     ├── LedgerError              tokens, masks or log-probs that do not fit a trajectory
     └── EngineError              the inference engine
@@ -26,6 +27,9 @@ from __future__ import annotations
 
 class VerlMTError(Exception):
     """Base of all errors that verl_mt raises on purpose."""
+
+    exit_status: int = 2
+    """Of a command that it ends."""
 
 
 class ConfigError(VerlMTError):
@@ -73,6 +77,12 @@ class ToolCallError(VerlMTError):
 
 class UserCodeError(VerlMTError):
     """Code of a plug-in raised. The original exception is the `__cause__`."""
+
+
+class CollapseError(VerlMTError):
+    """The collapse guard saw the run go wrong and stopped it (`trainer.collapse_guard`). Its state is saved."""
+
+    exit_status = 3
 
 
 class WorkerError(VerlMTError):

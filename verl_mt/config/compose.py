@@ -111,7 +111,8 @@ def hydra_main(
 
     Takes Hydra's `--config-path`, `--config-name`, `--config-dir`, `--cfg job` and `--help`; makes no output folder,
     changes no directory, sets up no logging. An expected error (`VerlMTError`) is printed without a traceback and
-    exits with code 2; the environment variable VERL_MT_TRACEBACK=1 shows the traceback.
+    exits with code 2 (3 where the collapse guard stopped a run); the environment variable VERL_MT_TRACEBACK=1 shows the
+    traceback.
 
     Args:
         task: what runs with the configuration.
@@ -127,7 +128,7 @@ def hydra_main(
         if os.environ.get("VERL_MT_TRACEBACK") == "1":
             raise
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_status) from None
 
 
 def _config_of_command(argv: list[str], config_name: str | None, module: str) -> Config | None:

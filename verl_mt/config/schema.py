@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
+from verl_mt.config.collapse_guard import read_thresholds
 from verl_mt.config.critic import CriticConfig
 from verl_mt.config.dapo import FilterGroupsConfig, OverlongBufferConfig
 from verl_mt.config.knob import Section, knob
@@ -190,7 +191,23 @@ class TrainerConfig(Section):
         "trained on instead of sampling, without an engine.",
         choices=("save", "rollout_only", "train_only"),
     )
+    collapse_guard: Any = knob(
+        "warn",
+        "What to do when entropy, tool use, turns, truncation, zero-variance groups, reward or the KL to the sampler "
+        "say that the run collapses (docs/diagnostics.md): warn; stop = end with a bundle and exit status 3; "
+        "rollback = back to the last good checkpoint, at most twice; off.",
+        choices=("off", "warn", "stop", "rollback", False),
+    )
+    collapse_guard_thresholds: dict[str, Any] = knob(
+        {}, "Its thresholds where they differ from the defaults; null switches a sign off."
+    )
     export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.collapse_guard is False:  # what YAML makes of `off`
+            self.collapse_guard = "off"
+        read_thresholds(self.collapse_guard_thresholds)
 
 
 @dataclass

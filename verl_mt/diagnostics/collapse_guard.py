@@ -58,6 +58,8 @@ class Verdict:
     """Those that were not, the last `window` steps."""
     words: str = ""
     """One sentence about `signs`; empty where there is none."""
+    reward: Direction = "stayed"
+    """What the reward did since the first of them began."""
 
     @property
     def last_good_step(self) -> int:
@@ -101,7 +103,7 @@ class CollapseGuard:
         unknown = {name for name in self._held if self._mean(_KEYS[name], len(self._history) - 1) is None}
         held = self._held | dict.fromkeys([*unknown, *(sign.name for sign in signs)], step)
         self._held = {name: at for name, at in held.items() if step - at <= window}
-        return Verdict(signs, new, self._words(step, signs) if signs else "")
+        return Verdict(signs, new, *self._words(step, signs)) if signs else Verdict()
 
     def rolled_back(self, to_step: int) -> None:
         """The policy is that of an earlier step again: what came after it is forgotten."""
@@ -162,7 +164,8 @@ class CollapseGuard:
         margin = _REWARD_MARGIN * self._spread()
         return ("rose" if now > before + margin else "fell" if now < before - margin else "stayed"), before, now
 
-    def _words(self, step: int, signs: tuple[Sign, ...]) -> str:
+    def _words(self, step: int, signs: tuple[Sign, ...]) -> tuple[str, Direction]:
+        """The sentence, and what the reward did."""
         told = [s.text if s.since == step else f"{s.text} within {step - s.since} steps" for s in signs]
         names = {sign.name for sign in signs}
         index = next((k for k, entry in enumerate(self._history) if entry["step"] >= signs[0].since), 0)
@@ -174,7 +177,7 @@ class CollapseGuard:
         }[direction]
         hint = next(hint for needed, reward, hint in _HINTS if needed <= names and direction in reward)
         listed = " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
-        return f"{listed}{meanwhile}: {hint}"
+        return f"{listed}{meanwhile}: {hint}", direction
 
 
 def _fell_by(guard: CollapseGuard, change: _Change, threshold: float) -> bool:

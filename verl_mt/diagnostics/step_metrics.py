@@ -139,13 +139,17 @@ def _tool_use(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> 
     calls = [_count(t, "calls") for t in trajectories]
     if not trajectories or not (any(calls) or tuple(tool_names)):
         return {}
-    wrong = [_count(t, "model_errors") for t in trajectories]
-    failed = sum(wrong) + sum(_count(t, "errors") for t in trajectories)
+    failed = sum(_count(t, "model_errors") + _count(t, "errors") for t in trajectories)
     return {
-        "tools/use_rate": sum(c > w for c, w in zip(calls, wrong)) / len(calls),
+        "tools/use_rate": sum(tool_runs(t) > 0 for t in trajectories) / len(calls),
         "tools/call_frequency": fmean(calls),
         "tools/failure_frequency": failed / max(1.0, sum(calls)),
     }
+
+
+def tool_runs(trajectory: Trajectory) -> float:
+    """Calls for which a tool was run."""
+    return _count(trajectory, "calls") - _count(trajectory, "model_errors")
 
 
 def _count(trajectory: Trajectory, event: str) -> float:

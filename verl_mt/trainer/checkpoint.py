@@ -37,6 +37,8 @@ class CheckpointStore:
     folder: Path
     keep: int | None = None
     """Newest ones kept besides the best; None = all."""
+    reach: int = 0
+    """Also kept are those back to one that is this many steps older than the newest."""
 
     def save(
         self,
@@ -103,10 +105,16 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
         if self.keep is None:
             return
-        best = self.best()
-        for old in self.all()[: -self.keep]:
-            if old != best:
+        best, found = self.best(), self.all()
+        reached = [p for p in found if step_of(p) <= step_of(found[-1]) - self.reach] or found
+        for old in found[: -self.keep]:
+            if old != best and not (self.reach and step_of(old) >= step_of(reached[-1])):
                 shutil.rmtree(old)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(path.name.rpartition("_")[2])
 
 
 def _aside(path: Path) -> Path:

@@ -28,6 +28,7 @@ _HARMLESS = {
     "trainer": {
         "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
         "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
+        "collapse_guard", "collapse_guard_thresholds",
     }
 }  # fmt: skip
 
