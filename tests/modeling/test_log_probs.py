@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from verl_mt.modeling import head_log_probs, shared_prefix
 from verl_mt.modeling import log_probs as module_under_test
 from verl_mt.modeling.log_probs import forward_log_probs, position_ids
+from verl_mt.modeling.passes import PLAIN, Passes, use_passes
 
 VOCAB = 61
 
@@ -138,28 +139,32 @@ def gradients(model, ids, mask, wanted, coefficients):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("passes", [Passes(False, True), Passes(True, False), Passes(True, True)])
 @pytest.mark.parametrize(("shared", "prompts"), [(20, 1), (20, 3), (0, 2), (0, 6), (20, 6)])
-def test_sharing_prefixes_changes_no_gradient(shared, prompts, monkeypatch):
+def test_sharing_prefixes_and_packing_rows_change_no_gradient(shared, prompts, passes):
     model = tiny(dtype=torch.float64)
     ids, mask, wanted = random_batch(3, num_rows=6, shared=shared, prompts=prompts)
     coefficients = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    with_sharing = gradients(model, ids, mask, wanted, coefficients)
-    monkeypatch.setattr(module_under_test, "can_share_prefixes", lambda *_: False)
-    without = gradients(model, ids, mask, wanted, coefficients)
-    for a, b in zip(with_sharing, without):
+    use_passes(model, PLAIN)
+    plain = gradients(model, ids, mask, wanted, coefficients)
+    use_passes(model, passes)
+    for a, b in zip(gradients(model, ids, mask, wanted, coefficients), plain):
         # The norms of transformers compute in float32 whatever the model's type.
         torch.testing.assert_close(a, b, atol=1e-6 * float(b.abs().max()), rtol=1e-5)
 
 
-def test_a_shared_prefix_goes_through_the_model_once(qwen, monkeypatch):
+@pytest.mark.parametrize(("packed", "most"), [(True, 0.4), (False, 0.5)])
+def test_a_shared_prefix_goes_through_the_model_once(packed, most):
+    model = tiny()
+    use_passes(model, Passes(packed, share_prefixes=True))
     ids, mask, wanted = random_batch(2, num_rows=8, shared=40, prompts=2)
+    forward_log_probs(model, ids, mask, wanted_BT=wanted, temperature=1.0)  # trial passes, once per model
     seen = []
-    hook = qwen.model.register_forward_pre_hook(
+    model.model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    forward_log_probs(qwen, ids, mask, wanted_BT=wanted, temperature=1.0)
-    hook.remove()
-    assert sum(seen) < mask.sum() / 2
+    forward_log_probs(model, ids, mask, wanted_BT=wanted, temperature=1.0)
+    assert sum(seen) < mask.sum() * most
     plan = shared_prefix.plan_prefixes(ids, wanted)
     assert plan is not None and plan.common >= 40
 

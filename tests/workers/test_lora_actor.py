@@ -14,9 +14,9 @@ from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.base import Capabilities, Disk
 from verl_mt.errors import CheckpointError, ConfigError
-from verl_mt.modeling import log_probs
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.lora import adapters_off, is_adapter, lora_of, without_adapters
+from verl_mt.modeling.passes import PLAIN, Passes, use_passes
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.weights import Transport, weight_update_for
 from verl_mt.workers.worker_group import build_worker_group
@@ -63,21 +63,19 @@ def test_the_gradient_is_the_chain_rule_through_the_merged_weights():
         torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_sharing_prefixes_or_recomputing_activations_changes_no_gradient(monkeypatch):
-    shared_runs = []
-    original = log_probs.run_with_prefixes
-    monkeypatch.setattr(log_probs, "run_with_prefixes", lambda *a: (shared_runs.append(1), original(*a))[1])
+@pytest.mark.parametrize("passes", [Passes(False, True), Passes(True, False), Passes(True, True)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packing_sharing_prefixes_and_recomputing_activations_change_no_gradient(passes, recompute):
     module, batch = lora_policy(), long_prompts()
-    shared = gradients(module, batch)
-    assert len(shared_runs) == 1
+    use_passes(module, PLAIN)
     one_by_one = gradients(module, batch, ppo_micro_batch_size=1)
-    recomputed = copy.deepcopy(module)
-    recomputed.gradient_checkpointing_enable()
-    for other in (one_by_one, gradients(recomputed, batch)):
-        assert other.keys() == shared.keys()
-        for name, gradient in shared.items():
-            torch.testing.assert_close(other[name], gradient, atol=1e-5, rtol=1e-4)
-    assert len(shared_runs) == 1
+    use_passes(module, passes)
+    if recompute:
+        module.gradient_checkpointing_enable()
+    got = gradients(module, batch)
+    assert got.keys() == one_by_one.keys()
+    for name, gradient in one_by_one.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4)
 
 
 def long_prompts():

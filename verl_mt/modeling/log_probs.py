@@ -5,7 +5,7 @@ over the full vocabulary, in float32; T = 0 counts as 1. Shape suffixes: `B` row
 `H` hidden size, `V` vocabulary.
 
 The language-model head runs only where a log-prob is wanted, never on more than a few logits at once
-(`head_log_probs.py`), and a prefix that rows share runs only once (`shared_prefix.py`).
+(`head_log_probs.py`); rows go through the model without padding, and what they share only once (`passes.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from verl_mt.data.batch import RowMedia
 from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.media import has_placeholders, media_arguments
-from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
+from verl_mt.modeling.passes import decoder_of, hidden_of_padded, logits_of_padded
+from verl_mt.modeling.shared_prefix import eval_mode
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def forward_log_probs(
         temperature: T above; 0 counts as 1.
         with_entropy: also return the entropies.
         entropy_grad: False keeps the entropies out of the graph (a metric costs no memory then).
-        media: images and videos, one entry per row; None = text only. Such rows share no prefixes.
+        media: images and videos, one entry per row; None = text only. Such rows are padded and share no prefixes.
 
     Raises:
         ValueError: a log-prob of position 0 is wanted.
@@ -106,22 +107,17 @@ def _hidden_states(
     `index` = (rows, positions of the tokens before the wanted ones). Where the model does more than a plain head
     (soft-capped or scaled logits), the "hidden states" are its logits and the head does nothing.
     """
-    row_N, before_N = index
-    base, head = _decoder(model), model.get_output_embeddings()
+    base, head = decoder_of(model), model.get_output_embeddings()
     right_padded = not bool((mask_BT[:, 1:].long() > mask_BT[:, :-1].long()).any()) and bool(mask_BT[:, 0].all())
     if right_padded:
-        # Causal attention never looks at padding on the right, so no mask is needed and the kernel may be causal.
-        inputs: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False}
-    else:
-        positions = position_ids(mask_BT)
-        inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "position_ids": positions, "use_cache": False}
+        if not _has_plain_head(model):
+            return logits_of_padded(model, ids_BT, index), nn.Identity()
+        return hidden_of_padded(base, ids_BT, wanted_BT, index, model=model), head
+    positions = position_ids(mask_BT)
+    inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "position_ids": positions, "use_cache": False}
     if not _has_plain_head(model):
-        return model(**inputs).logits[row_N, before_N], nn.Identity()
-    if right_padded and can_share_prefixes(model, base):
-        plan = plan_prefixes(ids_BT, wanted_BT)
-        if plan is not None:
-            return run_with_prefixes(base, ids_BT, plan, row_N, before_N), head
-    return base(**inputs).last_hidden_state[row_N, before_N], head
+        return model(**inputs).logits[index], nn.Identity()
+    return base(**inputs).last_hidden_state[index], head
 
 
 def _with_media(
@@ -134,11 +130,6 @@ def _with_media(
     if not _has_plain_head(model):
         return model(**inputs).logits[index], nn.Identity()
     return model.base_model(**inputs).last_hidden_state[index], model.get_output_embeddings()
-
-
-def _decoder(model: Any) -> Any:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return model.base_model if decoder is None or decoder is model else decoder
 
 
 _plain_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -162,7 +153,7 @@ def _probe_head(model: Any) -> bool:
         return False
     ids = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0)
     with eval_mode(model):
-        hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         scale = 1000.0 / head(hidden).abs().max().clamp(min=1e-6)
         expected = head(hidden * scale)
         hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale, *inputs[1:]))

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl_mt.modeling import packing
+
 _log = logging.getLogger(__name__)
 
 _MIN_SHARED = 16
@@ -179,7 +181,11 @@ def can_share_prefixes(model: nn.Module, base: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     full = set(layer_types) == {"full_attention"} if layer_types else getattr(config, "sliding_window", None) is None
     checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
-    if not full or checkpointing or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+    if (
+        not full
+        or checkpointing
+        or getattr(config, "_attn_implementation", None) not in ("sdpa", "eager", packing.NAME)
+    ):
         return False
     if model not in _probed:
         with eval_mode(model):
