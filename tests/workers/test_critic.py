@@ -1,0 +1,201 @@
+"""The critic: values of states, and updates that no split of the batch changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from actor_toys import REWARDS, make_batch, tiny_policy, worker
+from critic_toys import batch_with_values, critic, value_head, value_model
+
+from verl_mt.algorithms.value_loss import explained_variance
+from verl_mt.data import batch as col
+from verl_mt.errors import DataError, VerlMTError
+from verl_mt.modeling.values import ValueModel
+from verl_mt.workers.critic import update_policy_and_critic
+
+
+def plain_values(model: ValueModel, batch) -> torch.Tensor:
+    """One row, one prefix at a time: the value of token t is read off the last of the tokens before it."""
+    values = torch.zeros(batch[col.INPUT_IDS].shape)
+    for row, position in batch[col.LOSS_MASK].nonzero().tolist():
+        hidden = model.trunk(input_ids=batch[col.INPUT_IDS][row : row + 1, :position]).last_hidden_state[0, -1]
+        values[row, position] = model.head(hidden).squeeze()
+    return values
+
+
+def gradients(worker, batch) -> list[dict[str, torch.Tensor]]:
+    """Before each optimizer step, by name."""
+    seen: list[dict[str, torch.Tensor]] = []
+    names = {id(p): n for n, p in worker.module.named_parameters()}
+
+    def keep(optimizer, *_):
+        seen.append({names[id(p)]: p.grad.clone() for p in optimizer.param_groups[0]["params"]})
+
+    worker.optimizer.register_step_pre_hook(keep)
+    worker.update(batch)
+    return seen
+
+
+def test_a_value_is_that_of_the_tokens_before_it():
+    worker, batch = critic(), make_batch(REWARDS)
+    with torch.no_grad():
+        expected = plain_values(worker.module, batch)
+    got = worker.compute_values(batch)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert not got[~batch[col.LOSS_MASK]].any()
+    assert got[batch[col.LOSS_MASK]].abs().min() > 0
+
+
+def test_a_new_critic_says_that_every_state_is_worth_nothing():
+    worker = critic(ValueModel(copy.deepcopy(tiny_policy())))
+    assert not worker.compute_values(make_batch(REWARDS)).any()
+
+
+@pytest.mark.parametrize("split", [{"ppo_micro_batch_size": 1}, {"ppo_micro_batch_size": 2}, {"ppo_max_token_len": 40}])
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_split_into_micro_batches_changes_values_or_gradients(split, shared):
+    policy = tiny_policy() if shared else None
+    whole, parts = critic(policy=policy), critic(policy=policy, **split)
+    batch = batch_with_values(whole, records=2)
+    torch.testing.assert_close(parts.compute_values(batch), batch[col.VALUES], atol=1e-5, rtol=1e-5)
+    (expected,), (got,) = gradients(whole, batch), gradients(parts, batch)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_padding_changes_nothing():
+    worker, wider = critic(), critic()
+    batch = batch_with_values(worker)
+    padded = batch.clone()
+    for name in (n for n in col.TOKEN_COLUMNS if n in batch.keys()):  # noqa: SIM118
+        padded[name] = torch.nn.functional.pad(batch[name], (0, 7), value=5 if name == col.INPUT_IDS else 0)
+    (expected,), (got,) = gradients(worker, batch), gradients(wider, padded)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_the_gradient_is_that_of_the_clipped_loss_written_out_token_by_token():
+    worker = critic(cliprange_value=0.1, grad_clip=0.0, loss_agg_mode="seq-mean-token-mean")
+    batch = batch_with_values(worker, records=2)
+    batch[col.VALUES] += 0.3 * torch.sin(torch.arange(batch[col.VALUES].numel())).view_as(batch[col.VALUES])
+    twin = copy.deepcopy(worker.module)
+    values = plain_values(twin, batch)
+    trajectories = batch[col.TRAJECTORY_INDEX].tolist()
+    loss = torch.zeros(())
+    for trajectory in set(trajectories):
+        own = []
+        for row in (r for r, t in enumerate(trajectories) if t == trajectory):
+            for t in batch[col.LOSS_MASK][row].nonzero().flatten().tolist():
+                old, target, value = batch[col.VALUES][row, t], batch[col.RETURNS][row, t], values[row, t]
+                held = min(max(value, old - 0.1), old + 0.1)
+                own.append(0.5 * max((value - target) ** 2, (held - target) ** 2))
+        loss = loss + sum(own) / len(own) / len(set(trajectories))
+    loss.backward()
+    (seen,) = gradients(worker, batch)
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_what_stands_at_observations_never_matters():
+    clean, dirty = critic(), critic()
+    batch = batch_with_values(clean)
+    junk = batch.clone()
+    for name in (col.VALUES, col.RETURNS):
+        junk[name] = torch.where(batch[col.LOSS_MASK], batch[name], torch.nan)
+    expected, got = clean.update(batch), dirty.update(junk)
+    assert got == expected
+    assert all(map(math.isfinite, got.values()))
+    for own, other in zip(clean.module.parameters(), dirty.module.parameters()):
+        assert torch.equal(own, other)
+
+
+def test_the_metrics_of_an_update():
+    worker = critic(ppo_mini_batch_size=1, ppo_epochs=2)
+    batch = batch_with_values(worker)
+    metrics = worker.update(batch)
+    mask = batch[col.LOSS_MASK]
+    assert metrics["critic/values/mean"] == pytest.approx(batch[col.VALUES][mask].mean().item(), abs=1e-6)
+    assert metrics["critic/returns/mean"] == pytest.approx(batch[col.RETURNS][mask].mean().item(), abs=1e-6)
+    expected = explained_variance(batch[col.VALUES], batch[col.RETURNS], mask).item()
+    assert metrics["critic/explained_variance"] == pytest.approx(expected, abs=1e-6)
+    assert worker.num_updates == 6
+    assert metrics["critic/vf_loss"] > 0 and metrics["critic/grad_norm"] > 0 and metrics["critic/lr"] == 1e-2
+    assert 0 <= metrics["critic/vf_clipfrac"] <= 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_critic_learns_what_states_are_worth(shared):
+    """Returns that are a function of the next-to-last token: no constant explains them."""
+    policy = tiny_policy() if shared else None
+    worker = critic(policy=policy, lr=1e-2, cliprange_value=None)
+    batch = make_batch(REWARDS)
+    ids = batch[col.INPUT_IDS]
+    target = torch.where(batch[col.LOSS_MASK], (ids.roll(1, 1) % 2).float(), 0.0)
+    explained = []
+    for _ in range(40):
+        batch[col.VALUES], batch[col.RETURNS] = worker.compute_values(batch), target
+        explained.append(worker.update(batch)["critic/explained_variance"])
+    assert explained[-1] > 0.7 > explained[0]
+
+
+def test_a_shared_trunk_feels_nothing_of_the_critic():
+    policy = copy.deepcopy(tiny_policy())
+    before = {n: p.clone() for n, p in policy.named_parameters()}
+    worker = critic(value_head(), policy=policy)
+    worker.update(batch_with_values(worker))
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in policy.named_parameters())
+    assert sum(p.numel() for p in worker.module.parameters()) < 400, "a head, not a second model"
+
+
+def test_a_shared_trunk_gives_the_values_of_the_policy_as_it_is_now():
+    policy = copy.deepcopy(tiny_policy())
+    worker, batch = critic(value_head(), policy=policy), make_batch(REWARDS)
+    before = worker.compute_values(batch)
+    with torch.no_grad():
+        next(policy.parameters()).mul_(1.5)
+    assert (worker.compute_values(batch) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_resumed_critic_goes_on_bit_for_bit(shared):
+    policy = tiny_policy() if shared else None
+    kwargs = {"policy": policy, "ppo_mini_batch_size": 1, "ppo_epochs": 2}
+    whole = critic(**kwargs)
+    batches = [batch_with_values(critic(**kwargs), seed=s) for s in range(3)]
+    for batch in batches[:2]:
+        whole.update(batch)
+    state = copy.deepcopy(whole.state_dict())
+    expected = whole.update(batches[2])
+    resumed = critic(value_head(seed=5) if shared else value_model(), **kwargs)
+    resumed.load_state_dict(state)
+    assert resumed.update(batches[2]) == expected
+    for own, other in zip(whole.module.parameters(), resumed.module.parameters()):
+        assert torch.equal(own, other)
+
+
+def test_in_the_warm_up_only_the_critic_learns():
+    actor, own = worker(tiny_policy()), critic(warmup=2)
+    batch = batch_with_values(own)
+    seen = [update_policy_and_critic(actor, own, batch.clone()) for _ in range(3)]
+    assert ["actor/pg_loss" in metrics for metrics in seen] == [False, False, True]
+    assert all("critic/vf_loss" in metrics for metrics in seen)
+    assert (actor.num_updates, own.num_updates) == (1, 3)
+
+
+def test_a_column_that_is_missing_is_named():
+    with pytest.raises(DataError, match="no column values, returns"):
+        critic().update(make_batch(REWARDS))
+
+
+def test_a_loss_that_is_not_finite_three_times_in_a_row_stops_the_run():
+    worker = critic()
+    batch = batch_with_values(worker)
+    batch[col.RETURNS] = torch.where(batch[col.LOSS_MASK], torch.inf, 0.0)
+    assert worker.update(batch)["critic/nonfinite_updates"] == 1
+    worker.update(batch)
+    with pytest.raises(VerlMTError, match=r"lower critic\.optim\.lr"):
+        worker.update(batch)
+    assert worker.num_updates == 0
