@@ -29,7 +29,7 @@ _ENTROPY_MARGIN = 0.1
 _FLAT_MARGIN = 0.3
 _REWARD_MARGIN = 0.1
 """In standard deviations: a smaller change of the reward is none."""
-_NEAR_BEST = 0.2
+_NEAR_BEST = 0.1
 """The last window that is off the best one by less than this share of the whole change is where it began."""
 
 Direction = Literal["rose", "fell", "stayed"]
