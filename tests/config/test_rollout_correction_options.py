@@ -182,7 +182,6 @@ def test_filtered_sampling_is_refused_for_training_because_the_trainers_log_prob
             ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=900"],
             "even an empty response would be penalised",
         ),
-        (["data.gen_batch_size=64"], "with algorithm.filter_groups as many more as it needs"),
         (["dynamic_sampling_filter_path=my.filters.keep"], "only check_reward_nonzero_std has a counterpart"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, small_trainer
 
 from verl_mt.data import batch as col
+from verl_mt.data.sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
 from verl_mt.trainer.dynamic_sampling import Selection, response_length
@@ -140,6 +141,14 @@ def test_the_penalty_grows_over_the_buffer_and_is_a_part_of_the_reward():
     assert [t.reward_parts["overlong"] for t in made.trajectories[:5]] == pytest.approx(expected)
     assert [t.reward for t in made.trajectories[:5]] == pytest.approx([1.0 + p for p in expected])
     assert made.trajectories[5].reward is None, "what failed has no reward to lower"
+
+
+def test_a_sample_of_a_generate_function_has_the_reward_that_is_trained():
+    made = group("a", [1.0, 1.0], lengths=[90, 90])
+    for trajectory, own in zip(made.trajectories, (1.0, {"score": 1.0, "acc": 1.0})):
+        trajectory.sample = Sample(reward=own)
+    Selection(overlong_buffer=20, max_length=100).shape([made])
+    assert [t.sample.reward for t in made.trajectories] == [0.5, {"score": 0.5, "acc": 1.0}]
 
 
 def test_a_length_counts_observations_and_every_record_once():

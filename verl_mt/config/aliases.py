@@ -101,6 +101,12 @@ def _sanity_mode(value: Any) -> Any:
     return "off" if value in (False, "disable") else value
 
 
+OVERLONG_BUFFER = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+
 RENAMES: dict[str, Rename] = {
     "data.max_response_length": Rename(ROLLOUT + "response_length"),
     "data.tool_config_path": Rename(ROLLOUT + "tool_kwargs.tools_config_file"),
@@ -143,15 +149,14 @@ RENAMES: dict[str, Rename] = {
     "reward.custom_reward_function.reward_kwargs": Rename("reward.kwargs"),
     "trainer.n_gpus_per_node": Rename("trainer.n_workers_per_node"),
 }
+RENAMES |= {old + ".max_resp_len": Rename(ROLLOUT + "response_length") for old in OVERLONG_BUFFER}
 RENAMES |= correction_spellings.VERL | critic_spellings.VERL | slime.RENAMES | swift.RENAMES
 
 PREFIX_RENAMES: dict[str, str] = {
     "data.apply_chat_template_kwargs": MODEL + "template_kwargs",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
-    "reward_model.overlong_buffer": "reward.overlong_buffer",
-    "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
-    "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+    **dict.fromkeys(OVERLONG_BUFFER, "reward.overlong_buffer"),
     ROLLOUT + "engine_kwargs.sglang": ROLLOUT + "engine_kwargs",
 }
 """Mappings with free keys: `data.apply_chat_template_kwargs.enable_thinking` and the like."""
@@ -177,6 +182,8 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
 
 _TOKENS = "sequences are batched by tokens (ppo_max_token_len); only speed depends on it"
 _FSDP = "Hugging Face modules, sharded with FSDP2 over the ranks of trainer.placement=ray; there is no Megatron"
+_MANAGERS = ("naive", "batch", "dapo")
+_MANAGED = "the function's parameters say whether it gets batches; DAPO's penalty is reward.overlong_buffer"
 _SPEED = "only speed or memory depends on it, and there is nothing to set here"
 _NO_OFFLOAD = "parameters and optimizer state stay on the device"
 
@@ -263,10 +270,11 @@ ALWAYS: dict[str, Always] = {
     "algorithm.use_pf_ppo": Always((False,), "rows are not resampled by reward"),
     "trainer.max_staleness": Always((0,), "every rollout is by the weights of its own step"),
     "reward_model.enable": Always((False,), "the reward is a function"),
-    "reward_model.reward_manager": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
+    "data.gen_batch_size": Always(None, "a step samples as many further prompts as algorithm.filter_groups needs"),
+    "reward_model.reward_manager": Always(_MANAGERS, _MANAGED),
     "reward_model.launch_reward_fn_async": Always(None, "rewards are always computed beside the rollout"),
     "reward.reward_model.enable": Always((False,), "the reward is a function"),
-    "reward.reward_manager.name": Always(("naive", "batch"), "the function's parameters say whether it gets batches"),
+    "reward.reward_manager.name": Always(_MANAGERS, _MANAGED),
     "reward.num_workers": Always(None, _SPEED),
     "trainer.balance_batch": Always(None, "it moves sequences between ranks and changes no result"),
     ROLLOUT + "trace.token2text": Always((False,), "a span carries ids; the texts are in rollouts/*.jsonl"),
@@ -280,6 +288,7 @@ ALWAYS: dict[str, Always] = {
     "ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
     "ray_kwargs.ray_init.num_cpus": Always((None,), "Ray finds the CPUs itself"),
 }
+ALWAYS |= {old + ".log": Always(None, "it is always in the metrics (reward/overlong)") for old in OVERLONG_BUFFER}
 ALWAYS |= correction_spellings.VERL_ALWAYS | critic_spellings.VERL_ALWAYS | slime.ALWAYS | swift.ALWAYS
 
 REFUSED: dict[str, str] = {
@@ -287,8 +296,6 @@ REFUSED: dict[str, str] = {
     "reward.reward_model": "reward models are not offered; use reward.path (a function, which may call a server)",
     "data.custom_cls": "a data set of your own is a generator: data.train_files=package.module:function",
     "data.datagen": "a data set of your own is a generator: data.train_files=package.module:function",
-    "data.gen_batch_size": "a step generates data.train_batch_size prompts, and with algorithm.filter_groups as many "
-    "more as it needs",
     "data.sampler.class_path": "use data.sampler=package.module.Class",
     "data.sampler.class_name": "use data.sampler=package.module.Class",
     ACTOR + "megatron": MEGATRON,

@@ -79,8 +79,9 @@ class Selection:
             assert trajectory.reward is not None
             trajectory.reward_parts = {**trajectory.reward_parts, _OVERLONG: penalty}
             trajectory.reward += penalty
-            if trajectory.sample is not None:
-                trajectory.sample.reward = trajectory.reward
+            if (sample := trajectory.sample) is not None:
+                own = sample.reward
+                sample.reward = {**own, "score": trajectory.reward} if isinstance(own, dict) else trajectory.reward
 
     def fill(
         self,
