@@ -52,6 +52,7 @@ class AdvantageStep:
         mask_BT = batch[columns.LOSS_MASK]
         streams = Streams.of(mask_BT, batch[columns.TRAJECTORY_INDEX], batch[columns.RECORD_INDEX])
         penalty_NM, metrics = self._penalise(batch, streams)
+        metrics |= _greedy_metrics(batch)
         if self.per_trajectory is not None:
             rewards_N = columns.trajectory_rewards(batch)[0]
             if penalty_NM is not None:
@@ -98,6 +99,16 @@ class AdvantageStep:
         taken_NM = control.coef * kl_NM
         control.update(mean, len(kl_NM))
         return taken_NM, metrics
+
+
+def _greedy_metrics(batch: TensorDict) -> dict[str, float]:
+    """Of the greedy answers that samples are compared with, where there are some."""
+    if columns.GREEDY_REWARDS not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        return {}
+    greedy_N = batch[columns.GREEDY_REWARDS][columns.first_rows(batch)]
+    known = ~torch.isnan(greedy_N)
+    counts = {"rollout/greedy_failed": float((~known).sum())}
+    return counts | ({"reward/greedy_mean": greedy_N[known].mean().item()} if known.any() else {})
 
 
 def token_rewards(batch: TensorDict, streams: Streams) -> Tensor:

@@ -17,6 +17,7 @@ from verl_mt.algorithms.kl_control import KLControl
 from verl_mt.config.kl_control import read_kl_control
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data import batch as columns
+from verl_mt.errors import DataError
 from verl_mt.trainer.advantage_step import AdvantageStep, RewardPenalty, TokenEstimator, TrajectoryEstimator
 from verl_mt.workers.setup import AlgorithmNeeds
 from verl_mt.workers.worker_group import WorkerGroup
@@ -93,6 +94,11 @@ def _per_trajectory(config: AlgorithmConfig) -> TrajectoryEstimator:
 
 def _remax(batch: TensorDict, rewards_N: Tensor) -> Tensor:
     """A prompt whose greedy rollout failed has nothing to be compared with: 0."""
+    if columns.GREEDY_REWARDS not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        raise DataError(
+            "algorithm.adv_estimator=remax: these rollouts have no greedy answer to be compared with; save them with "
+            "remax (trainer.debug_rollout_data), or train on them with another estimator"
+        )
     greedy_N = batch[columns.GREEDY_REWARDS][columns.first_rows(batch)]
     return remax(rewards_N, torch.where(torch.isnan(greedy_N), rewards_N, greedy_N)).float()
 
