@@ -128,9 +128,8 @@ def build_runner(
     if tools is not None and is_multi_turn(config):
         count_tokens = partial(chat.encode_text, neutral=True)
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
-    reward = load_reward(
-        config.reward.path, name=config.reward.name, kwargs=config.reward.kwargs, timeout_s=config.reward.timeout_s
-    )
+    scored = config.reward
+    reward = load_reward(scored.path, name=scored.name, kwargs=scored.kwargs, timeout_s=scored.timeout_s)
     runtime = Runtime(chat, reward, rollout.max_concurrent, executor.tools.schemas() if executor is not None else ())
     args = GenerateArgs(config, runtime)
     reward.bind(args)
@@ -155,11 +154,11 @@ def build_runner(
         interaction_timeout_s=multi_turn.interaction_timeout_s,
         max_concurrent=rollout.max_concurrent,
         max_retries=rollout.max_retries,
-        tool_reward_weight=config.reward.tool_reward_weight,
-        turn_score_weight=config.reward.turn_score_weight,
-        reward_by_turn=config.reward.placement == "turn",
-        turn_cost=config.reward.turn_cost,
-        token_cost=config.reward.token_cost,
+        tool_reward_weight=scored.tool_reward_weight,
+        turn_score_weight=scored.turn_score_weight,
+        reward_by_turn=scored.placement == "turn",
+        turn_cost=scored.turn_cost,
+        token_cost=scored.token_cost,
     )
 
 
