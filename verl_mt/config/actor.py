@@ -37,6 +37,9 @@ class ModelConfig(Section):
         "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
     )
     enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    use_remove_padding: bool = knob(
+        True, "Rows of different lengths are packed into one without padding; padded for models that cannot be packed."
+    )
 
 
 @dataclass
@@ -67,7 +70,12 @@ class ActorConfig(Section):
     )
     ppo_epochs: int = knob(1, "Passes over a rollout batch.", min=1)
     ppo_micro_batch_size: int | None = knob(None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1)
-    ppo_max_token_len: int = knob(16384, "Tokens (padding included) per forward pass.", min=1)
+    ppo_max_token_len: int = knob(
+        16384, "Tokens per forward pass; those of padding count unless `model.use_remove_padding`.", min=1
+    )
+    share_prefixes: bool = knob(
+        True, "What rows of a forward pass have in common at their beginning is computed once for all of them."
+    )
     shuffle: bool = knob(True, "Shuffle trajectories between mini-batches.")
     clip_ratio: float = knob(0.2, "PPO's clip range (Schulman et al. 2017, eq. 7).", min=0)
     clip_ratio_low: float | None = knob(None, "Lower clip range; null = `clip_ratio`.", min=0)
@@ -110,7 +118,7 @@ class RefConfig(Section):
 
     log_prob_max_token_len: int | None = knob(
         None,
-        "Tokens (padding included) per forward pass; null = passes just like the actor's, so that the KL term of an "
+        "Tokens per forward pass, as for the actor; null = passes just like the actor's, so that the KL term of an "
         "unchanged policy is exactly 0, not rounding.",
         min=1,
     )

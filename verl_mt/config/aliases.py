@@ -202,7 +202,6 @@ ALWAYS: dict[str, Always] = {
     "data.filter_overlong_prompts_workers": Always(None, _SPEED),
     "model_engine": Always(("dp",), _FSDP),
     "actor_rollout_ref.hybrid_engine": Always((True,), "actor and rollout share one worker group"),
-    MODEL + "use_remove_padding": Always((True,), "padding never enters a result"),
     MODEL + "use_shm": Always((False,), "the model is read where it is"),
     MODEL + "use_liger": Always((False,), "transformers' own kernels are used"),
     MODEL + "use_fused_kernels": Always((False,), "transformers' own kernels are used"),

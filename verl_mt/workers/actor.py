@@ -26,7 +26,7 @@ from verl_mt.workers.mini_batch import MiniBatch, mini_batch
 from verl_mt.workers.policy_loss import policy_loss
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.schedule import lr_factor
-from verl_mt.workers.sharding import dummy_pass, model_of, ranks_of, score, whole
+from verl_mt.workers.sharding import dummy_pass, model_of, packs, ranks_of, score, whole
 from verl_mt.workers.state import copy_into, live_tensors
 from verl_mt.workers.update_metrics import UpdateMetrics
 
@@ -279,11 +279,15 @@ class ActorWorker:
             This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
         """
         mini = self._over_mini_batch(here, rows, old_BT)
-        max_tokens, max_rows = self.config.ppo_max_token_len, self.config.ppo_micro_batch_size
+        limits: dict[str, Any] = {
+            "max_tokens": self.config.ppo_max_token_len,
+            "max_rows": self.config.ppo_micro_batch_size,
+            "packed": packs(self.module),
+        }
         loss = torch.zeros((), device=self.device)
         seen_BT = torch.full_like(old_BT, math.nan)
         with self._training_mode():
-            for part in micro_batches(here, active, self.ranks, max_tokens=max_tokens, max_rows=max_rows):
+            for part in micro_batches(here, active, self.ranks, **limits):
                 if part is None:
                     dummy_pass(self.module, self.device)
                     continue

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
 from verl_mt.workers.ranks import Ranks
-from verl_mt.workers.sharding import dummy_pass, ranks_of, score
+from verl_mt.workers.sharding import dummy_pass, packs, ranks_of, score
 
 
-def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: int | None) -> list[Tensor]:
+def split_rows(
+    batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
+) -> list[Tensor]:
     """Micro-batches of rows that are much alike: little padding, and the rows of a prompt together (they share it).
 
     Args:
@@ -19,6 +23,7 @@ def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: in
         rows: int64, the rows to split.
         max_tokens: rows times the longest row, per micro-batch; a longer row is alone in its micro-batch.
         max_rows: rows per micro-batch; None = as many as fit.
+        packed: rows will not be padded: `max_tokens` are those of the rows, what they share counted in each.
 
     Returns:
         Row indices; each of `rows` exactly once.
@@ -31,29 +36,31 @@ def split_rows(batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: in
         longest[prompts[row]] = max(longest.get(prompts[row], 0), lengths[row])
     chosen.sort(key=lambda row: (longest[prompts[row]], prompts[row], lengths[row], row))
     parts: list[list[int]] = []
-    width = 0
+    width = total = 0
     for row in chosen:
-        width = max(width, lengths[row])
-        full = not parts or len(parts[-1]) == max_rows or (len(parts[-1]) + 1) * width > max_tokens
-        if full:
+        width, total = max(width, lengths[row]), total + lengths[row]
+        tokens = total if packed else (len(parts[-1]) + 1 if parts else 1) * width
+        if not parts or len(parts[-1]) == max_rows or tokens > max_tokens:
             parts.append([])
-            width = lengths[row]
+            width = total = lengths[row]
         parts[-1].append(row)
     return [torch.tensor(part, device=rows.device) for part in parts]
 
 
 def micro_batches(
-    batch: TensorDict, rows: Tensor, ranks: Ranks, *, max_tokens: int, max_rows: int | None
+    batch: TensorDict, rows: Tensor, ranks: Ranks, *, max_tokens: int, max_rows: int | None, packed: bool = False
 ) -> list[Tensor | None]:
     """This rank's micro-batches of `rows`. Every rank gets as many, because a pass is collective: None = a dummy.
 
     Rows are dealt out so that the ranks have like numbers of tokens, not of rows.
     """
     if ranks.size == 1:
-        return [*split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows)]
+        return [*split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows, packed=packed)]
     lengths = batch[columns.ATTENTION_MASK].sum(1)[rows].tolist()
     shares = [torch.tensor(share, dtype=torch.int64, device=rows.device) for share in ranks.shares(lengths)]
-    parts = [split_rows(batch, rows[share], max_tokens=max_tokens, max_rows=max_rows) for share in shares]
+    parts = [
+        split_rows(batch, rows[share], max_tokens=max_tokens, max_rows=max_rows, packed=packed) for share in shares
+    ]
     own = parts[ranks.rank]
     return [*own, *[None] * (max(map(len, parts)) - len(own))]
 
@@ -77,7 +84,8 @@ def compute_log_probs(
     in_loss = mask[rows].any(1)
     result[rows[~in_loss]] = 0.0
     ranks = ranks_of(module)
-    for part in micro_batches(batch, rows[in_loss], ranks, max_tokens=max_tokens, max_rows=max_rows):
+    limits: dict[str, Any] = {"max_tokens": max_tokens, "max_rows": max_rows, "packed": packs(module)}
+    for part in micro_batches(batch, rows[in_loss], ranks, **limits):
         if part is None:
             dummy_pass(module, mask.device)
             continue

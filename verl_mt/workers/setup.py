@@ -17,6 +17,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
 from verl_mt.modeling.lora import Lora, add_adapters, lora_of, set_lora
+from verl_mt.modeling.passes import choose_passes, use_passes
 from verl_mt.modeling.values import ValueHead, ValueModel
 from verl_mt.plugins import import_plugins
 from verl_mt.workers.actor import ActorWorker
@@ -204,6 +205,14 @@ def cores_per_worker(placement: Placement) -> int:
 
 
 def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = False) -> nn.Module:
+    config, wanted = setup.config, None
+    if ranks.rank == 0:  # the only one that is sure to have weights to try it with
+        wanted = choose_passes(
+            module,
+            remove_padding=config.model.use_remove_padding,
+            share_prefixes=config.actor.share_prefixes,
+        )
+    use_passes(module, ranks.gather(wanted)[0])
     if ranks.size == 1:
         return module
     return ShardedPolicy(module, ranks, device_type=torch.device(setup.device).type, offload=offload)

@@ -3,8 +3,8 @@
 Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are
 gathered for the whole pass. Forward and backward passes are collective: all ranks must run the same number of them,
 through the same layers in the same order. Hence two rules: a rank that has no rows left runs dummies (`dummy_pass`),
-and prefixes are not shared between rows (how often the layers run would depend on a rank's own rows); what that costs
-is in docs/scaling.md.
+and prefixes are shared between rows only where these are packed, which is one pass; the other way of sharing runs the
+layers as often as a rank's own rows want it. How rows pass is set before a policy is sharded (`use_passes`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
+from verl_mt.modeling.passes import forbid_packing, passes_of
 from verl_mt.modeling.shared_prefix import forbid_sharing
 from verl_mt.modeling.values import hidden_before
 from verl_mt.workers.ranks import ALONE, Ranks
@@ -42,6 +43,7 @@ class ShardedPolicy(nn.Module):
         self.ranks = ranks
         for part in (model, getattr(model, "trunk", None) or model.base_model):
             forbid_sharing(part)
+            forbid_packing(part)
         mesh = init_device_mesh(device_type, (ranks.size,))
         weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
@@ -91,6 +93,11 @@ def ranks_of(module: nn.Module) -> Ranks:
 def model_of(module: nn.Module) -> Any:
     """The Hugging Face model, whose parameters may be shards."""
     return module.model if isinstance(module, ShardedPolicy) else module
+
+
+def packs(module: nn.Module) -> bool:
+    """Whether rows of text go through the policy without padding."""
+    return passes_of(model_of(module)).packed
 
 
 def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
