@@ -106,9 +106,10 @@ class CheckpointStore:
         if self.keep is None:
             return
         best, found = self.best(), self.all()
-        reached = [p for p in found if step_of(p) <= step_of(found[-1]) - self.reach] or found
+        reached = [p for p in found if step_of(p) <= step_of(found[-1]) - self.reach] if self.reach else found
+        oldest = step_of(reached[-1] if reached else found[0])
         for old in found[: -self.keep]:
-            if old != best and not (self.reach and step_of(old) >= step_of(reached[-1])):
+            if old != best and step_of(old) < oldest:
                 shutil.rmtree(old)
 
 
