@@ -261,3 +261,22 @@ def test_the_difference_to_the_sampler_is_reported_in_every_mode(mode, minis):
     metrics = one_update(ALONE, batch, use_sampler_log_probs=mode, ppo_mini_batch_size=minis, lr=0.0)["metrics"]
     assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.5, rel=1e-3)
     assert metrics["rollout/ratio_p50"] == pytest.approx(math.exp(0.5), rel=1e-3)
+
+
+def test_recomputed_log_probs_are_the_ones_that_ratios_are_taken_to_on_policy_too():
+    """`never` costs a forward pass and gives ratios of one but for rounding; `auto` gives exactly one."""
+    batch = drifted(0.5)
+    never, auto = (one_update(ALONE, batch.clone(), use_sampler_log_probs=m, grad_clip=0.0) for m in ("never", "auto"))
+    torch.testing.assert_close(flat(never), flat(auto), rtol=1e-4, atol=1e-6)
+    assert auto["metrics"]["actor/ppo_kl"] == 0.0
+    assert never["metrics"]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("given", [None, {"rollout_is": "sequence", "off_policy_sequence_mask_delta": 0.1}])
+@pytest.mark.parametrize("minis", [None, 1])
+def test_a_batch_without_a_token_in_the_loss_moves_nothing(given, minis):
+    batch = drifted(0.5)
+    batch[col.LOSS_MASK][:] = False
+    done = one_update(ALONE, batch, correction=given, ppo_mini_batch_size=minis)
+    assert done["gradients"] == [] and done["metrics"]["actor/num_updates"] == 0
+    assert all(math.isfinite(value) for value in done["metrics"].values())
