@@ -1,0 +1,67 @@
+"""`python -m verl_mt.report`: what one run or several did, as one HTML file, or served while they are being written.
+
+python -m verl_mt.report runs/tiny                                # writes runs/tiny/report.html
+python -m verl_mt.report runs/tiny runs/tiny-2 --out compare.html # curves of both in each chart
+python -m verl_mt.report runs/tiny --serve                        # on this machine's loopback; follows the run
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.report.collect import collect
+from verl_mt.report.page_builder import build_page, charting_library
+from verl_mt.report.server import serve
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 2 for bad input (one line on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m verl_mt.report", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories")
+    parser.add_argument("--out", help="the file to write; default: report.html in the (first) run directory")
+    parser.add_argument("--serve", action="store_true", help="serve it on loopback and follow runs that are written")
+    parser.add_argument("--port", type=int, default=0, help="--serve: the port; default: a free one")
+    parser.add_argument(
+        "--max-rollouts", type=int, default=20_000, help="of each run; of more, whole steps are left out evenly"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if args.max_rollouts < 1:
+            raise ConfigError(f"--max-rollouts is {args.max_rollouts}, must be at least 1")
+        charting_library()
+        if args.serve:
+            return serve(args.runs, port=args.port, max_rollouts=args.max_rollouts)
+        return _write(args.runs, args.out, args.max_rollouts)
+    except VerlMTError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+
+
+def _write(runs: Sequence[str], out: str | None, max_rollouts: int) -> int:
+    contents = collect(runs, max_rollouts=max_rollouts)
+    path = Path(out).expanduser() if out else Path(runs[0]).expanduser() / "report.html"
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", encoding="utf-8") as file:
+            file.writelines(build_page(contents, title=", ".join(run["label"] for run in contents.runs)))
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {path}: {error}") from error
+    for run in contents.runs:
+        for problem in run["problems"]:
+            print(f"{run['label']}: {problem}", file=sys.stderr)
+    count = sum(part["count"] for run in contents.runs for part in run["parts"])
+    print(f"{path}: {count} rollouts, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

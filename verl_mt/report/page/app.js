@@ -1,0 +1,110 @@
+// The frame: which view is open (the address after #), the first screen, and, with --serve, fresh data.
+"use strict";
+
+const App = (() => {
+  const { el, number } = Dom;
+  const REFRESH_MS = 5000;
+  const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["timeline", "Timeline"], ["about", "About this run"]];
+  const main = document.querySelector("main");
+
+  const linkTo = (r) => `#/rollout/${r.run}/${encodeURIComponent(r.id)}`;
+  const stepLink = (r) => `#/timeline/${r.run}/${r.step}`;
+  const tableLink = (filters) => `#/rollouts?${new URLSearchParams(filters)}`;
+
+  function overview(node) {
+    const runs = Store.state.runs;
+    Dom.replace(node, runs.map((run) => runCard(run)), el("h2", {}, "Curves"), el("div", { id: "curves" }));
+    Charts.render(node.querySelector("#curves"));
+  }
+
+  // What a stranger wants first: how it went, and the rollouts worth opening.
+  function runCard(run) {
+    const of = (name) => run.metrics.map((m) => m[name]).filter(Number.isFinite);
+    const change = (values) => (values.length > 1 ? `${number(values[0])} → ${number(values.at(-1))}` : number(values[0]));
+    const own = Store.state.rollouts.filter((r) => r.run === run.number);
+    const facts = [["reward", change(of("reward/mean"))], ["validation", change(of("val/accuracy"))],
+      ["steps", `${run.metrics.at(-1)?.step ?? 0}${run.total_steps ? ` of ${run.total_steps}` : ""}`],
+      ["rollouts shown", number(own.length)], ["model", run.model || "–"]];
+    const worst = Store.worst(run.number);
+    const shortcuts = Object.keys(Table.FLAGS).map((flag) => [flag, own.filter(Table.FLAGS[flag][1]).length])
+      .filter(([, n]) => n).map(([flag, n]) => el("a", { class: "button",
+        href: tableLink({ flag, ...(Store.state.runs.length > 1 ? { run: run.number } : {}) }) }, `${Table.FLAGS[flag][0]} (${n})`));
+    return el("section", { class: "card run" },
+      el("h2", {}, el("span", { class: "dot", style: { background: Charts.COLOURS[run.number % Charts.COLOURS.length] } }), run.label,
+        el("span", { class: "badge calm" }, run.finished ? "finished" : "not over")),
+      run.problems.length > 0 && el("ul", { class: "note warn" }, run.problems.map((p) => el("li", {}, p))),
+      el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+      worst && el("p", { class: "actions" },
+        el("a", { class: "button primary", href: linkTo(worst) }, `Open the worst rollout of step ${worst.step}`), shortcuts));
+  }
+
+  function about(node) {
+    Dom.replace(node, Store.state.runs.map((run) => el("section", {}, el("h2", {}, run.label),
+      el("p", { class: "quiet" }, run.path),
+      run.problems.length ? el("ul", {}, run.problems.map((p) => el("li", {}, p))) : el("p", {}, "Nothing is missing."),
+      Dom.details("config.yaml", true, el("pre", {}, run.config || "(there is none)")))));
+  }
+
+  async function route() {
+    const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+    const [view, ...rest] = path.split("/");
+    for (const link of document.querySelectorAll("nav a")) {
+      const on = link.dataset.view === (view === "rollout" ? "rollouts" : view);
+      if (on) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    document.body.classList.remove("heated");
+    if (view === "rollouts") {
+      Table.render(main);
+      if (query !== undefined) Table.show(Object.fromEntries(new URLSearchParams(query)));
+    } else if (view === "rollout") {
+      const number = Store.find(Number(rest[0]), decodeURIComponent(rest[1] ?? ""));
+      if (number === undefined) Dom.replace(main, el("p", { class: "note bad" }, "This report has no such rollout."));
+      else await Conversation.render(main, Store.state.rollouts[number]);
+    } else if (view === "timeline") await Timeline.render(main, Number(rest[0] ?? 0), rest[1] === undefined ? null : Number(rest[1]));
+    else if (view === "about") about(main);
+    else overview(main);
+  }
+
+  async function open() {
+    scrollTo(0, 0);
+    try {
+      await route();
+    } catch (error) {
+      Dom.replace(main, el("p", { class: "note bad" }, `This part of the report cannot be shown: ${error.message}`));
+    }
+    main.dataset.ready = location.hash || "#";
+  }
+
+  async function refresh() {
+    try {
+      const manifest = await (await fetch("manifest.json")).json();
+      const fresh = await Store.load(manifest);
+      const status = document.getElementById("live");
+      status.textContent = `live, ${Store.state.rollouts.length} rollouts`;
+      // A reader in the middle of a conversation or of a filter is not disturbed.
+      if (fresh && !/^#\/(rollout|timeline)/.test(location.hash)) await open();
+    } catch (error) {
+      document.getElementById("live").textContent = `the server does not answer (${error.message})`;
+    }
+  }
+
+  async function start() {
+    const nav = document.querySelector("nav");
+    Dom.replace(nav, VIEWS.map(([view, title]) => el("a", { href: `#/${view}`, dataset: { view } }, title)));
+    if (typeof DecompressionStream === "undefined") {
+      Dom.replace(main, el("p", { class: "note bad" }, "This browser cannot unpack the report (it lacks DecompressionStream); use one of 2023 or newer."));
+      return;
+    }
+    const inline = document.getElementById("manifest");
+    Store.state.served = inline === null;
+    await Store.load(inline ? JSON.parse(inline.textContent) : await (await fetch("manifest.json")).json());
+    addEventListener("hashchange", open);
+    await open();
+    document.documentElement.dataset.opened = Math.round(performance.now());
+    if (Store.state.served) setInterval(refresh, REFRESH_MS);
+  }
+
+  start().catch((error) => Dom.replace(main, el("p", { class: "note bad" }, `The report cannot be opened: ${error.message}`)));
+  return { linkTo, stepLink, tableLink, route: open };
+})();

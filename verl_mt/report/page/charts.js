@@ -1,0 +1,161 @@
+// Curves of the metrics, one small chart per question, all runs in each. The charting library is unpacked when the
+// first chart comes into view.
+"use strict";
+
+const Charts = (() => {
+  const { el, number } = Dom;
+  const COLOURS = ["#2f6fde", "#d2691e", "#2a9d6f", "#b5479b", "#8a7a00", "#00899e", "#c23b3b", "#6a5acd"];
+  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+
+  // title, what it says, and the metrics: a name, or a function of one step's metrics.
+  const share = (ending) => (m) => {
+    const calls = sum(m, /^tools\/[^/]+\/calls$/);
+    return calls ? sum(m, new RegExp(`^tools/[^/]+/${ending}$`)) / calls : undefined;
+  };
+  const per = (name) => (m) => (m["rollout/trajectories"] ? sum(m, name) / m["rollout/trajectories"] : undefined);
+  const PANELS = [
+    ["Reward", "mean over the step's rollouts", { "reward/mean": "mean" }],
+    ["Validation", "share solved", { "val/accuracy": "sampled", "val/accuracy_greedy": "greedy" }],
+    ["Entropy", "nats per sampled token", { "actor/entropy": "entropy" }],
+    ["KL to the sampler", "sampler against trainer, nats per token", { "rollout/sampler_kl": "KL" }],
+    ["Length", "tokens per rollout", {
+      "response/tokens_mean": "response", "response/sampled_tokens_mean": "sampled", "prompt/tokens_mean": "prompt" }],
+    ["Turns", "assistant turns per rollout", { "turns/mean": "mean", "turns/max": "most" }],
+    ["Tool calls", "per rollout", { calls: per(/^tools\/[^/]+\/calls$/) }],
+    ["Tool errors", "share of the calls", { "model's fault": share("model_errors"), "tool's fault": share("errors") }],
+    ["Cut off", "share of the rollouts", {
+      "by a length limit": per(/^stop\/(max_tokens_per_turn|response_length|max_model_len|context_full|time_limit|truncated)$/),
+      failed: per(/^rollout\/(failed|aborted)$/) }],
+    ["Groups without signal", "share of groups with equal rewards", { "group/zero_variance": "equal rewards" }],
+    ["Throughput", "sampled tokens per second of rollout", { "rollout/tokens_per_s": "tokens/s" }],
+    ["Time per phase", "seconds of each step", {
+      "time/rollout_s": "rollout", "time/update_s": "update", "time/ref_s": "reference",
+      "time/weights_s": "weights", "time/validate_s": "validation" }],
+    ["Gradient norm", "before clipping", { "actor/grad_norm": "norm" }],
+    ["Clipped", "share of trained tokens", { "actor/clipfrac": "upper or lower", "actor/clipfrac_lower": "dual clip" }],
+    ["Largest log-prob difference", "sampler against trainer, nats", { "rollout/logprob_diff_max": "largest" }],
+    ["Tokenization mismatches", "share of the rollouts", { "sanity/mismatch_rate": "training", "val/mismatch_rate": "validation" }],
+  ];
+
+  function sum(metrics, pattern) {
+    let total = 0;
+    for (const [name, value] of Object.entries(metrics)) if (pattern.test(name)) total += value;
+    return total;
+  }
+
+  // [{run, label, dash, steps, values}] of one panel.
+  function series(panel) {
+    const found = [];
+    for (const run of Store.state.runs) {
+      Object.entries(panel[2]).forEach(([key, what], place) => {
+        const of = typeof what === "function" ? what : (m) => m[key];
+        const label = typeof what === "function" ? key : what;
+        const points = run.metrics.map((m) => [m.step, of(m)]).filter((p) => Number.isFinite(p[1]));
+        if (points.length) found.push({ run, label, place, steps: points.map((p) => p[0]), values: points.map((p) => p[1]) });
+      });
+    }
+    return found;
+  }
+
+  let library = null; // promise of Plotly
+  function plotly() {
+    if (!library) {
+      library = (async () => {
+        const code = Codec.text(await Codec.gunzip(Codec.fromBase64(document.getElementById("plotly").textContent.trim())));
+        const script = document.createElement("script");
+        script.src = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+        await new Promise((done, failed) => {
+          script.onload = done;
+          script.onerror = () => failed(new Error("the charting library could not be started"));
+          document.head.append(script);
+        });
+        return window.Plotly;
+      })();
+    }
+    return library;
+  }
+
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // Ticks at whole steps only, also where there are few of them.
+  function wholeSteps(found) {
+    const steps = found.flatMap((s) => [s.steps[0], s.steps.at(-1)]);
+    const [low, high] = [Math.min(...steps), Math.max(...steps)];
+    return high - low < 6 ? { tick0: 0, dtick: 1, range: [low - 0.5, high + 0.5] } : { tickformat: "d", nticks: 6 };
+  }
+
+  async function draw(node, found) {
+    const Plotly = await plotly();
+    const several = new Set(found.map((s) => s.label)).size > 1;
+    const manyRuns = Store.state.runs.length > 1;
+    const traces = found.map((s) => ({
+      x: s.steps, y: s.values, mode: s.steps.length < 40 ? "lines+markers" : "lines",
+      name: manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label,
+      line: { color: COLOURS[(manyRuns ? s.run.number : s.place) % COLOURS.length], width: 2,
+        dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
+      marker: { size: 5 }, hovertemplate: "step %{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
+    }));
+    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), color: style("--quiet"), automargin: true };
+    const layout = {
+      margin: { l: 44, r: 8, t: 6, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, sans-serif", size: 12, color: style("--text") },
+      xaxis: { ...axis, ...wholeSteps(found) }, yaxis: { ...axis, nticks: 5, exponentformat: "e" },
+      showlegend: several || manyRuns, hovermode: "x unified",
+      hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
+      legend: { orientation: "h", x: 0, y: -0.18, yanchor: "top", font: { size: 11 } },
+    };
+    await Plotly.react(node, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
+  }
+
+  function summary(found) {
+    return found.map((s) => {
+      const name = Store.state.runs.length > 1 ? `${s.run.label} ${s.label}` : s.label;
+      return `${name}: ${number(s.values[0])} → ${number(s.values.at(-1))}`;
+    }).join(", ");
+  }
+
+  const drawn = new Map(); // plot element -> its series
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting || !drawn.has(entry.target)) continue;
+      watcher.unobserve(entry.target);
+      draw(entry.target, drawn.get(entry.target)).catch((error) => Dom.replace(entry.target, error.message));
+    }
+  }, { rootMargin: "200px" });
+
+  function card(title, about, found) {
+    const plot = el("div", { class: "plot", role: "img", "aria-label": `${title}. ${summary(found)}` });
+    drawn.set(plot, found);
+    watcher.observe(plot);
+    return el("figure", { class: "card chart" }, el("figcaption", {},
+      el("h3", {}, title), el("span", { class: "quiet" }, about),
+      found.length <= 3 && el("span", { class: "ends" }, summary(found))), plot);
+  }
+
+  // All panels that have data, and a box to draw any other metric.
+  function render(node) {
+    drawn.clear();
+    watcher.disconnect();
+    const cards = PANELS.map((panel) => [panel, series(panel)]).filter(([, found]) => found.length)
+      .map(([panel, found]) => card(panel[0], panel[1], found));
+    const names = [...new Set(Store.state.runs.flatMap((run) => run.metrics.flatMap((m) => Object.keys(m))))]
+      .filter((name) => name !== "step").sort();
+    if (!cards.length) {
+      Dom.replace(node, el("p", { class: "quiet" }, "There are no metrics to draw."));
+      return;
+    }
+    const own = el("div", { class: "own" });
+    const choose = el("select", { id: "any-metric", onchange: (event) => {
+      const name = event.target.value;
+      Dom.replace(own, name ? card(name, "", series([name, "", { [name]: name }])) : null);
+    } }, el("option", { value: "" }, "choose…"), names.map((name) => el("option", { value: name }, name)));
+    Dom.replace(node, el("div", { class: "charts" }, cards),
+      el("p", { class: "controls" }, el("label", { for: "any-metric" }, "Any other metric "), choose), own);
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const [node, found] of drawn) if (node.firstChild) draw(node, found);
+  });
+
+  return { render, COLOURS };
+})();

@@ -1,0 +1,137 @@
+// The data behind the page. Blocks are opened when they are needed: from this file itself, or, with --serve, from the
+// server that wrote it.
+"use strict";
+
+const Store = (() => {
+  const state = { runs: [], rollouts: [], served: false };
+  const opened = new Map(); // blob id -> promise of its decoded value
+  const byId = new Map(); // "run/trajectory id" -> number of the rollout
+  let texts = []; // per rollout, lower-cased text for the search; filled by the first one
+
+  async function bytesOf(id) {
+    const inline = document.getElementById(`b-${id}`);
+    if (inline) return Codec.gunzip(Codec.fromBase64(inline.textContent.trim()));
+    const answer = await fetch(`blob/${id}`);
+    if (!answer.ok) throw new Error(`block ${id}: the server answered ${answer.status}`);
+    return Codec.gunzip(new Uint8Array(await answer.arrayBuffer()));
+  }
+
+  function open(id, decode) {
+    if (!opened.has(id)) opened.set(id, bytesOf(id).then(decode));
+    return opened.get(id);
+  }
+
+  const json = (id) => open(id, (bytes) => JSON.parse(Codec.text(bytes)));
+
+  // Take a manifest: the first one, or a newer one of a run that is being written. Returns whether anything is new.
+  async function load(manifest) {
+    const known = new Set(state.runs.flatMap((run) => run.parts.map((part) => part.lines)));
+    const before = state.runs.map((run) => run.metricsBlob).join() + known.size;
+    const runs = await Promise.all(manifest.runs.map(async (run, number) => {
+      const [metrics, critical, texts] = await Promise.all([json(run.metrics), json(run.critical), json(run.texts)]);
+      const lines = await Promise.all(run.parts.map((part) => json(part.lines)));
+      return { ...run, number, metricsBlob: run.metrics, metrics, critical, texts, lines };
+    }));
+    state.runs = runs;
+    state.rollouts = [];
+    byId.clear();
+    texts = [];
+    for (const run of runs) run.parts.forEach((part, p) => addLines(run, part, run.lines[p]));
+    const parts = runs.flatMap((run) => run.parts);
+    return before !== runs.map((run) => run.metricsBlob).join() + parts.length;
+  }
+
+  function addLines(run, part, columns) {
+    const names = Object.keys(columns);
+    for (let at = 0; at < part.count; at++) {
+      const row = { number: state.rollouts.length, run: run.number, part, at, split: part.split, step: part.step };
+      for (const name of names) row[name] = columns[name][at];
+      row.faults = (row.errors || 0) + (row.model_errors || 0); // of its tool calls
+      byId.set(`${run.number}/${row.id}`, row.number);
+      state.rollouts.push(row);
+    }
+  }
+
+  const details = async (rollout) => (await json(rollout.part.details))[rollout.at];
+
+  // The tokens of one rollout, record by record: {id, text, sampled, trained, sampler, trainer, ratio, ...}.
+  async function tokens(rollout) {
+    const all = await json(rollout.part.details);
+    const columns = await open(rollout.part.tokens, Codec.tokens);
+    if (!rollout.part.offsets) {
+      let edge = 0;
+      rollout.part.offsets = all.map((one) => {
+        const start = edge;
+        for (const record of one.records) edge += record.length;
+        return start;
+      });
+    }
+    const texts = state.runs[rollout.run].texts;
+    let at = rollout.part.offsets[rollout.at];
+    return all[rollout.at].records.map((record) => {
+      const found = [];
+      for (let t = 0; t < record.length; t++, at++) found.push(token(columns, at, t, texts));
+      return found;
+    });
+  }
+
+  function token(columns, at, position, texts) {
+    const id = columns.ids[at];
+    const place = columns.place[at];
+    const known = (column) => (place < 0 || Number.isNaN(column[place]) ? null : column[place]);
+    const sampler = known(columns.sampler);
+    const drift = known(columns.drift);
+    const own = (texts[id] === undefined);
+    return {
+      position, id, text: own ? `⟨${id}⟩` : texts[id], unknown: own,
+      sampled: Boolean(columns.flags[at] & 1), trained: Boolean(columns.flags[at] & 2),
+      sampler, trainer: drift === null ? null : drift + (sampler ?? 0),
+      ratio: drift === null || sampler === null ? null : Math.exp(drift),
+      advantage: known(columns.advantage),
+      version: place < 0 || columns.version[place] < 0 ? null : columns.version[place],
+      clip: place < 0 ? 0 : columns.clip[place],
+    };
+  }
+
+  // The numbers of the rollouts in whose text `wanted` occurs (case does not matter). `progress(share)` is called now
+  // and then; a search that a newer one has replaced (`stale()`) gives null.
+  async function search(wanted, progress, stale) {
+    const needle = wanted.toLowerCase();
+    const found = new Set();
+    const parts = state.runs.flatMap((run) => run.parts);
+    const starts = [];
+    parts.reduce((edge, part) => (starts.push(edge), edge + part.count), 0);
+    for (let p = 0; p < parts.length; p++) {
+      if (texts[starts[p]] === undefined) {
+        // Not kept decoded: ten thousand parsed conversations would be.
+        const all = JSON.parse(Codec.text(await bytesOf(parts[p].details)));
+        all.forEach((one, at) => { texts[starts[p] + at] = searchable(one); });
+      }
+      if (stale()) return null;
+      for (let at = 0; at < parts[p].count; at++) if (texts[starts[p] + at].includes(needle)) found.add(starts[p] + at);
+      if (p % 8 === 7) progress((p + 1) / parts.length);
+    }
+    return found;
+  }
+
+  function searchable(one) {
+    const said = one.messages.flatMap((m) => [m.text, m.reasoning, m.calls ? JSON.stringify(m.calls) : ""]);
+    return [one.trajectory_id, ...said, one.error, JSON.stringify(one.info ?? "")].join("\n").toLowerCase();
+  }
+
+  const find = (run, id) => byId.get(`${run}/${id}`);
+  const group = (rollout) => state.rollouts.filter(
+    (other) => other.run === rollout.run && other.step === rollout.step && other.split === rollout.split
+      && other.group === rollout.group);
+
+  // The lowest reward of a run's last training step; of several the one that moves the weights most.
+  function worst(run) {
+    const of = (split) => state.rollouts.filter((r) => r.run === run && (!split || r.split === split) && r.reward !== null);
+    const scored = of("train").length ? of("train") : of(null);
+    const last = scored.reduce((step, r) => Math.max(step, r.step), -1);
+    return scored.filter((r) => r.step === last).sort(
+      (a, b) => a.reward - b.reward || (a.advantage ?? 0) - (b.advantage ?? 0) || b.trained - a.trained)[0];
+  }
+
+  return { state, load, details, tokens, search, find, group, worst, json };
+})();

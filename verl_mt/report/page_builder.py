@@ -1,0 +1,125 @@
+"""Puts the page together: markup, style, scripts, the charting library and the runs' blocks, in one file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_mt.errors import ConfigError
+from verl_mt.report.encode import EncodedFile, pack
+from verl_mt.report.run_reader import Run
+
+_PAGE = Path(__file__).parent / "page"
+_SCRIPTS = ("dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "app.js")
+
+
+@dataclass
+class Contents:
+    """What the page shows: a manifest, and blocks by id (a hash of their bytes)."""
+
+    blocks: dict[str, bytes] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_run(self, run: Run, label: str, files: Sequence[EncodedFile], problems: Sequence[str] = ()) -> None:
+        """Add a run with its rollout files."""
+        parts = [
+            {
+                "split": part.split,
+                "step": part.step,
+                "count": part.count,
+                "lines": self._block(part.lines),
+                "details": self._block(part.details),
+                "tokens": self._block(part.tokens),
+            }
+            for file in files
+            for part in file.parts
+        ]
+        trainer = run.config.get("trainer") or {}
+        model = ((run.config.get("actor_rollout_ref") or {}).get("model") or {}).get("path")
+        critical = {str(file.parts[0].step): file.critical for file in files if file.critical and file.parts}
+        self.runs.append(
+            {
+                "label": label,
+                "path": str(run.path),
+                "finished": run.finished,
+                "problems": [*run.problems, *problems, *(p for file in files for p in file.problems)],
+                "total_steps": trainer.get("total_training_steps"),
+                "model": model,
+                "config": yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+                "metrics": self._block(pack(run.metrics)),
+                "critical": self._block(pack(critical)),
+                "texts": self._block(pack({str(k): v for k, v in run.token_texts.items()})),
+                "parts": parts,
+            }
+        )
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return {"runs": self.runs}
+
+    def _block(self, packed: bytes) -> str:
+        name = hashlib.sha256(packed).hexdigest()[:16]
+        self.blocks[name] = packed
+        return name
+
+
+def charting_library() -> bytes:
+    """plotly.js, gzipped, from the package `plotly` (which is not imported).
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    found = importlib.util.find_spec("plotly")
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    for place in places:
+        script = Path(place) / "package_data" / "plotly.min.js"
+        if script.is_file():
+            return gzip.compress(script.read_bytes(), 6, mtime=0)
+    raise ConfigError("the report draws its curves with plotly, which is not installed: pip install 'verl_mt[report]'")
+
+
+def build_page(contents: Contents | None, *, title: str) -> Iterator[str]:
+    """The page in pieces; with `contents` None it fetches manifest and blocks from where it came from."""
+    script = "\n".join((_PAGE / name).read_text() for name in _SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        (
+            f"default-src 'none'; script-src 'sha256-{digest}' blob:; style-src 'unsafe-inline'; img-src data: blob:; "
+            f"connect-src {'none' if contents is not None else 'self'}; base-uri 'none'; form-action 'none'"
+        )
+        .replace("connect-src none", "connect-src 'none'")
+        .replace("connect-src self", "connect-src 'self'")
+    )
+    markup = (_PAGE / "index.html").read_text()
+    before, _, after = markup.partition("{{data}}")
+    filled = {"policy": policy, "title": html.escape(title), "style": (_PAGE / "style.css").read_text()}
+    for name, text in filled.items():
+        before = before.replace("{{" + name + "}}", text)
+    yield before
+    yield _block("plotly", charting_library())
+    if contents is not None:
+        yield f'<script type="application/json" id="manifest">{_json_in_html(contents.manifest)}</script>\n'
+        for name, packed in contents.blocks.items():
+            yield _block(f"b-{name}", packed)
+    yield after.replace("{{script}}", script)
+
+
+def _block(name: str, packed: bytes) -> str:
+    """Base64 in a script element that no browser runs."""
+    return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
+
+
+def _json_in_html(value: Mapping[str, Any]) -> str:
+    """JSON in which nothing can end a script element or begin a comment in it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

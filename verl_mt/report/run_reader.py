@@ -1,0 +1,171 @@
+"""A run directory as it is: complete, broken off, being written, or of another version. What is missing is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_mt.data.run_files import SCHEMA_VERSION, read_token_texts
+from verl_mt.errors import DataError
+
+_ROLLOUT_FILE = re.compile(r"(?P<pass>.+)_(?P<step>\d+)\.jsonl")
+_TRACES = ("config.yaml", "metrics.jsonl", "rollouts")
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """One file of rollout rows."""
+
+    path: Path
+    split: str
+    """`train`, or the validation pass: `val`, `val_greedy`."""
+    step: int
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Changes when the file does."""
+        found = self.path.stat()
+        return found.st_mtime_ns, found.st_size
+
+
+@dataclass
+class Run:
+    """What a run directory holds, rollout rows aside."""
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """One dict per step, in order; lines of one step (of `timings.jsonl` too) are one dict."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    finished: bool = False
+    problems: list[str] = field(default_factory=list)
+    """What is missing or could not be read, a sentence each."""
+
+
+def open_run(path: str | Path) -> Run:
+    """Read everything but the rollout rows.
+
+    Raises:
+        DataError: `path` is no run directory.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or not any((folder / name).exists() for name in _TRACES):
+        what = "is not a directory" if not folder.is_dir() else f"holds none of {', '.join(_TRACES)}"
+        raise DataError(
+            f"{folder}: not a run directory (it {what}); name one that `python -m verl_mt.trainer` wrote, "
+            "such as runs/tiny"
+        )
+    run = Run(folder, folder.resolve().name, finished=(folder / "FINISHED").exists())
+    run.config = _config(folder, run.problems)
+    run.metrics = _metrics(folder, run.problems)
+    run.token_texts = _token_texts(run)
+    if not run.finished:
+        run.problems.append("The run is not over: it is being written, or was broken off.")
+    if not rollout_files(folder):
+        off = run.config.get("trainer", {}).get("rollout_rows") is False
+        why = "trainer.rollout_rows=False" if off else "no step is finished, or they were removed"
+        run.problems.append(f"There are no rollout rows ({why}): no table, no conversations, no timeline.")
+    return run
+
+
+def rollout_files(folder: Path) -> list[RolloutFile]:
+    """Files of rollout rows in order of step, training before validation."""
+    found = []
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        named = _ROLLOUT_FILE.fullmatch(path.name)
+        if named is not None:
+            split = "train" if named["pass"] == "step" else named["pass"]
+            found.append(RolloutFile(path, split, int(named["step"])))
+    return sorted(found, key=lambda f: (f.step, f.split != "train", f.split))
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects of a JSON Lines file, and a sentence about every line that is none."""
+    rows, problems = [], []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            rows.append(row)
+        except ValueError:
+            if number == len(lines):
+                problems.append(
+                    f"{path.name}: its last line is cut off and left out; the {len(rows)} before it are shown."
+                )
+            else:
+                problems.append(f"{path.name}, line {number}: not a JSON object, left out.")
+    return rows, problems
+
+
+def read_rollouts(file: RolloutFile) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rollout rows of any version, and what is unusual about them."""
+    rows, problems = read_rows(file.path)
+    other = sorted({str(row.get("schema_version")) for row in rows if row.get("schema_version") != SCHEMA_VERSION})
+    if other:
+        problems.append(
+            f"{file.path.name}: rows of schema version {', '.join(other)} (this verl_mt writes {SCHEMA_VERSION}); "
+            "what they have is shown."
+        )
+    return rows, problems
+
+
+def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    path = folder / "config.yaml"
+    if not path.exists():
+        problems.append("config.yaml is missing: clip ranges and settings are not known.")
+        return {}
+    try:
+        found = yaml.safe_load(path.read_text(errors="replace"))
+    except yaml.YAMLError as error:
+        problems.append(f"config.yaml cannot be read ({str(error).splitlines()[0]}).")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+    by_step: dict[int, dict[str, Any]] = {}
+    if not (folder / "metrics.jsonl").exists():
+        problems.append("metrics.jsonl is missing: there are no curves.")
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        if not (folder / name).exists():
+            continue
+        rows, found = read_rows(folder / name)
+        problems += found
+        for row in rows:
+            step = row.get("step")
+            if isinstance(step, int):
+                by_step.setdefault(step, {}).update(row)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _token_texts(run: Run) -> dict[int, str]:
+    texts = read_token_texts(run.path)
+    if texts or not rollout_files(run.path):
+        return texts
+    tokenizer = run.path / "hf" / "tokenizer.json"
+    if tokenizer.exists():
+        return _texts_of_export(tokenizer.parent)
+    run.problems.append(
+        "token_texts.jsonl is missing (an older run) and there is no hf/ export to take a tokenizer from: tokens are "
+        "shown as their ids."
+    )
+    return {}
+
+
+def _texts_of_export(folder: Path) -> dict[int, str]:
+    """The texts of a whole vocabulary; imports transformers, which takes seconds."""
+    from verl_mt.chat.loading import load_tokenizer
+    from verl_mt.chat.token_text import token_text
+
+    tokenizer = load_tokenizer(str(folder))
+    return {token_id: token_text(tokenizer, token_id) for token_id in range(len(tokenizer))}

@@ -1,0 +1,186 @@
+"""One rollout row as the page needs it: a line of the table, and the details of an opened conversation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_mt.report.blocks import blocks_of
+from verl_mt.report.token_columns import RecordNumbers, TokenColumns
+
+BOUNDARY_TOKENS = 3
+"""Trained tokens on either side of a tool's answer that count as a tool boundary."""
+
+Line = dict[str, Any]
+
+
+def describe(row: Mapping[str, Any], columns: TokenColumns, texts: Mapping[int, str]) -> tuple[Line, dict[str, Any]]:
+    """A row's line of the table and its details; its tokens go into `columns`.
+
+    A record that does not fit together is left out, and the details say why (`broken`).
+    """
+    records, numbers, broken = [], [], []
+    for place, record in enumerate(row.get("records") or []):
+        try:
+            found = columns.add(record)
+        except ValueError as error:
+            broken.append(f"record {place}: {error}")
+            continue
+        seen = record.get("messages") or row.get("messages") or []
+        numbers.append((record, found))
+        records.append({"length": len(found.ids), "blocks": blocks_of(record, seen, texts)})
+    details = _details(row)
+    details["records"] = records
+    if broken:
+        details["broken"] = broken
+    return _line(row, numbers), details
+
+
+def _line(row: Mapping[str, Any], numbers: Sequence[tuple[Mapping[str, Any], RecordNumbers]]) -> Line:
+    counters = row.get("counters") or {}
+    spans = [s for s in row.get("time_spans") or [] if "start_s" in s and "end_s" in s]
+    sanity = row.get("sanity") or {}
+    trained = [n.trained == 1 for _, n in numbers]
+    ratios = np.concatenate([_away(n.ratio[t]) for (_, n), t in zip(numbers, trained)] or [np.zeros(0)])
+    edges = np.concatenate([_away(n.ratio[_boundary(r, n)]) for r, n in numbers] or [np.zeros(0)])
+    gains = np.concatenate([n.advantage[t] for (_, n), t in zip(numbers, trained)] or [np.zeros(0)])
+    called = {name.split("/")[1] for name in counters if name.startswith("tools/") and name.endswith("/calls")}
+    return {
+        "id": str(row.get("trajectory_id", "")),
+        "group": str(row.get("group_id", "")),
+        "row": row.get("row_index", -1),
+        "reward": row.get("reward"),
+        "status": row.get("status") or "",
+        "stop": row.get("stop_reason") or "",
+        "turns": row.get("num_turns", 0),
+        "tokens": sum(len(n.ids) for _, n in numbers),
+        "sampled": int(sum(n.sampled.sum() for _, n in numbers)),
+        "trained": int(sum(n.trained.sum() for _, n in numbers)),
+        "calls": _sum(counters, "/calls"),
+        "errors": _sum(counters, "/errors"),
+        "model_errors": _sum(counters, "/model_errors"),
+        "tools": sorted(called),
+        "ratio": _rounded(_largest(ratios)),
+        "edge_ratio": _rounded(_largest(edges)),
+        "advantage": _rounded(float(np.nanmean(gains)) if np.isfinite(gains).any() else None),
+        "mismatch": list(sanity.get("causes") or ([sanity["cause"]] if sanity.get("cause") else [])),
+        "seconds": _rounded(max(s["end_s"] for s in spans) - min(s["start_s"] for s in spans)) if spans else None,
+    }
+
+
+def _details(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (
+        "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "source", "row_index", "reward_parts",
+        "tool_rewards", "turn_scores", "counters", "sanity", "error", "info",
+    )  # fmt: skip
+    details = {name: row[name] for name in kept if row.get(name) not in (None, {}, [], "")}
+    details["messages"] = [_message(m) for m in row.get("messages") or [] if isinstance(m, dict)]
+    details["calls"] = tool_calls(row)
+    details["spans"] = [
+        [s.get("phase", ""), round(s["start_s"], 6), round(s["end_s"], 6), s.get("turn", 0), s.get("name", "")]
+        for s in row.get("time_spans") or []
+        if "start_s" in s and "end_s" in s
+    ]
+    return details
+
+
+def tool_calls(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every call of the conversation's own turns: `turn`, `name`, `arguments`, `result`, `seconds`, `failure`.
+
+    Rows hold calls and answers as messages; an answer that reports a failure is marked by the tool executor as
+    `<error>`, with `Tool failed:` where the fault is the tool's.
+    """
+    messages = [m for m in row.get("messages") or [] if isinstance(m, dict)]
+    num_turns = max((t.get("turn", 0) for r in row.get("records") or [] for t in r.get("turns") or []), default=0)
+    said = [k for k, m in enumerate(messages) if m.get("role") == "assistant"]
+    own = said[max(0, len(said) - num_turns) :] if num_turns else []
+    latencies: dict[tuple[int, str], list[float]] = {}
+    for span in row.get("time_spans") or []:
+        if span.get("phase") == "tool":
+            taken = span.get("end_s", 0.0) - span.get("start_s", 0.0)
+            latencies.setdefault((span.get("turn", 0), span.get("name", "")), []).append(taken)
+    calls = []
+    for turn, place in enumerate(own, start=1):
+        written = [c for c in messages[place].get("tool_calls") or [] if isinstance(c, dict)]
+        answers = []
+        for message in messages[place + 1 :]:
+            if message.get("role") != "tool":
+                break
+            answers.append(message)
+        by_id = {str(m.get("tool_call_id")): m for m in answers if m.get("tool_call_id")}
+        unread = [m for m in answers if not m.get("tool_call_id")]
+        for call in written:
+            function = call.get("function") or {}
+            answer = by_id.get(str(call.get("id"))) or (None if by_id else next(iter(answers), None))
+            calls.append(_call(turn, function.get("name", ""), function.get("arguments"), answer, latencies))
+        calls += [_call(turn, m.get("name") or "", None, m, latencies) for m in unread]
+    return calls
+
+
+def _call(turn: int, name: str, arguments: Any, answer: Mapping[str, Any] | None, latencies: dict) -> dict[str, Any]:
+    result = None if answer is None else _plain(answer.get("content"))
+    times = latencies.get((turn, name), [])
+    failure = None
+    if result is not None and result.startswith("<error>"):
+        failure = "tool" if result.startswith("<error>Tool failed:") else "model"
+    return {
+        "turn": turn,
+        "name": name,
+        "arguments": arguments,
+        "result": result,
+        "seconds": round(times.pop(0), 6) if times else None,
+        "failure": failure,
+    }
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows and searches of a message."""
+    shown: dict[str, Any] = {"role": str(message.get("role", "")), "text": _plain(message.get("content"))}
+    if message.get("reasoning_content"):
+        shown["reasoning"] = str(message["reasoning_content"])
+    if message.get("tool_calls"):
+        shown["calls"] = message["tool_calls"]
+    if message.get("name"):
+        shown["name"] = str(message["name"])
+    return shown
+
+
+def _plain(content: Any) -> str:
+    """The text of a message; images and videos by their kind."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = [p if isinstance(p, dict) else {"type": "text", "text": str(p)} for p in content]
+    return "\n".join(str(p.get("text", "")) if p.get("type") == "text" else f"[{p.get('type')}]" for p in parts)
+
+
+def _boundary(record: Mapping[str, Any], numbers: RecordNumbers) -> np.ndarray:
+    """The trained tokens next to an observation: the last ones before it and the first ones after it."""
+    near = np.zeros(len(numbers.ids), bool)
+    for span in record.get("turns") or []:
+        if span.get("kind") == "observation":
+            near[max(0, span["start"] - BOUNDARY_TOKENS) : span["start"]] = True
+            near[span["end"] : span["end"] + BOUNDARY_TOKENS] = True
+    return near & (numbers.trained == 1)
+
+
+def _away(ratio: np.ndarray) -> np.ndarray:
+    """How far from 1, either way: max(r, 1/r)."""
+    return np.maximum(ratio, 1 / ratio)
+
+
+def _largest(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.max()) if len(known) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _sum(counters: Mapping[str, Any], ending: str) -> float:
+    return sum(v for k, v in counters.items() if k.startswith("tools/") and k.endswith(ending))
