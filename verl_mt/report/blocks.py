@@ -1,14 +1,14 @@
 """Which tokens of a record say which message: the blocks of a conversation as a person reads it.
 
-A record knows its prompt, assistant and observation spans. Inside what was given, messages are found by their text; what
-the template writes around a message belongs to that message's block, its end-of-turn token and line break included.
+A record knows its prompt, assistant and observation spans. Inside what was given, messages are found by their text;
+what the template writes around a message belongs to that message's block, its end-of-turn token and line break included.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "</s>", "[/INST]")
@@ -67,7 +67,7 @@ def _split(span: Mapping[str, Any], pieces: list[str], given: Sequence[Mapping[s
         name = given[0].get("name", "") if given else ""
         return [_block(span, span["start"], span["end"], str(role), name)]
     edges = [0]
-    for (_, _, end), (_, start, _) in zip(found, found[1:]):
+    for (_, _, end), (_, start, _) in pairwise(found):
         edges.append(bisect.bisect_left(starts, _end_of_turn(text, end, start)))
     edges.append(len(pieces))
     return [

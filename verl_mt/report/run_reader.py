@@ -99,9 +99,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             rows.append(row)
         except ValueError:
             if number == len(lines):
-                problems.append(
-                    f"{path.name}: its last line is cut off and left out; the {len(rows)} before it are shown."
-                )
+                problems.append(f"{path.name}: its last line is cut off and left out ({len(rows)} before it are read).")
             else:
                 problems.append(f"{path.name}, line {number}: not a JSON object, left out.")
     return rows, problems

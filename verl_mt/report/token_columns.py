@@ -1,8 +1,8 @@
 """The numbers of many tokens in few bytes: what the page decodes when a rollout is opened.
 
-Layout, little endian. Tokens of all records of a chunk stand one after another (N tokens); numbers are kept only for the
-M tokens that were sampled or are trained. Every column is *planar*: all lowest bytes first, then all second bytes, and so
-on, because equal bytes beside each other compress far better. The whole is gzipped.
+Layout, little endian. Tokens of all records of a part stand one after another (N tokens); numbers are kept only for
+the M tokens that were sampled or are trained. Every column is *planar*: all lowest bytes first, then all second bytes,
+and so on, because equal bytes beside each other compress far better. The whole is gzipped.
 
 ==========  =====================  =================================================================================
 column      type                   meaning
@@ -10,15 +10,15 @@ column      type                   meaning
 ids         uint24, N              token ids
 flags       uint8, N               bit 0 sampled, bit 1 in the loss
 sampler     float16, M             the sampler's log-prob; NaN = none
-drift       float16, M             trainer's minus sampler's log-prob; the trainer's own where there is no sampler's; NaN =
-                                   none
+drift       float16, M             trainer's minus sampler's log-prob; the trainer's own where there is no sampler's;
+                                   NaN = none
 advantage   float16, M             NaN = none
 version     int32, M               of the weights that sampled the token, -1 = none
 clip        uint8, M               0 not known, 1 inside, 2 clipped
 ==========  =====================  =================================================================================
 
-float16 keeps 3 significant digits; the difference is stored instead of the second log-prob so that a ratio near 1 keeps its
-digits. Header: N and M as uint32.
+float16 keeps 3 significant digits; the difference is stored instead of the second log-prob so that a ratio near 1 keeps
+its digits. Header: N and M as uint32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+_KINDS = {"sampler": "<f2", "drift": "<f2", "advantage": "<f2", "version": "<i4", "clip": "u1"}
 _COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
 
 
@@ -40,9 +41,7 @@ class TokenColumns:
         self.num_numbered = 0
         self._ids: list[np.ndarray] = []
         self._flags: list[np.ndarray] = []
-        self._numbers: dict[str, list[np.ndarray]] = {
-            n: [] for n in ("sampler", "drift", "advantage", "version", "clip")
-        }
+        self._numbers: dict[str, list[np.ndarray]] = {name: [] for name in _KINDS}
 
     def add(self, record: Mapping[str, Any]) -> RecordNumbers:
         """Append a record of a rollout row.
@@ -76,9 +75,8 @@ class TokenColumns:
 
         ids = np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64)
         planes = b"".join((ids >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8, 16))
-        kinds = {"sampler": "<f2", "drift": "<f2", "advantage": "<f2", "version": "<i4", "clip": "u1"}
         with np.errstate(over="ignore"):
-            numbers = b"".join(joined(self._numbers[name], kind) for name, kind in kinds.items())
+            numbers = b"".join(joined(self._numbers[name], kind) for name, kind in _KINDS.items())
         return struct.pack("<II", self.num_tokens, self.num_numbered) + planes + joined(self._flags, "u1") + numbers
 
 
