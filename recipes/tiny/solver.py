@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from demonstrations import demonstration, prompt_messages, render
+from demonstrations import Message, demonstration, prompt_messages, render
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_mt.errors import ToolCallError
@@ -102,12 +103,12 @@ def tool_text(expression: str) -> str:
         return f"Error: {error}"
 
 
-def parse_call(text: str) -> str | None:
-    """The expression of a well-formed call, else None."""
+def parse_call(text: str, tool: str, argument: str) -> str | None:
+    """The argument of a well-formed call of the tool, else None."""
     found = _CALL.search(text)
     try:
         call = json.loads(found.group(1)) if found else None
-        return str(call["arguments"]["expression"]) if call and call["name"] == "calculator" else None
+        return str(call["arguments"][argument]) if call and call["name"] == tool else None
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -162,8 +163,8 @@ def _episodes(
     first = decoder.turn(prompts, temperature, generator)
     texts = [str(tokenizer.decode(turn)) for turn in first]
     ended = [turn[-1] == tokenizer.eos_token_id for turn in first]
-    expressions = [parse_call(text) if end else None for text, end in zip(texts, ended)]
-    before, after = observation_frame(tokenizer)
+    expressions = [parse_call(text, "calculator", "expression") if end else None for text, end in zip(texts, ended)]
+    before, after = observation_frame(demonstration(Problem("", "1", 1, 0)), partial(render, tokenizer))
     observations = [
         [] if e is None else tokenizer.encode(before + tool_text(e) + after, add_special_tokens=False)
         for e in expressions
@@ -184,11 +185,15 @@ def _episodes(
     return episodes
 
 
-def observation_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the template writes before and after a tool's text, from the end-of-turn token on."""
-    messages = demonstration(Problem("", "1", 1, 0))[:4]
+def observation_frame(conversation: list[Message], rendered: Callable[..., str]) -> tuple[str, str]:
+    """What the template writes before and after a tool's text, from the end-of-turn token on.
+
+    Args:
+        conversation: its fourth message is a tool's.
+        rendered: (messages, add_generation_prompt=False) -> the text.
+    """
+    messages = [dict(message) for message in conversation[:4]]
     mark = messages[3]["content"] = "\ue000"
-    rendered = render(tokenizer, messages, add_generation_prompt=True)
-    turn = render(tokenizer, messages[:3])
-    before, after = rendered[len(turn.rstrip("\n")) :].split(mark)
+    turn = rendered(messages[:3])
+    before, after = rendered(messages, add_generation_prompt=True)[len(turn.rstrip("\n")) :].split(mark)
     return before, after

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tiny"))  # the calculator's recipe
+
+from results import Results, evaluate, fit
 
 from verl_mt.config.compose import compose
-from verl_mt.data.run_files import read_jsonl_tolerant
-from verl_mt.diagnostics.step_metrics import tool_metrics, validation_metrics
-from verl_mt.trainer.build import build_trainer, validation_sampling
-from verl_mt.trainer.inference import Inference
+from verl_mt.config.schema import Config
+from verl_mt.trainer.build import build_trainer
 
 RECIPE = Path(__file__).resolve().parents[1]
 
@@ -46,41 +43,6 @@ def retrieval(corpus: Path) -> Iterator[None]:
             server.terminate()
 
 
-def train(folder: Path, overrides: list[str]) -> dict[str, float]:
-    """One run, or the rest of one that was interrupted. Returns accuracies before and after, and what it cost."""
-    begun, cpu = time.monotonic(), os.times()
-    words = [*overrides, f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"]
-    trainer = build_trainer(compose(words, "search_boxes", RECIPE / "config"))
-    trainer.fit()
-    lines = read_jsonl_tolerant(trainer.log.run.path / "metrics.jsonl")
-    validated = [line for line in lines if "val/accuracy" in line]
-    ended = os.times()
-    return {
-        "start": validated[0]["val/accuracy"],
-        "end": validated[-1]["val/accuracy"],
-        "start_greedy": validated[0]["val/accuracy_greedy"],
-        "end_greedy": validated[-1]["val/accuracy_greedy"],
-        "calls": validated[-1]["val/tool_calls_mean"],
-        "truncated": validated[-1]["val/truncated"],
-        "wall_s": time.monotonic() - begun,
-        "cpu_s": ended.user + ended.system - cpu.user - cpu.system,
-    }
-
-
-def evaluate(model: Path, overrides: list[str]) -> dict[str, float]:
-    """A model on the validation questions, sampled, with whatever corpus is served."""
-    config = compose([*overrides, f"actor_rollout_ref.model.path={model}"], "search_boxes", RECIPE / "config")
-    with Inference(config) as policy:
-        groups = policy.roll_out(policy.prompts(), sampling=validation_sampling(config))
-    metrics = validation_metrics(groups, "") | tool_metrics([t for g in groups for t in g.trajectories], ["search"])
-    return {
-        "end": metrics["val/accuracy"],
-        "calls": metrics["val/tool_calls_mean"],
-        "truncated": metrics["val/truncated"],
-        "errors": metrics["tools/search/errors"],
-    }
-
-
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,31 +59,20 @@ def main() -> None:
         "trainer.logger=[]",
         *overrides,
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, float]] = {}
-    if (args.out / "results.json").is_file():
-        results = json.loads((args.out / "results.json").read_text())
+    results = Results(args.out)
 
-    def keep(name: str, result: dict[str, float]) -> None:
-        results[name] = result
-        (args.out / "results.json").write_text(json.dumps(results, indent=1))
-        print(name, {k: round(v, 3) for k, v in result.items()}, flush=True)
+    def configured(*more: str) -> Config:
+        return compose([*common, *more], "search_boxes", RECIPE / "config")
 
     for seed in args.seeds:
         folder = args.out / f"seed_{seed}"
+        run = [f"trainer.seed={seed}", f"data.seed={seed}", f"trainer.default_local_dir={folder}"]
         with retrieval(args.data / "corpus.jsonl"):
-            keep(f"seed {seed}", train(folder, [*common, f"trainer.seed={seed}", f"data.seed={seed}"]))
+            results.keep(f"seed {seed}", fit(build_trainer(configured(*run, "trainer.resume_mode=auto"))))
         with retrieval(args.data / "corpus_shuffled.jsonl"):
-            keep(f"seed {seed}, shuffled corpus", evaluate(folder / "hf", common))
-    _show(results)
-
-
-def _show(results: dict[str, dict[str, float]]) -> None:
-    columns = list(dict.fromkeys(key for result in results.values() for key in result))
-    table = Table("run", *columns)
-    for name, result in results.items():
-        table.add_row(name, *(f"{result[c]:.3f}" if c in result else "" for c in columns))
-    Console(width=140).print(table)
+            trained = configured(f"actor_rollout_ref.model.path={folder / 'hf'}")
+            results.keep(f"seed {seed}, shuffled corpus", evaluate(trained))
+    results.show()
 
 
 if __name__ == "__main__":
