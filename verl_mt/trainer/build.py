@@ -29,6 +29,8 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
+from verl_mt.rollout.prompts import PromptBuilder
+from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
@@ -82,18 +84,15 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         runner = build_runner(config, chat, tools, _shared_policy(config, workers), engine)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
-        for row in data.prompts.rows():
-            require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
-            runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+        _check_rows(config, data.prompts, runner)
         stream.call(runner.context.engine.start())
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
         run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
         undo.callback(run.abandon)
         model = _describe_model(config)
         state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
-        resume_step = None if state is None else state["step"]
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
-        log = _build_log(config, run, snapshot, plan.total_steps, tools, resume_step=resume_step, chat=chat)
+        log = _build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
@@ -121,6 +120,13 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
+
+
+def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
+    """What the engine cannot show, or no reward scores."""
+    for row in prompts.rows():
+        require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
+        runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
 
 
 def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
@@ -198,12 +204,12 @@ def _build_log(
     total_steps: int,
     tools: ToolSet | None,
     *,
-    resume_step: int | None,
+    resumes: dict[str, Any] | None,
     chat: ChatTemplate,
 ) -> RunLog:
     trainer = config.trainer
     # A run that is resumed at step 0 validates again: its old line goes.
-    resume_step = resume_step or None
+    resume_step = None if resumes is None else resumes["step"] or None
     live = trainer.progress == "on" or (trainer.progress == "auto" and sys.stdout.isatty())
     return RunLog(
         run,
