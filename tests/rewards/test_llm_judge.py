@@ -231,3 +231,28 @@ def test_wrong_settings_are_one_error():
         assert part in text
     with pytest.raises(ConfigError, match="the key comes from the environment"):
         load_reward("llm_judge", kwargs={"base_url": "x", "model": "m", "api_key": "sk-1"})
+
+
+def test_the_librarys_own_openai_endpoint_can_be_the_judge():
+    pytest.importorskip("uvicorn")
+    from verl_mt.rollout.agent_server import AgentServer
+
+    async def go() -> list[Any]:
+        server, asked = AgentServer(), []
+
+        async def answer(body: dict[str, Any]) -> tuple[int, Any]:
+            asked.append(body)
+            if len(asked) == 1:
+                return 503, {"error": {"message": "later"}}
+            message = {"role": "assistant", "content": "Fine. **Score: 8/10**"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            return 200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+
+        url = await server.open(answer)
+        try:
+            settings = {"base_url": url, "model": "m", "rubric": "be right"}
+            return await load_reward("llm_judge", kwargs=settings, timeout_s=20).score([item()])
+        finally:
+            await server.close(url)
+
+    assert asyncio.run(go()) == [{"score": 0.8, "judge": 8.0}]
