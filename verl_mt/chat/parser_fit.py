@@ -51,18 +51,21 @@ class WrittenCall:
         return calls == [ToolCall(_NAME, _ARGUMENTS)] and not turn.malformed and whole
 
 
-def written_call(chat: ChatTemplate) -> WrittenCall | None:
-    """A small call as the template writes it; None where it writes none."""
+def written_call(
+    chat: ChatTemplate, *, tool: dict[str, Any] = _TOOL, arguments: dict[str, Any] = _ARGUMENTS
+) -> WrittenCall | None:
+    """A call as the template writes it, of a small tool unless another one's schema is given; None where it writes
+    none."""
     if not chat.capabilities.tool_calls:
         return None
-    call = ToolCall(_NAME, _ARGUMENTS, id="zqxjkv001").to_message()
+    call = ToolCall(tool["function"]["name"], arguments, id="zqxjkv001").to_message()
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked: list[Message] = [{"role": "user", "content": _ASKED}]
     # A template that opens every turn in mid-thought shows that opening only where there is a thought.
     for message in (turn, {**turn, "reasoning_content": "Hm."}):
         try:
-            prompt = chat.full_text(asked, [_TOOL], add_generation_prompt=True)
-            full = chat.full_text([*asked, message], [_TOOL])
+            prompt = chat.full_text(asked, [tool], add_generation_prompt=True)
+            full = chat.full_text([*asked, message], [tool])
         except TemplateError:
             return None
         if full.startswith(prompt):

@@ -32,7 +32,9 @@ from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
 
-__all__ = ["compose", "config_from_mapping", "config_to_yaml", "hydra_main", "register", "to_config"]
+__all__ = [
+    "compose", "config_from_mapping", "config_of_command", "config_to_yaml", "hydra_main", "register", "to_config",
+]  # fmt: skip
 
 TINY, GENERAL = "tiny", "ppo_trainer"
 
@@ -121,7 +123,7 @@ def hydra_main(
     """
     try:
         words = list(sys.argv[1:] if argv is None else argv)
-        config = _config_of_command(words, config_name, getattr(task, "__module__", None) or "verl_mt")
+        config = config_of_command(words, config_name, getattr(task, "__module__", None) or "verl_mt")
         if config is not None:
             task(config)
     except VerlMTError as error:
@@ -131,7 +133,12 @@ def hydra_main(
         raise SystemExit(error.exit_status) from None
 
 
-def _config_of_command(argv: list[str], config_name: str | None, module: str) -> Config | None:
+def config_of_command(argv: list[str], config_name: str | None, module: str) -> Config | None:
+    """What `hydra_main` hands to its task; None where printing it was all that was asked for (`--cfg job`).
+
+    Raises:
+        UnknownKeyError, ConfigError: everything that is wrong, in one error.
+    """
     flags, overrides = split_argv(argv)
     if module == "__main__":
         spec = getattr(sys.modules["__main__"], "__spec__", None)

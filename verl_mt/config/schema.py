@@ -202,6 +202,7 @@ class TrainerConfig(Section):
         {}, "Its thresholds where they differ from the defaults; null switches a sign off."
     )
     export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
+    dry_run: bool = knob(False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,10 +59,7 @@ def load_causal_lm(
             output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: {error}. "
-            "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
-        ) from error
+        raise _not_loadable(path, revision, error) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -85,17 +82,55 @@ def empty_causal_lm(
 
     Memory that nobody writes costs nothing: a rank whose shards come from another one needs no more than its shards.
     """
-    from transformers import AutoConfig
-
-    source = resolve_model_path(path)
-    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = _auto_class(source, revision, trust_remote_code).from_config(
-            config, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+    model = meta_causal_lm(
+        path,
+        revision=revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
     model.to_empty(device="cpu")
     model.tie_weights()
     return model.eval()
+
+
+def meta_causal_lm(
+    path: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The model that `load_causal_lm` would load, as shapes alone (`meta` device).
+
+    Raises:
+        ConfigError: no such folder or hub model, a folder without weights, an architecture or attention that is
+            not to be had.
+    """
+    from transformers import AutoConfig
+
+    source = resolve_model_path(path)
+    if _is_local(source):
+        _check_folder(path, Path(source))
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return _auto_class(source, revision, trust_remote_code).from_config(
+                config,
+                dtype=_DTYPES[dtype],
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise _not_loadable(path, revision, error) from error
+
+
+def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: {error}. "
+        "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
+    )
 
 
 def _auto_class(source: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -10,12 +10,16 @@ from verl_mt.config.schema import Config
 
 
 def train(config: Config) -> None:
-    """Build and run."""
+    """Build and run, or, with `trainer.dry_run`, look at what a run would be."""
     from verl_mt.trainer.build import (
         build_trainer,  # after the config is known to be right: torch takes seconds
     )
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if config.trainer.dry_run:
+        from verl_mt.trainer.doctor import report
+
+        raise SystemExit(report(config))
     build_trainer(config).fit()
 
 

@@ -28,6 +28,7 @@ _HARMLESS = {
     "trainer": {
         "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
         "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
+        "dry_run",
         "collapse_guard", "collapse_guard_thresholds",
     }
 }  # fmt: skip
@@ -55,7 +56,7 @@ class RunDirectory:
             CheckpointError: an unfinished run there has another config (shows the difference), or the checkpoint
                 named by `resume_from_path` does not exist.
         """
-        wanted = Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name).expanduser()
+        wanted = wanted_directory(trainer)
         try:
             return cls._open(trainer, wanted, config)
         except OSError as error:
@@ -72,11 +73,7 @@ class RunDirectory:
                 return cls._fresh(path, config)
             if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
                 continue
-            if not (path / "config.yaml").exists():
-                raise CheckpointError(
-                    f"{path} is not empty and not a run directory (no config.yaml); choose another "
-                    "trainer.default_local_dir or trainer.experiment_name"
-                )
+            _require_config(path)
             lock = _try_lock(path)
             if lock is None:
                 continue  # Another process is training there right now.
@@ -102,12 +99,7 @@ class RunDirectory:
 
     @classmethod
     def _resume_path(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
-        source = Path(trainer.resume_from_path or "").expanduser()
-        if not trainer.resume_from_path or not (source / "meta.json").is_file():
-            raise CheckpointError(
-                f"trainer.resume_mode=resume_path needs trainer.resume_from_path to name a checkpoint folder "
-                f"(runs/<experiment>/checkpoints/step_...); got {trainer.resume_from_path!r}"
-            )
+        source = _named_checkpoint(trainer)
         fresh = next(path for path in _numbered(wanted) if _is_fresh(path))
         opened = cls._fresh(fresh, config)
         opened.resume_from = source.resolve()
@@ -133,6 +125,57 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def wanted_directory(trainer: TrainerConfig) -> Path:
+    """The run directory that the config names, before it is numbered."""
+    return Path(trainer.default_local_dir or Path("runs") / trainer.experiment_name).expanduser()
+
+
+def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
+    """What `RunDirectory.open` would choose, in words; makes and locks nothing.
+
+    Raises:
+        CheckpointError: what it would refuse.
+    """
+    wanted = wanted_directory(trainer)
+    parent = next(p for p in wanted.absolute().parents if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise CheckpointError(
+            f"cannot make the run directory {wanted}: {parent} is not writable; choose another "
+            "trainer.default_local_dir"
+        )
+    if trainer.resume_mode == "resume_path":
+        source = _named_checkpoint(trainer)
+        return f"{next(path for path in _numbered(wanted) if _is_fresh(path))}, new, from {source}"
+    for path in _numbered(wanted):
+        if _is_fresh(path):
+            break
+        if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
+            continue
+        _require_config(path)
+        _refuse_changed_config(path, config)
+        latest = CheckpointStore(path / "checkpoints").latest()
+        return f"{path}, an unfinished run that goes on from {latest.name if latest is not None else 'its beginning'}"
+    return f"{path}, new"
+
+
+def _require_config(path: Path) -> None:
+    if not (path / "config.yaml").exists():
+        raise CheckpointError(
+            f"{path} is not empty and not a run directory (no config.yaml); choose another "
+            "trainer.default_local_dir or trainer.experiment_name"
+        )
+
+
+def _named_checkpoint(trainer: TrainerConfig) -> Path:
+    source = Path(trainer.resume_from_path or "").expanduser()
+    if not trainer.resume_from_path or not (source / "meta.json").is_file():
+        raise CheckpointError(
+            f"trainer.resume_mode=resume_path needs trainer.resume_from_path to name a checkpoint folder "
+            f"(runs/<experiment>/checkpoints/step_...); got {trainer.resume_from_path!r}"
+        )
+    return source
 
 
 def _numbered(path: Path):

@@ -1,0 +1,137 @@
+"""The doctor finds planted faults, says what to do, leaves nothing behind, and raises no alarm over what is shipped."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_lab import environment
+from doctor_faults import FAULTS, QUICK
+from rich.console import Console
+
+from verl_mt.config.compose import compose
+from verl_mt.errors import ConfigError
+from verl_mt.trainer import doctor
+from verl_mt.trainer.doctor import CHECKS, estimate, resource_checks
+from verl_mt.trainer.doctor.findings import Check, Finding, error, ok, run_checks, warning
+
+FEW = ("data.train_max_samples=32", "data.val_max_samples=2")
+
+
+def findings(overrides: list[str], *names: str) -> list[Finding]:
+    """Of the named checks and those that they need; of all where none is named."""
+    wanted, checks = set(names), list(CHECKS)
+    for check in reversed(checks):
+        if check.name in wanted:
+            wanted |= set(check.needs)
+    return doctor.examine(compose([*FEW, *overrides]), [c for c in checks if not names or c.name in wanted])
+
+
+def one(found: list[Finding], check: str, status: str) -> Finding:
+    named = [f for f in found if f.check == check and f.status == status]
+    assert named, "\n".join(f"{f.check}: {f.status}: {f.text}" for f in found)
+    return named[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAULTS]
+)
+def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fault = FAULTS[name]
+    found = findings(fault.plant(tmp_path), fault.check)
+    named = one(found, fault.check, fault.status)
+    assert fault.says in f"{named.text} {named.fix}"
+    assert [f.check for f in found if f.status == "error"] == [fault.check] * (fault.status == "error")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_disk_is_compared_with_the_checkpoints_that_are_kept(monkeypatch, tmp_path):
+    """A checkpoint of the shipped model is 10.6 MB; one more is on the disk while it is written."""
+    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 35_000_000}))
+    run = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.rollout_rows=False", "trainer.export_at_end=False"]
+    found = one(findings([*run, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null"], "disk"), "disk", "error")
+    assert "61 checkpoint(s)" in found.text
+    assert "max_actor_ckpt_to_keep" in found.fix
+    assert "2 checkpoint(s)" in one(findings([*run, "trainer.max_actor_ckpt_to_keep=1"], "disk"), "disk", "ok").text
+
+
+def test_memory_that_is_not_there_is_an_error_that_names_what_takes_it(monkeypatch):
+    monkeypatch.setattr(estimate, "available_memory", lambda: 5e6)
+    found = one(findings([], "memory"), "memory", "error")
+    assert "activations" in found.text
+    assert "ppo_max_token_len" in found.fix
+
+
+def test_dependants_of_a_failed_check_are_skipped_and_nobody_else():
+    def fails(subject):
+        raise ConfigError("no such thing")
+
+    def crashes(subject):
+        yield ok("so far")
+        raise KeyError("surprise")
+
+    checks = [
+        Check("a", fails),
+        Check("b", lambda s: iter([warning("w", "f")])),
+        Check("c", lambda s: iter([ok("never")]), ("a", "b")),
+        Check("d", crashes),
+        Check("e", lambda s: iter([ok("never")]), ("c",)),
+        Check("f", lambda s: iter([error("e", "f"), ok("more")]), ("b",)),
+    ]
+    found = [(f.check, f.status, f.text) for f in run_checks(checks, None)]
+    assert found == [
+        ("a", "error", "no such thing"),
+        ("b", "warning", "w"),
+        ("c", "skipped", "needs a"),
+        ("d", "ok", "so far"),
+        ("d", "error", "KeyError: 'surprise'"),
+        ("e", "skipped", "needs c"),
+        ("f", "error", "e"),
+        ("f", "ok", "more"),
+    ]
+
+
+def test_every_check_needs_only_earlier_ones():
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    for place, check in enumerate(CHECKS):
+        assert set(check.needs) <= set(names[:place])
+
+
+def test_a_configuration_that_does_not_compose_is_a_line_of_the_list_and_everything_else_is_skipped():
+    out = io.StringIO()
+    status = doctor.main(
+        ["trainer.total_steps=3", "actor_rollout_ref.rollout.top_p=0.9"], console=Console(file=out, width=200)
+    )
+    assert status == 2
+    text = out.getvalue()
+    assert "total_steps" in text
+    assert f"1 error(s), 0 warning(s), {len(CHECKS)} skipped, 0 ok" in text
+
+
+@pytest.mark.slow
+def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = io.StringIO()
+    assert doctor.main([], console=Console(file=out, width=200)) == 0
+    assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["verl_mt.doctor"], ["verl_mt.trainer", "trainer.dry_run=True"]])
+@pytest.mark.parametrize(("override", "status"), [("trainer.seed=1", 0), ("data.max_prompt_length=20", 2)])
+def test_both_commands_print_the_same_list_and_the_exit_status_says_it(tmp_path, words, override, status):
+    done = subprocess.run(
+        [sys.executable, "-m", *words, override, *FEW], cwd=tmp_path, capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "configuration" in done.stdout
+    assert ("all 16 prompts are longer" in " ".join(done.stdout.split())) is (status == 2)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(Path(tmp_path).iterdir()) == []
