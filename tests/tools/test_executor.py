@@ -584,3 +584,22 @@ def test_every_tool_is_closed_once_when_the_run_is_over_and_a_failure_stops_no_o
 
     asyncio.run(executor(Closing(name="bad"), Closing(name="good"), Tool()).close())
     assert sorted(closed) == ["bad", "good"]
+
+
+def test_every_call_leaves_a_row_with_whose_fault_a_failure_was():
+    def behave(parameters):
+        if parameters.get("broken"):
+            raise RuntimeError("down")
+        return "ok", 0.5
+
+    bad = MalformedCall('{"name": "tool", ', "not valid JSON", "tool")
+    _, _, _, session = play(executor(Tool(behave)), [*calls({"x": 1}, {"broken": True}), bad], calls({}, name="nobody"))
+    rows = session.calls
+    assert [(r["turn"], r["name"], r["arguments"], r["failure"], r["step_reward"]) for r in rows] == [
+        (1, "tool", {"x": 1}, None, 0.5),
+        (1, "tool", {"broken": True}, "tool", 0.0),
+        (1, "tool", None, "model", 0.0),
+        (2, "nobody", {}, "model", 0.0),
+    ]
+    assert rows[2]["written"] == bad.text
+    assert all(0 <= r["latency_s"] < 5 for r in rows)

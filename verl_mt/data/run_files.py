@@ -3,7 +3,7 @@
 Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
-`counters`, where there are some `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward) and
+`counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward) and
 `greedy_reward`, `media` (images as data URIs, where a plug-in replaced the row's), `time_spans` (phase, start_s, end_s
 on a monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per record, of equal length, `token_ids`,
 `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the update computed them `advantages` and
@@ -39,7 +39,7 @@ _PLAIN = (
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
     "error", "info", "source",
 )  # fmt: skip
-_WHERE_KNOWN = ("greedy_reward", "tool_reward_turns", "turn_rewards")
+_WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards")
 
 
 def trajectory_to_row(
@@ -61,7 +61,7 @@ def trajectory_to_row(
     """
     row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
-    row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {})}
+    row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {}, [])}
     row["status"] = trajectory.status
     row["stop_reason"] = trajectory.stop_reason
     if trajectory.media:

@@ -277,6 +277,10 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Every number of the reward function's dict, `score` included, and what `reward.turn_cost` and `.token_cost`
     took (negative)."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Per call that the model wrote and the tool executor answered, in order: `turn`, `name`, `call_id`, `arguments`
+    (None where they could not be read; `written` is the text then), `failure` (whose: `tools.results.Failure`, or
+    None), `latency_s` (waiting for a free slot included), `step_reward`. The answers are in `messages`."""
     tool_rewards: dict[str, list[float]] = field(default_factory=dict)
     """Per tool: the step rewards of `execute` in order, then `calc_reward`."""
     tool_reward_turns: dict[str, list[int]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Which tokens of a record say which message: the blocks of a conversation as a person reads it.
 
 A record knows its prompt, assistant and observation spans. Inside what was given, messages are found by their text;
-what the template writes around a message belongs to that message's block, its end-of-turn token and line break included.
+what the template writes around a message belongs to that message's block, its end-of-turn token included.
 """
 
 from __future__ import annotations

@@ -90,50 +90,51 @@ def _details(row: Mapping[str, Any]) -> dict[str, Any]:
 def tool_calls(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every call of the conversation's own turns: `turn`, `name`, `arguments`, `result`, `seconds`, `failure`.
 
-    Rows hold calls and answers as messages; an answer that reports a failure is marked by the tool executor as
-    `<error>`, with `Tool failed:` where the fault is the tool's.
+    Older rows have no `tool_calls`, only messages: whose fault a failure was is not known then, and neither is the time
+    of a single call.
     """
     messages = [m for m in row.get("messages") or [] if isinstance(m, dict)]
-    num_turns = max((t.get("turn", 0) for r in row.get("records") or [] for t in r.get("turns") or []), default=0)
-    said = [k for k, m in enumerate(messages) if m.get("role") == "assistant"]
-    own = said[max(0, len(said) - num_turns) :] if num_turns else []
-    latencies: dict[tuple[int, str], list[float]] = {}
-    for span in row.get("time_spans") or []:
-        if span.get("phase") == "tool":
-            taken = span.get("end_s", 0.0) - span.get("start_s", 0.0)
-            latencies.setdefault((span.get("turn", 0), span.get("name", "")), []).append(taken)
+    written = row.get("tool_calls") or []
+    own = messages[_first_own_message(row, messages) :]
+    answers = [m for m in own if m.get("role") == "tool"]
+    if not written:
+        written = _calls_in(own)
+    by_id = {str(m["tool_call_id"]): m for m in answers if m.get("tool_call_id")}
+    in_order = answers if len(answers) == len(written) else []
     calls = []
-    for turn, place in enumerate(own, start=1):
-        written = [c for c in messages[place].get("tool_calls") or [] if isinstance(c, dict)]
-        answers = []
-        for message in messages[place + 1 :]:
-            if message.get("role") != "tool":
-                break
-            answers.append(message)
-        by_id = {str(m.get("tool_call_id")): m for m in answers if m.get("tool_call_id")}
-        unread = [m for m in answers if not m.get("tool_call_id")]
-        for call in written:
-            function = call.get("function") or {}
-            answer = by_id.get(str(call.get("id"))) or (None if by_id else next(iter(answers), None))
-            calls.append(_call(turn, function.get("name", ""), function.get("arguments"), answer, latencies))
-        calls += [_call(turn, m.get("name") or "", None, m, latencies) for m in unread]
+    for place, call in enumerate(written):
+        answer = in_order[place] if in_order else by_id.get(str(call.get("call_id")))
+        shown = {name: call.get(name) for name in ("turn", "name", "arguments", "failure", "written", "step_reward")}
+        seconds = call.get("latency_s")
+        calls.append(
+            {k: v for k, v in shown.items() if v is not None}
+            | {"result": None if answer is None else _plain(answer.get("content"))}
+            | ({} if seconds is None else {"seconds": round(seconds, 6)})
+        )
     return calls
 
 
-def _call(turn: int, name: str, arguments: Any, answer: Mapping[str, Any] | None, latencies: dict) -> dict[str, Any]:
-    result = None if answer is None else _plain(answer.get("content"))
-    times = latencies.get((turn, name), [])
-    failure = None
-    if result is not None and result.startswith("<error>"):
-        failure = "tool" if result.startswith("<error>Tool failed:") else "model"
-    return {
-        "turn": turn,
-        "name": name,
-        "arguments": arguments,
-        "result": result,
-        "seconds": round(times.pop(0), 6) if times else None,
-        "failure": failure,
-    }
+def _first_own_message(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> int:
+    """Where the prompt ends: the place of the first assistant message that was sampled."""
+    said = [k for k, m in enumerate(messages) if m.get("role") == "assistant"]
+    num_turns = int(row.get("num_turns") or 0)
+    return said[max(0, len(said) - num_turns)] if said and num_turns else len(messages)
+
+
+def _calls_in(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for turn, message in enumerate((m for m in messages if m.get("role") == "assistant"), start=1):
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or {}
+            found.append(
+                {
+                    "turn": turn,
+                    "name": function.get("name"),
+                    "arguments": function.get("arguments"),
+                    "call_id": call.get("id"),
+                }
+            )
+    return found
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,6 +230,7 @@ class RolloutRunner:
         if tools is not None:
             trajectory.tool_rewards, trajectory.tool_reward_turns = await tools.close(), tools.reward_turns
             trajectory.counters.update(tools.counters)
+            trajectory.tool_calls += tools.calls
             trajectory.time_spans += tools.time_spans
             self.progress.num_tool_calls += sum(int(v) for k, v in tools.counters.items() if k.endswith("/calls"))
         if interaction is not None:

@@ -97,3 +97,16 @@ class BaseTool:
 
     async def close(self) -> None:
         """The run is over: free what belongs to the tool itself (connections, processes). Called once."""
+
+
+def reads_nested_kwargs(kind: type) -> bool:
+    """Whether a `create` of the class mentions `create_kwargs`.
+
+    verl passes the row's arguments flat in one place and as one dict of this name in another, and tools were written
+    for either.
+    """
+    for owner in kind.__mro__:
+        code = getattr(owner.__dict__.get("create"), "__code__", None)
+        if code is not None and "create_kwargs" in (*code.co_consts, *code.co_varnames):
+            return True
+    return False

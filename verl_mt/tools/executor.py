@@ -22,7 +22,7 @@ from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
 from verl_mt.plugins import listing
-from verl_mt.tools.base_tool import BaseTool
+from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
 from verl_mt.tools.limiter import ConcurrencyLimit
 from verl_mt.tools.limits import ToolLimits
 from verl_mt.tools.results import (
@@ -35,6 +35,7 @@ from verl_mt.tools.results import (
     normalize,
     numeric_metrics,
     split_media,
+    timed_call,
     truncate,
 )
 from verl_mt.tools.schemas import ToolResponse
@@ -150,6 +151,8 @@ class ToolSession:
         are among the first, or among the second where a tool ran what the model wrote and that did not end;
         `media_dropped` counts images and videos that the model cannot see: it gets a note in their place."""
         self.time_spans: list[TimeSpan] = []
+        self.calls: list[dict[str, Any]] = []
+        """What becomes `Trajectory.tool_calls`."""
         self.budget_spent = False
         """Whether the model was told that no calls are left (`max_calls`)."""
         self.reward_turns: dict[str, list[int]] = {}
@@ -177,12 +180,13 @@ class ToolSession:
             One result per call, in the order of the calls. Failures are results, never exceptions.
         """
         before, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        results = await asyncio.gather(*(self._one(k, before + k, call, turn) for k, call in enumerate(calls)))
-        for result in results:
+        timed = await asyncio.gather(*(timed_call(self._one(k, before + k, c, turn)) for k, c in enumerate(calls)))
+        for call, (result, latency_s) in zip(calls, timed):
+            self.calls.append(result.to_row(call, turn=turn, latency_s=latency_s))
             if result.failure is None:
                 self._instances[result.name].rewards.append(result.step_reward)
                 self.reward_turns.setdefault(result.name, []).append(turn)
-        return list(results)
+        return [result for result, _ in timed]
 
     async def close(self) -> dict[str, list[float]]:
         """`calc_reward` and `release` of every created instance, exactly once, however often this is called.
@@ -324,7 +328,7 @@ class ToolSession:
     async def _call(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         tool = self._tools[name]
         kwargs = copy.deepcopy(self._row_kwargs.get(name, {}).get(f"{method}_kwargs", {}))
-        if method == "create" and _reads_nested_kwargs(type(tool)):
+        if method == "create" and reads_nested_kwargs(type(tool)):
             kwargs = {**kwargs, "create_kwargs": dict(kwargs)}
         code = user_code_of(tool, BaseTool, f"tool {name}")
         return await code.call(method, args, kwargs, timeout_s=timeout_s)
@@ -380,19 +384,6 @@ def _as_instance(created: Any, proposed: str) -> _Instance:
     if created is not None and not isinstance(created, str):
         raise TypeError(f"create must return a str id, got {created!r}")
     return _Instance(created or proposed, None if opening is None or opening.is_empty() else opening)
-
-
-def _reads_nested_kwargs(kind: type) -> bool:
-    """Whether a `create` of the class mentions `create_kwargs`.
-
-    verl passes the row's arguments flat in one place and as one dict of this name in another, and tools were written
-    for either.
-    """
-    for owner in kind.__mro__:
-        code = getattr(owner.__dict__.get("create"), "__code__", None)
-        if code is not None and "create_kwargs" in (*code.co_consts, *code.co_varnames):
-            return True
-    return False
 
 
 def _reason(error: Exception) -> str:

@@ -6,11 +6,12 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import MalformedCall, Message, ToolCall
 from verl_mt.tools.schemas import ToolResponse
 
 Failure = Literal["model", "tool", "infrastructure"]
@@ -51,6 +52,20 @@ class ToolResult:
         if self.media:
             content = [*self.media, *([{"type": "text", "text": self.text}] if self.text else [])]
         return {"role": "tool", "content": content, "tool_call_id": self.call_id, "name": self.name}
+
+    def to_row(self, call: ToolCall | MalformedCall, *, turn: int, latency_s: float) -> dict[str, Any]:
+        """The entry of `Trajectory.tool_calls`; the answer itself is a message."""
+        row = {"turn": turn, "name": self.name, "call_id": self.call_id, "failure": self.failure}
+        row |= {"latency_s": latency_s, "step_reward": self.step_reward}
+        if isinstance(call, MalformedCall):
+            return row | {"arguments": None, "written": call.text}
+        return row | {"arguments": call.arguments}
+
+
+async def timed_call(call: Awaitable[ToolResult]) -> tuple[ToolResult, float]:
+    """The result, and the seconds that it took."""
+    begun = time.monotonic()
+    return await call, time.monotonic() - begun
 
 
 def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:

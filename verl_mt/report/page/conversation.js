@@ -240,8 +240,8 @@ const Conversation = (() => {
         el("h4", {}, call.name || "(no name)", el("span", { class: "quiet" }, ` turn ${call.turn}, ${seconds(call.seconds)}`),
           call.failure && el("span", { class: "badge" }, fault[call.failure] ?? call.failure)),
         el("div", { class: "pair" },
-          el("div", {}, el("h5", {}, "arguments"), el("pre", {}, call.arguments === null ? "(could not be read)" : shown(call.arguments))),
-          el("div", {}, el("h5", {}, "result"), el("pre", {}, call.result === null ? "(not run)" : call.result))))));
+          el("div", {}, el("h5", {}, "arguments"), el("pre", {}, call.arguments === undefined ? `could not be read:\n${call.written ?? ""}` : shown(call.arguments))),
+          el("div", {}, el("h5", {}, "result"), el("pre", {}, call.result === null ? "(the model never saw one)" : call.result))))));
   }
 
   function extras(details) {
