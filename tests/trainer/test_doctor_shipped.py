@@ -1,0 +1,108 @@
+"""Nothing that is shipped is alarming: every YAML file, with a small model and rows where its own are not here."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from doctor_faults import tiny_copy
+
+from verl_mt.config.compose import compose
+from verl_mt.engines.sglang import options
+from verl_mt.trainer.doctor import examine, resource_checks
+
+pytestmark = pytest.mark.slow
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*(REPO / "config").glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")])
+NUM_ROWS = 4096
+
+
+def test_the_shipped_files_are_found():
+    assert len(CONFIGS) >= 15
+
+
+class _Passages(http.server.BaseHTTPRequestHandler):
+    """A retrieval service with one passage."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = [[{"document": {"id": "1", "contents": '"One"\nOne is 1.'}, "score": 1.0}] for _ in asked["queries"]]
+        body = json.dumps({"result": found}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        return
+
+
+@pytest.fixture(scope="module")
+def search_url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Passages)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    server.shutdown()
+
+
+def stand_ins(config: Path, folder: Path) -> list[str]:
+    """A model and rows of the recipe's kind; devices and packages that this machine need not have are left aside."""
+    if config.parent == REPO / "config":
+        return ["data.train_max_samples=4096"]  # the default task's generator is endless
+    recipe, name = config.parents[1].name, config.stem
+    extra: dict[str, object] = {}
+    if recipe == "gsm8k" and "tiny" not in name:
+        extra["interaction_kwargs"] = {"name": "gsm8k", "query": "1?", "ground_truth": "1"}
+    if recipe == "gsm8k" and "interaction" not in name and "tiny" not in name:
+        extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
+    if "tiny" in name:
+        extra["interaction_kwargs"] = {"ground_truth": "1"}
+    row = {
+        "data_source": "searchR1_nq" if recipe == "search" else "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "What is 1?"}],
+        "reward_model": {"ground_truth": {"target": ["1"]} if recipe == "search" else "1"},
+        "solution": "#### 1",
+        "extra_info": extra,
+    }
+    rows = folder / "rows.jsonl"
+    rows.write_text((json.dumps(row) + "\n") * NUM_ROWS)
+    return [
+        f"data.train_files={rows}",
+        f"data.val_files={rows}",
+        "trainer.device=auto",
+        *(
+            []
+            if "boxes" in name
+            else [f"actor_rollout_ref.model.path={tiny_copy(folder, max_position_embeddings=32768)}"]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_configuration_raises_no_alarm(config, tmp_path, monkeypatch, search_url):
+    monkeypatch.chdir(REPO)  # recipes name files of their own relative to it
+    monkeypatch.setenv("SEARCH_URL", search_url)
+    monkeypatch.setattr(options, "require_sglang", lambda: None)
+    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
+    overrides = [*stand_ins(config, tmp_path), f"trainer.default_local_dir={tmp_path / 'run'}"]
+    found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))
+    assert [f for f in found if f.status != "ok"] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_model_that_cannot_be_had_is_reported_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = REPO / "recipes" / "gsm8k" / "config"
+    found = examine(compose([], config_name="gsm8k_tool_grpo", config_dir=config))
+    named = next(f for f in found if f.check == "model")
+    assert named.status == "error"
+    assert "Qwen/Qwen2.5-3B-Instruct" in named.text
+    assert "a hub name that is reachable or in the cache" in named.text
+    assert {f.check for f in found if f.status == "error"} == {"model", "rows"}
