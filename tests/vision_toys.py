@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from verl_mt.chat.media_processor import MediaProcessor  # noqa: E402
 from verl_mt.chat.processor_chat import ProcessorChat  # noqa: E402
+from verl_mt.chat.video_frames import FrameProcessor  # noqa: E402
 
 PATCH = 4
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -33,22 +34,15 @@ TEMPLATE = (
 """Qwen2.5-VL's frame, with tools and tool calls."""
 
 
-class FrameProcessor:
-    """A video processor in the shape of Qwen2-VL's, whose own needs torchvision: two frames are one step in time."""
-
-    merge_size, temporal_patch_size = 2, 2
-
-    def __call__(self, videos, **_: Any) -> dict[str, Any]:
-        (frames,) = videos
-        images = image_processor()(images=frames[::2], return_tensors="pt")
-        _, rows, columns = images["image_grid_thw"][0].tolist()
-        grid = torch.tensor([[len(frames[::2]), rows, columns]])
-        return {"pixel_values_videos": images["pixel_values"], "video_grid_thw": grid}
+SIZES = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def image_processor() -> Any:
-    sizes = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
-    return Qwen2VLImageProcessorPil(**sizes, min_pixels=64, max_pixels=64 * 12)
+    return Qwen2VLImageProcessorPil(**SIZES, min_pixels=64, max_pixels=64 * 12)
+
+
+def video_processor() -> FrameProcessor:
+    return FrameProcessor({**SIZES, "size": {"shortest_edge": 64, "longest_edge": 64 * 12}})
 
 
 def vision_tokenizer() -> Any:
@@ -58,7 +52,7 @@ def vision_tokenizer() -> Any:
 
 
 def vision_chat(*, videos: bool = True, **keys: Any) -> ProcessorChat:
-    media = MediaProcessor(image_processor(), video_processor=FrameProcessor() if videos else None)
+    media = MediaProcessor(image_processor(), video_processor=video_processor() if videos else None)
     return ProcessorChat(vision_tokenizer(), media=media, **keys)
 
 

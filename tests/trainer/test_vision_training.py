@@ -91,6 +91,24 @@ def test_a_run_on_images_trains_the_tensors_it_sampled_from(folders):
     assert row["messages"][0]["content"][0]["type"] == "image"
 
 
+@pytest.mark.cap("V5")
+def test_a_run_on_videos_and_images_trains_the_tensors_it_sampled_from(folders):
+    rows = [
+        {"prompt": "<video>what?", "videos": [["0.png", "0.png", "0.png"]]},
+        {"prompt": "<image>now <video>?", "images": ["1.png"], "videos": [{"video": ["2.png", "2.png"], "fps": 1}]},
+    ]
+    text = "".join(json.dumps({"data_source": "d", "ground_truth": "x", **row}) + "\n" for row in rows * 2)
+    (folders / "rows.jsonl").write_text(text)
+    build_trainer(config_of(folders)).fit()
+    lines = metrics_of(folders / "run")
+    assert len(lines) == 2
+    assert all(0 < line["rollout/logprob_diff_max"] < 1e-4 and line["actor/grad_norm"] > 0 for line in lines)
+    # A model of random weights samples a placeholder now and then, which fails that trajectory and no other.
+    assert all(line["rollout/failed"] <= line["rollout/trajectories"] / 4 for line in lines)
+    kinds = [part["type"] for row in rows_of(folders / "run", 1) for part in row["messages"][0]["content"]]
+    assert {"video", "image"} < set(kinds)
+
+
 def test_saved_rollouts_with_images_are_refused_where_they_would_be_trained_again(folders):
     saved = f"trainer.debug_rollout_data={folders / 'saved'}/{{rollout_id}}.pt"
     build_trainer(config_of(folders, saved, "trainer.debug_mode=save", "trainer.total_training_steps=1")).fit()

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from verl_mt.chat.video_frames import load_frame_processor
 from verl_mt.data.media import Kind, MediaInput, load_image, load_video
 from verl_mt.errors import ConfigError, TemplateError
 
@@ -94,8 +95,8 @@ class MediaProcessor:
 
         if self.video_processor is None:
             raise TemplateError(
-                "this model's processor takes images only, got a video: no video processor could be loaded (those of "
-                "transformers need torchvision)"
+                "this model's processor takes images only, got a video: its folder describes no video processor of the "
+                "Qwen2-VL family"
             )
         frames, fps = load_video(value), float(value.get("fps") or _FPS) if isinstance(value, Mapping) else _FPS
         made = self.video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
@@ -133,13 +134,12 @@ def load_media_processor(
 ) -> MediaProcessor | None:
     """The processor of a model that sees images; None, with a warning, for a family that is not offered.
 
-    The image processor is the one that works on Pillow's images: the same pixels with and without torchvision.
+    Both processors work on Pillow's images: the same pixels with and without torchvision.
 
     Raises:
         ConfigError: Pillow is not installed, or the folder holds no image processor.
     """
-    from transformers import AutoVideoProcessor
-    from transformers.utils import is_torchvision_available, is_vision_available
+    from transformers.utils import is_vision_available
 
     keys: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not is_vision_available():
@@ -159,9 +159,8 @@ def load_media_processor(
         )
         return None
     videos = None
-    if is_torchvision_available():
-        try:
-            videos = AutoVideoProcessor.from_pretrained(path, **keys)
-        except (OSError, ValueError, ImportError) as error:
-            logger.warning("%s: no video processor, videos are refused: %s", path, error)
+    try:
+        videos = load_frame_processor(path, keys)
+    except ConfigError as error:
+        logger.warning("videos are refused: %s", error)
     return MediaProcessor(images, video_processor=videos)
