@@ -36,4 +36,4 @@ def test_with_an_exact_sampler_a_step_is_the_same_without_and_with_every_correct
     run = (*NO_VALIDATION, "trainer.deterministic=True", "trainer.total_training_steps=1")
     (plain,), (corrected,) = fit(tmp_path / "plain", *run), fit(tmp_path / "corrected", *run, *EVERYTHING)
     for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
-        assert corrected[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-6), name
+        assert corrected[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5), name
