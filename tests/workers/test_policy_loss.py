@@ -160,3 +160,27 @@ def test_what_is_taken_over_a_mini_batch_is_the_same_over_ranks(ranks, mode):
     for got in ranks(2)(one_update, batch, policy_loss=loss, **kwargs, **clip):
         torch.testing.assert_close(flat(got), flat(expected), rtol=1e-4, atol=1e-6)
         assert got["metrics"]["actor/pg_loss"] == pytest.approx(expected["metrics"]["actor/pg_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shift", "loss", "sign"),
+    [(0.5, "vanilla", 1), (-0.5, "vanilla", -1), (0.0, "vanilla", 0), (0.5, "gpg", 0), (0.5, "sapo", 0)],
+)
+def test_tokens_that_the_loss_does_not_move_are_named_in_the_batch(shift, loss, sign):
+    """Ratio e^0.5: what should become likelier is likely enough already; ratio e^-0.5: the other way round."""
+    batch = drifted(shift)
+    metrics = one_update(
+        ALONE, batch, use_sampler_log_probs="always", policy_loss={"loss_mode": loss}, skip_zero_advantage=False
+    )["metrics"]
+    in_loss, gain = batch[col.LOSS_MASK], batch[col.ADVANTAGES]
+    wanted = in_loss & (gain * sign > 0)
+    assert torch.equal(batch[col.CLIPPED] > 0, wanted)
+    assert wanted.any() == (sign != 0)
+    if loss == "vanilla":
+        assert metrics["actor/clipfrac"] == pytest.approx(wanted.sum().item() / in_loss.sum().item())
+
+
+def test_a_token_that_a_correction_leaves_out_counts_as_not_moved():
+    batch = drifted(2.0)
+    one_update(ALONE, batch, correction={"rollout_rs": "token", "rollout_rs_threshold": 2.0})
+    assert torch.equal(batch[col.CLIPPED] > 0, batch[col.LOSS_MASK] & (batch[col.ADVANTAGES] != 0))

@@ -38,6 +38,9 @@ POLICY_VERSIONS = "policy_versions"
 """int64 [B, T]; version of the weights that sampled the token, -1 elsewhere."""
 CORRECTION = "rollout_correction"
 """float32 [B, T]; factor of each token's loss, where one was decided over the whole batch."""
+CLIPPED = "clipped"
+"""float32 [B, T]; above 0 where the policy loss of a token had no gradient in some pass of the update (clipped, or left
+out by a correction) though it has an advantage; NaN where the row did not pass."""
 ADVANTAGES = "advantages"
 """float32 [B, T]; 0 outside the loss mask."""
 VALUES = "values"
@@ -84,6 +87,7 @@ TOKEN_COLUMNS = (
     REF_LOG_PROBS,
     POLICY_VERSIONS,
     CORRECTION,
+    CLIPPED,
     ADVANTAGES,
     VALUES,
     RETURNS,
@@ -248,8 +252,8 @@ def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
 def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
     """(trajectory id, record index) -> what training computed for each of the record's tokens.
 
-    The lists are as long as the record. `advantages` and `old_log_probs` are 0 outside the loss mask; a column that the
-    batch lacks, or that was not computed for a row (NaN), is absent.
+    The lists are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that was not
+    computed for a row (NaN), is absent.
     """
     lengths = batch[ATTENTION_MASK].sum(1).tolist()
     places = batch[RECORD_INDEX].tolist()
@@ -257,7 +261,7 @@ def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]
     for row, key in enumerate(zip(batch[TRAJECTORY_ID], places)):
         values = {
             name: batch[name][row, : lengths[row]]
-            for name in (ADVANTAGES, OLD_LOG_PROBS)
+            for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED)
             if name in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
         }
         result[key] = {name: v.tolist() for name, v in values.items() if not torch.isnan(v).any()}

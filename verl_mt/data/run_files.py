@@ -7,7 +7,8 @@ Row schema, version 1: everything needed to recompute the batch and to draw the 
 `greedy_reward`, `media` (images as data URIs, where a plug-in replaced the row's), `time_spans` (phase, start_s, end_s
 on a monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per record, of equal length, `token_ids`,
 `sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the update computed them `advantages` and
-`old_log_probs` (else null); besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` and `tools`
+`old_log_probs` (else null), and `clipped`, the places of the tokens that its policy loss did not move though they have
+an advantage; besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` and `tools`
 where these were changed after the record.
 NaN and infinities are written as null.
 
@@ -48,6 +49,7 @@ def trajectory_to_row(
     step: int,
     advantages: Sequence[Sequence[float] | None] | None = None,
     old_log_probs: Sequence[Sequence[float] | None] | None = None,
+    clipped: Sequence[Sequence[float] | None] | None = None,
 ) -> dict[str, Any]:
     """One trajectory as plain data of the row schema.
 
@@ -55,6 +57,7 @@ def trajectory_to_row(
         step: the training step it was sampled for.
         advantages: per record, one number per token; None where the record was not trained.
         old_log_probs: the trainer's log-probs, per record and token.
+        clipped: per record and token, above 0 where the policy loss did not move the token.
 
     Raises:
         ValueError: a column of another length than its record.
@@ -68,7 +71,7 @@ def trajectory_to_row(
         row["media"] = {kind: [to_wire(item) for item in items] for kind, items in trajectory.media.items()}
     row["time_spans"] = [dataclasses.asdict(span) for span in trajectory.time_spans]
     row["records"] = [
-        _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k))
+        _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k), _of_record(clipped, k))
         for k, record in enumerate(trajectory.records)
     ]
     return to_json_value(row)
@@ -198,13 +201,18 @@ def to_json_value(value: Any) -> Any:
 
 
 def _record_to_row(
-    record: TrajectoryRecord, advantages: Sequence[float] | None, old_log_probs: Sequence[float] | None
+    record: TrajectoryRecord,
+    advantages: Sequence[float] | None,
+    old_log_probs: Sequence[float] | None,
+    clipped: Sequence[float] | None,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(record, name) for name in _TOKEN_COLUMNS}
     for name, column in (("advantages", advantages), ("old_log_probs", old_log_probs)):
         if column is not None and len(column) != len(record.token_ids):
             raise ValueError(f"{name}: {len(column)} numbers for a record of {len(record.token_ids)} tokens")
         row[name] = None if column is None else list(column)
+    if clipped is not None:
+        row["clipped"] = [place for place, value in enumerate(clipped) if value > 0]
     row["has_log_probs"] = record.has_log_probs
     if record.messages:
         row["messages"] = record.messages

@@ -99,8 +99,9 @@ class RecordNumbers:
         self.trainer[self.trained == 0] = np.nan
         self.advantage = _floats(record.get("advantages"), size)
         self.version = np.array(record["policy_versions"], np.int64).reshape(size)
-        clip = record.get("clipped")
-        self.clip = np.zeros(size, np.int64) if clip is None else np.where(np.array(clip).reshape(size) != 0, 2, 1)
+        self.clip = np.full(size, int(record.get("clipped") is not None), np.int64)
+        places = [place for place in record.get("clipped") or [] if 0 <= place < size]
+        self.clip[places] = 2
 
     @property
     def ratio(self) -> np.ndarray:

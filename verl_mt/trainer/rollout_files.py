@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
-from verl_mt.data.batch import ADVANTAGES, OLD_LOG_PROBS, per_record
+from verl_mt.data.batch import ADVANTAGES, CLIPPED, OLD_LOG_PROBS, per_record
 from verl_mt.data.run_files import append_token_texts, read_token_texts, trajectory_to_row, write_rows
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -37,6 +37,7 @@ class RolloutFiles:
                     step=step,
                     advantages=[e.get(ADVANTAGES) for e in extras],
                     old_log_probs=[e.get(OLD_LOG_PROBS) for e in extras],
+                    clipped=[e.get(CLIPPED) for e in extras],
                 )
             )
         self._write_texts(trajectories)

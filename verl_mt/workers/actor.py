@@ -108,7 +108,8 @@ class ActorWorker:
 
         Args:
             batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
-                are filled in with what the weights gave before the first change, NaN in rows that were not computed.
+                are filled in with what the weights gave before the first change, NaN in rows that were not computed;
+                so is `clipped`.
 
         Returns:
             `actor/*` and `rollout/logprob_diff_*`; means over the tokens that went through the model. A number that
@@ -133,6 +134,7 @@ class ActorWorker:
         if self.correction is not None:
             metrics.add_final(self.correction.metrics(before, here))
         batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
+        batch[columns.CLIPPED] = self.ranks.merge(here[columns.CLIPPED]).to(batch.device or "cpu")
         return metrics.summary(self.ranks)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
@@ -182,8 +184,9 @@ class ActorWorker:
         missing = [name for name in needed if name not in batch.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
         if missing:
             raise DataError(f"the batch has no column {', '.join(missing)}; fill it in before the update")
-        here = batch.exclude(columns.OLD_LOG_PROBS, *columns.ID_COLUMNS).to(self.device)
+        here = batch.exclude(columns.OLD_LOG_PROBS, columns.CLIPPED, *columns.ID_COLUMNS).to(self.device)
         here[columns.OLD_LOG_PROBS] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
+        here[columns.CLIPPED] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         here[columns.ADVANTAGES] = masked_fill_zero(here[columns.ADVANTAGES], here[columns.LOSS_MASK])
         return here
 
@@ -308,6 +311,7 @@ class ActorWorker:
                     micro_loss.backward()
                 loss += micro_loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
+                here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], micro[columns.CLIPPED])
         return loss, seen_BT
 
     def _over_mini_batch(self, here: TensorDict, rows: Tensor, old_BT: Tensor) -> MiniBatch:

@@ -33,7 +33,7 @@ def policy_loss(
     Args:
         config: which terms there are.
         output: of the current policy.
-        micro: rows of the batch.
+        micro: rows of the batch; gets the column `clipped`, where there is a gradient.
         mini: these rows' part of what was taken over the whole mini-batch.
         old_BT: log-probs that ratios are taken to; NaN = the current ones, detached.
         metrics: collects the terms.
@@ -58,6 +58,7 @@ def policy_loss(
             options = PolicyLossOptions()
         given, _ = _loss_of_tokens(config, options, log_probs_BT, old_BT, advantages_BT, given_BT)
         loss_BT = loss_BT + given
+    _note_clipped(micro, loss_BT, log_probs_BT)
     pg_loss = (loss_BT * weights_BT).sum()
     loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
     metrics.add_sum("actor/pg_loss", pg_loss)
@@ -70,6 +71,15 @@ def policy_loss(
     numbers["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / sampled_BT.sum().clamp(min=1)
     metrics.add_token_means(numbers, sampled_BT.sum())
     return loss
+
+
+def _note_clipped(micro: TensorDict, loss_BT: Tensor, log_probs_BT: Tensor) -> None:
+    """Which tokens the policy loss, whichever it is, does not move at all although they have an advantage."""
+    if not loss_BT.requires_grad:
+        return
+    (slope_BT,) = torch.autograd.grad(loss_BT.sum(), log_probs_BT, retain_graph=True)
+    still_BT = micro[columns.LOSS_MASK] & (micro[columns.ADVANTAGES] != 0) & (slope_BT == 0)
+    micro[columns.CLIPPED] = still_BT.float()
 
 
 def token_losses(

@@ -96,12 +96,13 @@ class RankWorker:
         self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)
 
-    def update(self, batch: TensorDict) -> tuple[dict[str, float], Tensor | None] | None:
-        """Metrics, and the old log-probs that the update filled in; without these where only the critic learned."""
-        from verl_mt.data.batch import OLD_LOG_PROBS
+    def update(self, batch: TensorDict) -> tuple[dict[str, float], dict[str, Tensor]] | None:
+        """Metrics, and the columns that the update filled in: none where only the critic learned."""
+        from verl_mt.data.batch import CLIPPED, OLD_LOG_PROBS
 
         metrics = update_policy_and_critic(self.actor, self.critic, batch)
-        return self._once((metrics, batch.get(OLD_LOG_PROBS, None)))
+        filled = (OLD_LOG_PROBS, CLIPPED)
+        return self._once((metrics, {name: batch[name] for name in filled if batch.get(name, None) is not None}))
 
     def compute_values(self, batch: TensorDict) -> Tensor | None:
         """By the critic."""

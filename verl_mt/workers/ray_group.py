@@ -100,10 +100,9 @@ class RayWorkerGroup(WorkerGroup):
         self._stale = False
 
     def update(self, batch: TensorDict) -> dict[str, float]:
-        metrics, old_log_probs = self._call("update", self._sent(batch), doing="updating the policy")[0]
-        if old_log_probs is not None:
-            batch[columns.OLD_LOG_PROBS] = old_log_probs
-            self._stale = True
+        metrics, filled = self._call("update", self._sent(batch), doing="updating the policy")[0]
+        batch.update(filled)
+        self._stale = self._stale or bool(filled)
         return metrics
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
