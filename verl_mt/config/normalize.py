@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config import aliases, correction_spellings, slime_spellings, swift_spellings
+from verl_mt.config import aliases, correction_spellings, launch_spellings, slime_spellings, swift_spellings
 from verl_mt.config.knob import check_knob
 from verl_mt.config.redact import redact as redact
 from verl_mt.config.schema import Config
@@ -86,7 +86,7 @@ def normalise_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     for key, value in _flatten(given):
         _normalise_one(key, value, where, outcome)
     _place_workers(outcome, where)
-    outcome.items = correction_spellings.settle(outcome.items)
+    outcome.items = launch_spellings.settle(correction_spellings.settle(outcome.items))
     _find_conflicts(outcome, where)
     outcome.items = _check_values(outcome, where)
     return outcome
@@ -276,11 +276,12 @@ def _rename_interpolations(value: Any) -> Any:
 
 
 def _place_workers(outcome: Outcome, where: str) -> None:
-    """verl's `n_gpus_per_node` > 1 always means Ray workers; ours only if it says so."""
+    """verl's and slime's GPUs per node > 1 always mean Ray workers; ours only if it says so."""
     keys = {item.key for item in outcome.items}
     for item in list(outcome.items):
         ranks = isinstance(item.value, int) and item.value > 1
-        if item.spelling == "trainer.n_gpus_per_node" and ranks and "trainer.placement" not in keys:
+        theirs = item.spelling in ("trainer.n_gpus_per_node", "actor_num_gpus_per_node")
+        if theirs and ranks and "trainer.placement" not in keys:
             outcome.items.append(Item("trainer.placement", "ray", item.spelling))
             outcome.notes.append(
                 f"{item.spelling}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it"

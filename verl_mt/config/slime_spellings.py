@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.config import correction_spellings, critic_spellings
+from verl_mt.config import correction_spellings, critic_spellings, launch_spellings
 from verl_mt.config.spelling import ACTOR, DROP, MODEL, ROLLOUT, Always, Rename
 
 
@@ -84,7 +84,7 @@ RENAMES: dict[str, Rename] = {
     "debug_train_only": Rename("trainer.debug_mode", _mode("train_only")),
     "dynamic_sampling_filter_path": Rename("algorithm.filter_groups.enable", _group_filter),
 }
-RENAMES |= correction_spellings.SLIME
+RENAMES |= correction_spellings.SLIME | launch_spellings.SLIME_RENAMES
 RENAMES |= critic_spellings.SLIME
 
 _LOAD = "use trainer.debug_rollout_data=PATH with trainer.debug_mode=train_only"
@@ -99,7 +99,7 @@ ALWAYS: dict[str, Always] = {
     "balance_data": Always(None, "it moves sequences between ranks and changes no result"),
     "rollout_skip_special_tokens": Always((False,), "sampling_params.skip_special_tokens decides request by request"),
     "rewards_normalization": Always((True,), "GRPO compares the rewards of a group"),
-}
+} | launch_spellings.SLIME_ALWAYS
 
 REFUSED: dict[str, str] = {
     "load_debug_rollout_data": _LOAD,
@@ -115,10 +115,10 @@ REFUSED: dict[str, str] = {
     "group_rm": "a reward function whose second parameter is `samples` gets the group",
     "load": "use trainer.resume_mode=resume_path and trainer.resume_from_path, or give the same command again",
     "ref_load": "the reference policy is the model that training starts from",
-}
+} | launch_spellings.SLIME_REFUSED
 
 
-_SWITCHES = frozenset(
+_SWITCHES = launch_spellings.SLIME_SWITCHES | frozenset(
     {
         "apply_chat_template", "balance_data", "colocate", "debug_rollout_only", "debug_train_only", "group_rm",
         "partial_rollout", "rewards_normalization", "rollout_shuffle", "rollout_skip_special_tokens",
@@ -136,7 +136,11 @@ def with_flags_as_overrides(argv: Sequence[str]) -> list[str]:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         key = name.replace("-", "_")
-        if not word.startswith("--") or "." in key or key not in known:
+        if word.startswith("--sglang-") and key not in known:
+            # slime hands these to the engine under SGLang's own names.
+            text = value if equals else "True" if not words or words[0].startswith("--") else words.pop(0)
+            out.append(f"{ROLLOUT}engine_kwargs.{key.removeprefix('sglang_')}={text}")
+        elif not word.startswith("--") or "." in key or key not in known:
             out.append(word)
         elif equals:
             out.append(f"{key}={value}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.config import correction_spellings
+from verl_mt.config import correction_spellings, launch_spellings
 from verl_mt.config.spelling import ACTOR, MODEL, ROLLOUT, Always, Rename
 
 
@@ -58,7 +58,7 @@ RENAMES: dict[str, Rename] = {
     "overlong_filter": Rename("algorithm.filter_overlong"),
     "soft_cache_length": Rename("reward.overlong_buffer.len"),
 }
-RENAMES |= correction_spellings.SWIFT
+RENAMES |= correction_spellings.SWIFT | launch_spellings.SWIFT_RENAMES
 
 _ENGINE = "the engine is actor_rollout_ref.rollout.name (sglang, or local in this process)"
 
@@ -70,7 +70,7 @@ ALWAYS: dict[str, Always] = {
         ("colocate",),
         "the engine lives beside the actor; for servers set actor_rollout_ref.rollout.launch_servers, or .servers",
     ),
-}
+} | launch_spellings.SWIFT_ALWAYS
 
 REFUSED: dict[str, str] = {
     "vllm_server_host": "use actor_rollout_ref.rollout.servers=[http://host:port]",
@@ -81,7 +81,7 @@ REFUSED: dict[str, str] = {
     "size is data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size",
     "reward_weights": "one reward scores a trajectory; it may return several numbers beside its score",
     "system": "the system message stands in the rows",
-}
+} | launch_spellings.SWIFT_REFUSED
 
 
 def with_flags_as_overrides(argv: Sequence[str]) -> list[str]:

@@ -1,0 +1,297 @@
+"""A launch command of another library becomes one of ours that composes, and nothing is left out silently."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_mt.config.compose import compose
+from verl_mt.config.reference import _show
+from verl_mt.config.verl_defaults import VERL_DEFAULTS
+from verl_mt.errors import ConfigError
+from verl_mt.migrate import main, migrate, report
+
+REPO = Path(__file__).resolve().parents[2]
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=$HOME/a.parquet actor_rollout_ref.model.path=org/model "
+SGLANG = "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo "
+SLIME = "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 32 "
+SWIFT = "swift rlhf --rlhf_type grpo --train_type full --model org/model --dataset d.jsonl "
+
+
+def composed(text: str, **environment: str):
+    """The configuration that our command gives, its words as a shell makes them."""
+    found = migrate(text)
+    assert found.refused == []
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    printed = found.command().replace("python -m verl_mt.trainer", "printf '%s\\0'")
+    done = subprocess.run(
+        ["bash", "-c", printed], capture_output=True, text=True, check=True, env={"HOME": "/home/me", **environment}
+    )
+    return compose([word for word in done.stdout.split("\0") if word])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# verl
+
+
+def test_a_command_of_verl_means_the_same_here():
+    config = composed(
+        VERL + SGLANG + "trainer.n_gpus_per_node=4 data.max_response_length=512 "
+        "actor_rollout_ref.rollout.multi_turn=True actor_rollout_ref.rollout.multi_turn.max_turns=3 "
+        '+data.apply_chat_template_kwargs.enable_thinking=False trainer.logger=\'["console","wandb"]\''
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.response_length, rollout.multi_turn.max_assistant_turns, rollout.multi_turn.enable) == (
+        512,
+        3,
+        True,
+    )
+    assert (config.trainer.n_workers_per_node, config.trainer.placement) == (4, "ray")
+    assert config.data.train_files == "/home/me/a.parquet"
+    assert config.actor_rollout_ref.model.template_kwargs == {"enable_thinking": False}
+    assert config.trainer.logger == ["console", "wandb"]
+
+
+def test_what_verl_does_without_being_told_is_written_out():
+    found = migrate(VERL + SGLANG)
+    assert found.added["data.train_batch_size=1024"] == found.added["trainer.save_freq=-1"] == "verl's default"
+    assert "trainer.n_workers_per_node=8" in found.overrides and "trainer.placement=ray" in found.overrides
+    assert not any(line.startswith("algorithm.adv_estimator") for line in found.added)  # the command says it
+
+
+def test_the_defaults_are_those_of_the_page():
+    page = (REPO / "docs" / "migrating_from_verl.md").read_text().partition("| key | verl's default | here |")[2]
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| `[^`]+` \|$", page.partition("\n\n")[0], re.MULTILINE)
+    assert {key: _show(value) for key, value in VERL_DEFAULTS.items()} == dict(rows)
+
+
+def test_what_is_refused_keeps_its_reason_and_the_rest_is_still_written():
+    found = migrate(VERL + SGLANG + "algorithm.use_pf_ppo=True trainer.totl_epochs=3 data.seed=$(date +%s)")
+    assert [text.partition(" ")[0].partition("=")[0].rstrip(":") for text in found.refused] == [
+        "data.seed", "algorithm.use_pf_ppo", "trainer.totl_epochs",
+    ]  # fmt: skip
+    assert "did you mean trainer.total_epochs" in found.refused[-1]
+    assert "actor_rollout_ref.rollout.name=sglang" in found.overrides
+
+
+def test_what_only_the_whole_configuration_shows_is_refused_too():
+    found = migrate(VERL + SGLANG + "actor_rollout_ref.rollout.top_p=0.9")
+    assert len(found.refused) == 1 and "top_p" in found.refused[0]
+
+
+@pytest.mark.slow
+def test_a_variable_stays_one_for_the_shell():
+    assert composed(VERL + SGLANG + "trainer.nnodes=$NODES", NODES="2").trainer.nnodes == 2
+    assert composed(VERL + SGLANG + "trainer.nnodes=${NODES:-3}").trainer.nnodes == 3
+
+
+def test_a_configuration_file_of_verls_is_started_from_as_it_is():
+    found = migrate("python -m verl.trainer.main_ppo --config-path=conf --config-name='gsm8k' data.train_batch_size=8")
+    assert found.flags == ["--config-path=conf", "--config-name=gsm8k"]
+    assert found.overrides == ["data.train_batch_size=8"] and found.refused == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# slime
+
+
+def test_a_script_of_slime_with_arrays_and_a_submission():
+    script = f"""
+CKPT_ARGS=(
+   --save /out/   # where
+   --load /out/
+   --ref-load /m_torch_dist
+)
+GRPO_ARGS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --eps-clip-high 0.28)
+SGLANG_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-attention-backend fa3 --sglang-enable-metrics)
+ray job submit --address="http://127.0.0.1:8265" -- {SLIME} \\
+   --n-samples-per-prompt 8 --global-batch-size 128 --adam-beta1 0.9 --adam-beta2 0.95 \\
+   --colocate --rollout-num-gpus 4 --actor-num-gpus-per-node 4 --eval-prompt-data aime /aime.jsonl \\
+   --num-layers 36 --swiglu --attention-dropout 0.0 --apply-chat-template \\
+   ${{CKPT_ARGS[@]}} ${{GRPO_ARGS[@]}} ${{SGLANG_ARGS[@]}}
+"""
+    found = migrate(script)
+    assert found.refused == []
+    assert found.command().startswith("ray job submit --address=http://127.0.0.1:8265 -- python -m verl_mt.trainer")
+    config = compose(found.overrides)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (32, 8, 16)
+    assert (actor.optim.betas, actor.use_kl_loss, actor.kl_loss_coef) == ([0.9, 0.95], True, 0.01)
+    assert rollout.engine_kwargs == {"attention_backend": "fa3", "enable_metrics": True}
+    assert (rollout.name, rollout.gpu_memory_utilization) == ("sglang", 0.7)
+    assert (config.trainer.placement, config.trainer.n_workers_per_node) == ("ray", 4)
+    assert (config.data.val_files, config.trainer.default_local_dir) == (["/aime.jsonl"], "/out/")
+    assert any(line.startswith("num_layers=36: the model's config.json") for line in found.dropped)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--made-up 3", "--made-up: no counterpart"),
+        ("--rollout-batch-siz 3", "did you mean 'rollout_batch_size'"),
+        ("--load /other --save /out", "load is refused: use trainer.resume_mode"),
+        ("--global-batch-size 100 --n-samples-per-prompt 8", "global_batch_size is refused"),
+        ("--tensor-model-parallel-size 2", "a sequence lives on one rank"),
+        ("--attention-dropout 0.1", "with dropout"),
+        ("--rollout-num-gpus 4", "engines elsewhere"),
+    ],
+)
+def test_a_flag_of_slime_without_a_counterpart_is_refused_by_name(flags, reason):
+    (refused,) = migrate(SLIME + flags).refused
+    assert reason in refused
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ms-swift
+
+
+def test_the_two_commands_of_ms_swift_become_one():
+    found = migrate(
+        "CUDA_VISIBLE_DEVICES=0 swift rollout --model org/model --use_async_engine true --max_turns 3 \\\n"
+        " --multi_turn_scheduler math_tip_trick --vllm_max_model_len 4096\n\n"
+        "CUDA_VISIBLE_DEVICES=1,2 NPROC_PER_NODE=2 WANDB_API_KEY=hunter2 VLLM_USE_V1=1 " + SWIFT + "--max_turns 4 "
+        "--external_plugins p.py --beta 0.04 --num_generations 8 --per_device_train_batch_size 8 "
+        "--gradient_accumulation_steps 2 --report_to wandb --deepspeed zero3 --reward_funcs acc"
+    )
+    assert found.refused == []
+    assert found.env == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert "hunter2" not in report(found) and any("WANDB_API_KEY" in line for line in found.dropped)
+    assert any("vLLM is not an engine" in line for line in found.dropped)
+    assert "--max_turns: 3 gave way to 4" in found.notes
+    config = compose(found.overrides)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (rollout.multi_turn.scheduler, rollout.multi_turn.max_assistant_turns) == ("math_tip_trick", 4)
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.04)
+    assert config.data.train_batch_size == 4  # 8 x 2 x 2 ranks / 8
+    assert (config.trainer.placement, config.trainer.logger) == ("ray", ["console", "wandb"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "rank", "alpha"),
+    [
+        ("--train_type full", 0, 16), ("--train_type lora", 8, 32), ("--train_type lora --lora_rank 64", 64, 32),
+        ("--train_type lora --lora_rank 4 --lora_alpha 8", 4, 8), ("--train_type full --lora_rank 64", 0, 16),
+        ("", 8, 32),
+    ],
+)  # fmt: skip
+def test_adapters_are_trained_where_ms_swift_trains_them(flags, rank, alpha):
+    model = composed("swift rlhf --model org/m --dataset d.jsonl " + flags).actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha) == (rank, alpha)
+
+
+@pytest.mark.slow
+def test_rows_counted_behind_the_name_of_a_data_set():
+    config = composed(SWIFT.replace("d.jsonl", "'org/set#500'"))
+    assert (config.data.train_files, config.data.train_max_samples) == ("org/set", 500)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--warmup_ratio 0.05", "lr_warmup_steps in optimizer steps"),
+        ("--padding_free true", "--padding_free: no counterpart"),
+        (
+            "--vllm_mode server --vllm_server_host h",
+            "vllm_server_host is refused: use actor_rollout_ref.rollout.servers",
+        ),
+        ("--repetition_penalty 1.1", "only 1 or 1.0 is possible"),
+        ("--reward_funcs a b", "one reward scores a trajectory"),
+    ],
+)
+def test_a_flag_of_ms_swift_without_a_counterpart_is_refused_by_name(flags, reason):
+    assert any(reason in text for text in migrate(SWIFT + flags).refused)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The documents' own commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", range(3))
+def test_the_commands_of_the_page_on_verl_are_carried_over_whole(k):
+    page = (REPO / "docs" / "migrating_from_verl.md").read_text()
+    block = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[k]
+    config = composed(block)
+    assert config.actor_rollout_ref.rollout.name == "sglang" and config.actor_rollout_ref.rollout.multi_turn.enable
+
+
+def documents(shared_data: Path) -> list[str]:
+    folder = shared_data.parent / "seeds"
+    if not folder.is_dir():
+        pytest.skip(f"the libraries' documents were not found at {folder}")
+    return [file.read_text() for file in sorted(folder.glob("*.txt"))]
+
+
+@pytest.mark.slow
+@pytest.mark.cap("C11", "C43", "C44")
+def test_the_launch_commands_of_the_libraries_own_documents_are_carried_over(shared_data):
+    texts = documents(shared_data)
+    swift = [b for text in texts for b in re.findall(r"^swift rollout \\\n(?:[ \t]*--.*\n?)+", text, re.MULTILINE)]
+    slime = [b for text in texts for b in re.findall(r"^CUSTOM_ARGS=\((?:.*\n)+?.*OPTIMIZER_ARGS\[@\]\}", text, re.M)]
+    assert len(swift) >= 2 and len(slime) >= 1
+    for block in swift:
+        block = re.sub(r"(\d)[A-Z].*", r"\1", block)  # one page runs its prose into the command
+        found = migrate(block.replace("--multi_turns xxx", "--multi_turns 4"))
+        assert found.refused == []
+        compose(found.overrides)
+    for block in slime:
+        found = migrate(block)
+        assert found.refused == [] and any("MODEL_ARGS" in note for note in found.notes)
+        config = compose([*found.overrides, "actor_rollout_ref.model.path=org/model"])
+        assert config.actor_rollout_ref.rollout.custom_generate_function_path.endswith(".generate")
+        assert config.algorithm.rollout_correction
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_status_says_whether_everything_could_be_carried_over(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "run.sh"
+    script.write_text(VERL + SGLANG)
+    assert main([str(script)]) == 0
+    assert main(["--", *(VERL + SGLANG).split(), "trainer.sed=1"]) == 1
+    assert "REFUSED" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(VERL + SGLANG))
+    assert main(["-"]) == 0
+    capsys.readouterr()
+    assert main([str(tmp_path / "absent.sh")]) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("echo hello"))
+    assert main([]) == 2
+    assert "no launch command" in capsys.readouterr().err
+
+
+def test_the_output_is_a_script_that_runs_as_it_is(tmp_path):
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    text = report(migrate("A=1 " + VERL + SGLANG + "trainer.sed=$B \"data.prompt_key='it is'\""))
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-eu", "-c", text], capture_output=True, text=True, env={"PATH": path, "HOME": "/h"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["1", "-m", "verl_mt.trainer"] and "data.train_files=/h/a.parquet" in lines
+    assert "data.prompt_key='it is'" in lines and not any("sed" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("swift sft --model m", "python -m verl_mt.sft"),
+        ("python -m verl.trainer.main_eval x=1", "python -m verl_mt.evaluate"),
+        ("python -m recipe.dapo.main_dapo x=1", "only verl.trainer.main_ppo has a counterpart"),
+    ],
+)
+def test_what_is_no_training_by_reinforcement_is_sent_elsewhere(text, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        migrate(text)

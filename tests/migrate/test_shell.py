@@ -1,0 +1,83 @@
+"""Launch scripts are read as a shell reads them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_mt.errors import ConfigError
+from verl_mt.migrate.shell import Command, read_script
+
+
+def words(text: str) -> list[list[str]]:
+    return [command.words for command in read_script(text).commands]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run a \\\n  b # c 'd\n", [["run", "a", "b"]]),
+        ("run a#b 'x y' \"z 'w'\" p\\ q", [["run", "a#b", "x y", "z 'w'", "p q"]]),
+        ("A=1\nB=$A/x\nrun ${B} \"$A$A\" '$A'", [["run", "1/x", "11", "$A"]]),
+        ("L='--a 1 --b 2'\nrun $L \"$L\"", [["run", "--a", "1", "--b", "2", "--a 1 --b 2"]]),
+        ("A=(\n --x 1  # don't (stop)\n 'y z'\n)\nA+=(--w)\nrun ${A[@]}", [["run", "--x", "1", "y z", "--w"]]),
+        ("run x 2>&1 | tee log.txt &", [["run", "x"], ["tee", "log.txt"]]),
+        ("run x > out.txt && echo ok; echo no", [["run", "x"], ["echo", "ok"], ["echo", "no"]]),
+        ("cat <<EOF > f\nit's not a command\nEOF\nrun x", [["cat"], ["run", "x"]]),
+        ("if true; then\n  run x\nfi", [["true"], ["run", "x"]]),
+        ("run \"['$HOME/a']\" ${N:-8} \"\\$5\"", [["run", "['${oc.env:HOME}/a']", "${oc.env:N,8}", "$5"]]),
+        ('D="$(cd -- "$(dirname "$0")" && pwd)"\nrun x', [["run", "x"]]),
+        ("run", [["run"]]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_a_shell(text, expected):
+    assert words(text) == expected
+
+
+def test_variables_before_a_command_are_its_own_and_exported_ones_the_scripts():
+    script = read_script("export A=1\nB=2 run x\nrun $B")
+    assert script.commands == [Command({"B": "2"}, ["run", "x"]), Command({}, ["run", "${oc.env:B}"])]
+    assert script.exported == {"A": "1"}
+
+
+def test_what_only_the_caller_knows_is_said():
+    script = read_script('run ${MISSING[@]} "$@"')
+    assert script.commands == [Command({}, ["run"])]
+    assert ["MISSING" in script.notes[0], "$@" in script.notes[1], len(script.notes)] == [True, True, 2]
+
+
+@pytest.mark.parametrize("text", ["run 'x\nrun y", 'run\nrun "x', "A=(1 2\nrun x"])
+def test_what_is_not_closed_is_refused_with_its_line(text):
+    with pytest.raises(ConfigError, match=r"line \d: .* is not closed"):
+        read_script(text)
+
+
+plain = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1, max_size=12)
+
+
+@given(st.lists(plain, min_size=1, max_size=5))
+def test_what_shlex_quotes_is_read_back(given_words):
+    assert words("run " + shlex.join(given_words)) == [["run", *given_words]]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_itself_agrees():
+    text = """
+M=m0
+ARGS=( --a "x y" --b '$M' $M/z  # no
+ --c "q\\"r" )
+LIST="1 2"
+printf '%s\\n' "${ARGS[@]}" $LIST "['$M/a']" a#b ${N:-8} "$M$M" \\
+   last
+"""
+    seen = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env=dict(os.environ, N="8"))
+    (ours,) = words(text)
+    assert ours[:2] == ["printf", "%s\\n"]
+    assert [w.replace("${oc.env:N,8}", "8") for w in ours[2:]] == seen.stdout.splitlines()

@@ -1,0 +1,233 @@
+"""`python -m verl_mt.migrate`: a launch command of verl, ms-swift or slime as one of ours.
+
+What it cannot carry over it lists with the reason; nothing is left out silently. The keys and reasons are those of the
+configuration itself (`verl_mt.config.aliases`), which reads the same spellings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from verl_mt.config.compose import compose
+from verl_mt.config.normalize import COMMAND_LINE, normalise_overrides
+from verl_mt.config.verl_defaults import VERL_DEFAULTS
+from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.migrate.launchers import Launch, Library, engine_of, find_launch
+from verl_mt.migrate.shell import read_script
+
+__all__ = ["Migration", "main", "migrate"]
+
+_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
+_FILES = {
+    "verl": {
+        "actor_rollout_ref.rollout.tool_kwargs.tools_config_file": "in its class names write verl_mt. for verl.",
+        "actor_rollout_ref.rollout.interaction_config_file": "in its class names write verl_mt. for verl.",
+    },
+    "ms-swift": {"external_plugins": "import from verl_mt.rollout.scheduler (docs/migrating_from_ms_swift.md)"},
+    "slime": {
+        "actor_rollout_ref.rollout.custom_generate_function_path": "import from verl_mt.rollout.custom_generate",
+        "reward.path": "import from verl_mt.rollout.custom_generate",
+    },
+}
+
+
+@dataclass
+class Migration:
+    """A launch command of another library, read."""
+
+    library: Library
+    env: dict[str, str] = field(default_factory=dict)
+    wrapper: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    """Canonical overrides; `compose(overrides)` takes them."""
+    added: dict[str, str] = field(default_factory=dict)
+    """Overrides among them that the command does not name -> why."""
+    changed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def command(self) -> str:
+        """For a shell; a comment stands behind each line that the original does not have."""
+        head = [f"{name}={_for_shell(value)}" for name, value in self.env.items()]
+        head += [_for_shell(word) for word in self.wrapper]
+        head += ["python", "-m", "verl_mt.trainer", *map(_for_shell, self.flags)]
+        return " \\\n    ".join([" ".join(head), *map(_for_shell, self.overrides)])
+
+
+def migrate(text: str) -> Migration:
+    """Read a launch script or command.
+
+    Raises:
+        ConfigError: it starts nothing that is known, or a quote is not closed.
+    """
+    script = read_script(text)
+    launch = find_launch(script)
+    if launch.library is None:
+        if launch.refused:
+            raise ConfigError("; ".join(launch.refused))
+        started = ", ".join(sorted({c.words[0] for c in script.commands if c.words})) or "nothing"
+        raise ConfigError(
+            "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
+            f"slime (python train.py) found; the text starts {started}"
+        )
+    return _migration(launch, launch.library)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The body of the command. Returns 0 if everything could be carried over, 1 if something is refused, 2 if there is
+    nothing to carry over."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = words[words.index("--") + 1 :] if "--" in words else None
+    parser = argparse.ArgumentParser(prog="python -m verl_mt.migrate", description=(__doc__ or "").partition(":")[2])
+    parser.add_argument("script", nargs="?", help="file with the launch command; - or nothing = standard input")
+    parser.epilog = "A command itself goes behind --: python -m verl_mt.migrate -- python -m verl.trainer.main_ppo ..."
+    args = parser.parse_args(words if given is None else words[: words.index("--")])
+    try:
+        if given is not None:
+            text = shlex.join(given)
+        elif args.script in (None, "-"):
+            text = sys.stdin.read()
+        else:
+            text = Path(args.script).read_text()
+        found = migrate(text)
+    except (VerlMTError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report(found))
+    return 1 if found.refused else 0
+
+
+def report(found: Migration) -> str:
+    """The command and, as comments, everything that is to be said about it: a script that runs as it is."""
+    parts = [f"# {found.library} -> verl_mt", found.command()]
+    for title, lines in (
+        ("set because the other library means it without saying so", [f"{k}: {v}" for k, v in found.added.items()]),
+        ("carried over with another meaning", found.changed),
+        ("dropped, because there is nothing to set", found.dropped),
+        ("to do by hand", found.notes),
+        ("REFUSED, and why", found.refused),
+    ):
+        if lines:
+            parts.append("\n".join([f"# {title}:", *(f"#   {' '.join(line.split())}" for line in lines)]))
+    return "\n\n".join(parts)
+
+
+def _migration(launch: Launch, library: Library) -> Migration:
+    overrides = list(launch.overrides)
+    _, before = normalise_overrides([w for w in overrides if _parses(w)])
+    named = {item.key for item in before.items} | {item.spelling for item in before.items}
+    added = _unsaid(launch, library, named)
+    lines, outcome = normalise_overrides([*overrides, *added])
+    found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
+    found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
+    dropped = [note for note in outcome.notes if "has nothing to set: " in note]
+    found.changed = [_text(n) for n in outcome.notes if n not in dropped]
+    found.dropped = [*launch.dropped, *(_text(n).replace(" has nothing to set", "") for n in dropped)]
+    by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in added.items()}
+    values = {_key(line): line for line in found.overrides}
+    for item in outcome.items:
+        if item.spelling in by_spelling and item.key in values:
+            found.added[values[item.key]] = by_spelling[item.spelling]
+    found.notes = [*launch.notes, *_by_hand(library, outcome.items)]
+    if not found.refused:
+        found.refused = _composing(found)
+    return found
+
+
+def _unsaid(launch: Launch, library: Library, named: set[str]) -> dict[str, str]:
+    """Overrides for what the other library does where its command says nothing -> why."""
+    words = [word.partition(" # ")[::2] for word in launch.added]
+    engine = engine_of(library)
+    if engine is not None:
+        words.append(engine.partition(" # ")[::2])
+    if library == "verl" and not launch.flags:
+        shown = {key: "null" if value is None else str(value) for key, value in VERL_DEFAULTS.items()}
+        # In verl's spelling it also means Ray workers.
+        shown["trainer.n_gpus_per_node"] = shown.pop("trainer.n_workers_per_node")
+        words += [(f"{key}={value}", "verl's default") for key, value in shown.items()]
+    named = named | ({"trainer.n_gpus_per_node"} if "trainer.n_workers_per_node" in named else set())
+    return {word: why for word, why in words if word.partition("=")[0] not in named}
+
+
+def _by_hand(library: Library, items: Sequence[object]) -> list[str]:
+    keys = {item.key: item.value for item in items}  # type: ignore[attr-defined]
+    named = {key: keys[key] if isinstance(keys[key], list) else [keys[key]] for key in _FILES[library] if keys.get(key)}
+    notes = [_text(f"{', '.join(files)}: {_FILES[library][key]}") for key, files in named.items()]
+    for key, what in (("actor_rollout_ref.model.path", "model"), ("data.train_files", "training data")):
+        if not keys.get(key):
+            notes.append(f"the command names no {what}: add {key}=...; without it the default task's is used")
+    return notes
+
+
+def _composing(found: Migration) -> list[str]:
+    """What only the whole configuration shows; a variable that is not set here is given a number for the while."""
+    name = found.flags[found.flags.index("--config-name") + 1] if "--config-name" in found.flags else None
+    if name is not None or any(f.startswith("-") for f in found.flags):
+        return []  # starts from a file that may not be here
+    words = [_ENV.sub(lambda m: m.group(2) or "1", word) for word in found.overrides]
+    try:
+        compose(words)
+    except VerlMTError as error:
+        lines = [line.removeprefix("  - ") for line in str(error).splitlines()]
+        return [_text(line) for line in lines if not line.endswith("problems in the configuration:")]
+    return []
+
+
+def _plain(line: str) -> str:
+    """Without Hydra's quotes where the value is read the same without them."""
+    key, _, value = line.partition("=")
+    short = value.replace("'", "").replace(", ", ",")
+    if short != value and re.fullmatch(r"\[?[\w./:@%+,-]+\]?", _ENV.sub("x", short)):
+        bare = f"{key}={short}"
+        try:
+            parse = OverridesParser.create().parse_override
+            if parse(bare).value() == parse(line).value():
+                return bare
+        except HydraException:
+            pass
+    return line
+
+
+def _parses(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
+
+
+def _key(line: str) -> str:
+    return line.partition("=")[0].lstrip("+")
+
+
+def _text(text: str) -> str:
+    return _ENV.sub(lambda m: f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
+
+
+def _for_shell(word: str) -> str:
+    """Quoted; `${oc.env:NAME}` is the shell's variable again."""
+    if not _ENV.search(word):
+        return shlex.quote(word)
+    parts, place = [], 0
+    for found in _ENV.finditer(word):
+        parts.append(re.sub(r'([\\"$`])', r"\\\1", word[place : found.start()]))
+        name, default = found.groups()
+        parts.append(f"${name}" if default is None else f"${{{name}:-{default}}}")
+        place = found.end()
+    parts.append(re.sub(r'([\\"$`])', r"\\\1", word[place:]))
+    # A letter behind `$NAME` would belong to the name.
+    for k, part in enumerate(parts[:-1]):
+        if re.fullmatch(r"\$\w+", part) and re.match(r"\w", parts[k + 1]):
+            parts[k] = f"${{{part[1:]}}}"
+    return '"' + "".join(parts) + '"'

@@ -1,0 +1,191 @@
+"""As much of a shell as launch scripts use: words, quotes, variables, arrays, comments, continued lines.
+
+`read_script(text)` gives the commands with their variables put in. A variable that the script does not set stays as
+`${oc.env:NAME}`: our configuration reads it from the environment, as the shell would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl_mt.errors import ConfigError
+
+_TOKEN = re.compile(
+    r"""
+      (?P<continued>\\\n)
+    | (?P<comment>(?<![^\s;&|()])\#[^\n]*)
+    | (?P<single>'[^']*')
+    | (?P<double>"(?:\\.|\$\((?:[^()]|\([^()]*\))*\)|[^"\\])*")
+    | (?P<escaped>\\.)
+    | (?P<computed>\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`)
+    | (?P<variable>\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$[A-Za-z_]\w*|\$[@*\#?0-9])
+    | (?P<array>(?<==)\((?:'[^']*'|"(?:\\.|[^"\\])*"|(?<=\s)\#[^\n]*|[^()'"])*\))
+    | (?P<heredoc><<-?[ \t]*['"]?(?P<end>\w+)['"]?)
+    | (?P<redirection>\d*(?:>>|>&|&>|<<<|>|<)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;&|<>]*))
+    | (?P<operator>\|\||&&|;;|[;|&\n])
+    | (?P<space>[ \t\r]+)
+    | (?P<text>[^\s'"\\$;&|<>()`]+|.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
+_ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+_ARGUMENTS = re.compile(r"\$[@*]|\$\{@.*\}")
+_KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "(", ")", "!"}
+_DECLARE = {"export", "local", "declare", "readonly"}
+
+Piece = tuple[str, str]
+"""(kind, text): `plain`; `expands` and `quoted`, where variables are put in; `array`."""
+Word = list[Piece]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A simple command: the variables set for it, and its words."""
+
+    env: dict[str, str]
+    words: list[str]
+
+
+@dataclass
+class Script:
+    """What a launch script does, as far as it was understood."""
+
+    commands: list[Command] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is missing because only a shell could say it."""
+    exported: dict[str, str] = field(default_factory=dict)
+    _variables: dict[str, str] = field(default_factory=dict)
+    _arrays: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def read_script(text: str) -> Script:
+    """Raises:
+    ConfigError: a quote or a bracket that is not closed.
+    """
+    script = Script()
+    for words in _split(text):
+        _run(words, script)
+    return script
+
+
+def _run(words: list[Word], script: Script) -> None:
+    """One simple command: set its variables, or note it with them."""
+    while words and _raw(words[0]) in _KEYWORDS:
+        words = words[1:]
+    declares = bool(words) and _raw(words[0]) in _DECLARE
+    exports = declares and _raw(words[0]) == "export"
+    words = words[1:] if declares else words
+    env: dict[str, str] = {}
+    while words and (found := _ASSIGNMENT.match(words[0][0][1])) and words[0][0][0] == "plain":
+        name, plus = found.groups()
+        kind, first = words[0][0]
+        value: Word = [(kind, first[found.end() :]), *words[0][1:]]
+        if value[-1][0] == "array":
+            inner = [w for part in _split(value[-1][1]) for w in part]
+            old = script._arrays.get(name, []) if plus else []
+            script._arrays[name] = old + [text for word in inner for text in _expand(word, script)]
+        else:
+            env[name] = (script._variables.get(name, "") if plus else "") + _fill_word(value, script)
+        words = words[1:]
+    if words and not declares:
+        script.commands.append(Command(env, [text for word in words for text in _expand(word, script)]))
+        return
+    script._variables |= env
+    if exports:
+        script.exported |= env
+
+
+def _split(text: str) -> Iterator[list[Word]]:
+    """Lists of words between line ends, `;`, `&&` and pipes. Comments, redirections and heredocs are left out."""
+    words: list[Word] = []
+    word: Word = []
+    place, heredocs = 0, list[str]()
+    while found := _TOKEN.match(text, place):
+        kind, token, place = found.lastgroup if found["heredoc"] is None else "heredoc", found.group(), found.end()
+        if kind in ("space", "operator", "redirection", "heredoc", "comment"):
+            words += [word] if word else []
+            word = []
+        if kind == "heredoc":
+            heredocs.append(found["end"])
+        elif kind == "operator":
+            if words:
+                yield words
+            words = []
+            if token == "\n":
+                place = _after_heredocs(text, place, heredocs)
+        elif kind in ("text", "escaped", "single", "double", "variable", "computed", "array"):
+            word = [*word, _piece(kind, token, text, found.start())]
+    words += [word] if word else []
+    if words:
+        yield words
+
+
+def _piece(kind: str, token: str, text: str, place: int) -> Piece:
+    if kind == "single":
+        return "plain", token[1:-1]
+    if kind == "double":
+        return "quoted", re.sub(r"\\(\n|[\"\\`])", lambda m: m.group(1).strip("\n"), token[1:-1])
+    if kind == "escaped":
+        return "plain", token[1:]
+    if kind == "array":
+        return "array", token[1:-1]
+    if token in "'\"" or (token == "(" and text[place - 1 : place] == "="):
+        raise ConfigError(f"line {text.count(chr(10), 0, place) + 1}: {token} is not closed")
+    return ("plain" if kind == "text" else "expands"), token
+
+
+def _after_heredocs(text: str, place: int, ends: list[str]) -> int:
+    for end in ends:
+        over = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.MULTILINE).search(text, place)
+        place = len(text) if over is None else over.end()
+    ends.clear()
+    return place
+
+
+def _raw(word: Word) -> str:
+    return "".join(text for _, text in word)
+
+
+def _expand(word: Word, script: Script) -> list[str]:
+    """A word with its variables put in; an array, and a bare variable that holds several words, become several."""
+    raw = _raw(word)
+    if len(word) == 1 and word[0][0] in ("expands", "quoted"):
+        if array := _ARRAY.fullmatch(raw):
+            if array.group(1) not in script._arrays:
+                script.note(f"the array {array.group(1)} is not set in this script: what it holds is missing")
+            return script._arrays.get(array.group(1), [])
+        if _ARGUMENTS.fullmatch(raw):
+            script.note(f"{raw}: what the script is given on its own command line goes behind the command")
+            return []
+        if word[0][0] == "expands" and (variable := _VARIABLE.fullmatch(raw)):
+            filled = _fill_word(word, script)
+            return filled.split() if (variable.group(1) or variable.group(3)) in script._variables else [filled]
+    return [_fill_word(word, script)]
+
+
+def _fill_word(word: Word, script: Script) -> str:
+    return "".join(_fill(text, script) if kind in ("expands", "quoted") else text for kind, text in word)
+
+
+def _fill(text: str, script: Script) -> str:
+    if "$(" in text or "`" in text:
+        return text  # only a shell could say
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found.group(1) or found.group(3), found.group(2)
+        if name in script._variables:
+            return script._variables[name]
+        if default is not None:
+            return f"${{oc.env:{name},{_fill(default, script)}}}"
+        return f"${{oc.env:{name}}}"
+
+    escaped = text.replace("\\$", "\0")
+    return _VARIABLE.sub(value, escaped).replace("\0", "$")
