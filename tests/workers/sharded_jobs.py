@@ -14,14 +14,18 @@ from verl_mt.config.actor import RefConfig
 from verl_mt.config.rollout_correction import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.modeling.lora import is_adapter
+from verl_mt.modeling.passes import Passes, use_passes
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.critic import CriticWorker
 from verl_mt.workers.rank import RankWorker
 from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.sharding import ShardedPolicy, model_of, whole
+from verl_mt.workers.sharding import ShardedCritic, ShardedPolicy, model_of, whole
 from verl_mt.workers.shards import save_shards
-from verl_mt.workers.worker_group import load_actor
+from verl_mt.workers.worker_group import load_actor, load_critic_state
+
+PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
 
 
 def sharded_worker(
@@ -30,6 +34,7 @@ def sharded_worker(
     checkpointing: bool = False,
     dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
+    passes: Passes = SHARED,
     **kwargs: Any,
 ) -> ActorWorker:
     """The same worker as `actor_toys.worker`, over the ranks."""
@@ -42,6 +47,7 @@ def sharded_worker(
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.zero_()  # only what rank 0 has counts
+    use_passes(module, passes)
     return worker(ShardedPolicy(module, ranks, device_type="cpu"), **kwargs)
 
 
@@ -122,3 +128,41 @@ def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
     if ranks.rank:
         return None
     return {name: p.tensor() for bucket in packed if bucket is not None for name, p in bucket.items()}
+
+
+def sharded_critic(ranks: Ranks, *, shared: bool = False, **kwargs: Any) -> CriticWorker:
+    """The same critic as `critic_toys.critic`, over the ranks."""
+    from critic_toys import critic, value_head, value_model
+
+    if shared:
+        policy = copy.deepcopy(tiny_policy())
+        return critic(
+            value_head(),
+            policy=policy if ranks.size == 1 else ShardedPolicy(policy, ranks, device_type="cpu"),
+            **kwargs,
+        )
+    model = value_model()
+    if ranks.rank:
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.zero_()  # only what rank 0 has counts
+    return critic(model if ranks.size == 1 else ShardedCritic(model, ranks, device_type="cpu"), **kwargs)
+
+
+def train_critic(
+    ranks: Ranks, batches: list[TensorDict], folder: Path | None = None, **kwargs: Any
+) -> tuple[torch.Tensor, list[dict[str, float]], dict[str, Any]]:
+    """Values before, metrics of each update, and the state behind them: whole tensors; saved as shards, if asked to."""
+    worker = sharded_critic(ranks, **kwargs)
+    values = worker.compute_values(batches[0])
+    metrics = [worker.update(batch) for batch in batches]
+    if folder is not None:
+        save_shards(worker.tensors(), folder, "critic")
+    return values, metrics, {**worker.progress(), "tensors": {n: whole(t).clone() for n, t in worker.tensors().items()}}
+
+
+def resume_critic(ranks: Ranks, state: dict[str, Any], folder: Path | None, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """All tensors behind the load of a checkpoint, of shards or whole."""
+    worker = sharded_critic(ranks, **kwargs)
+    load_critic_state(worker, state, folder)
+    return {n: whole(t).clone() for n, t in worker.tensors().items()}

@@ -7,10 +7,11 @@ import torch
 from actor_toys import REWARDS, fill_advantages, make_batch, tiny_policy, worker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sharded_jobs import log_probs, one_update
+from sharded_jobs import PACKED, SHARED, log_probs, one_update
 
 from verl_mt.algorithms.aggregate import MODES
 from verl_mt.data import batch as col
+from verl_mt.modeling.passes import PLAIN
 from verl_mt.workers.ranks import ALONE
 
 pytestmark = pytest.mark.slow
@@ -36,14 +37,15 @@ def a_batch(seed: int, *, masked: bool, few: bool):
     ),
     kind=st.fixed_dictionaries({"masked": st.booleans(), "few": st.booleans()}),
     seed=st.integers(0, 5),
+    passes=st.sampled_from([PLAIN, PACKED, SHARED]),
 )
-def test_ranks_and_micro_batches_change_no_gradient(ranks, size, mode, split, options, kind, seed):
+def test_ranks_micro_batches_and_packing_change_no_gradient(ranks, size, mode, split, options, kind, seed, passes):
     """Uneven lengths, a rank without rows, a row whose mask is empty, any micro-batch size."""
     batch = a_batch(seed, **kind)
     kwargs = {"loss_agg_mode": mode, "grad_clip": 0.5, **options}
     expected = one_update(ALONE, batch.clone(), **kwargs)
     limits = {"ppo_micro_batch_size": split[0], "ppo_max_token_len": split[1]}
-    for got in ranks(size)(one_update, batch, **kwargs, **limits):
+    for got in ranks(size)(one_update, batch, **kwargs, **limits, passes=passes):
         assert len(got["gradients"]) == 1
         torch.testing.assert_close(got["gradients"], expected["gradients"], atol=1e-5, rtol=1e-5)
         assert got["metrics"] == pytest.approx(expected["metrics"], abs=1e-5, rel=1e-4)
