@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import position_ids
-from verl_mt.modeling.shared_prefix import can_share_prefixes, plan_prefixes, run_with_prefixes
+from verl_mt.modeling.passes import decoder_of, hidden_of_padded
 
 
 class ValueModel(nn.Module):
@@ -33,10 +33,19 @@ class ValueModel(nn.Module):
                 f"critic: {type(model).__name__} sees images, and the critic reads text only: give critic.model.path a "
                 "text model with the same tokenizer, or use an estimator without critic (algorithm.adv_estimator=grpo)"
             )
-        self.trunk = model.base_model
+        self.trunk = decoder_of(model)
         self.head = nn.Linear(model.config.hidden_size, 1, dtype=model.dtype, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def get_decoder(self) -> Any:
+        """The part that makes hidden states; named as in transformers."""
+        return self.trunk
+
+    @property
+    def config(self) -> Any:
+        """The decoder's."""
+        return self.trunk.config
 
     @property
     def is_gradient_checkpointing(self) -> bool:
@@ -49,7 +58,7 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
         """float32 [B, T]; 0 where nothing is wanted. See `hidden_before`."""
-        hidden_NH = hidden_before(self.trunk, input_ids_BT, attention_mask_BT, wanted_BT=wanted_BT)
+        hidden_NH = hidden_before(self, input_ids_BT, attention_mask_BT, wanted_BT=wanted_BT)
         return scatter(self.head(hidden_NH).squeeze(1), wanted_BT)
 
 
@@ -78,13 +87,12 @@ class ValueHead(nn.Module):
         return self.layers(hidden_NH.float()).squeeze(1)
 
 
-def hidden_before(trunk: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
-    """[N, H]: the last hidden states at the tokens before the wanted ones, rows first; works under autograd.
-
-    A prefix that rows share runs once, as in the pass for log-probs.
+def hidden_before(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
+    """[N, H]: the last hidden states at the tokens before the wanted ones, rows first; works under autograd. Rows go
+    through in the model's way (`passes.py`), as in the pass for log-probs.
 
     Args:
-        trunk: the part of a Hugging Face model that makes hidden states.
+        model: a Hugging Face causal language model, or a `ValueModel`.
         input_ids_BT: int64.
         attention_mask_BT: bool or 0/1. Right-padded rows take the fast path, others work too.
         wanted_BT: bool; at least one, and none in column 0.
@@ -97,16 +105,12 @@ def hidden_before(trunk: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *
     used_B = wanted_BT.any(1)
     ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
     row_N, position_N = wanted.nonzero(as_tuple=True)
-    width = int(position_N.max())
+    index, width, base = (row_N, position_N - 1), int(position_N.max()), decoder_of(model)
     ids, mask = ids[:, :width], mask[:, :width]
-    right_padded = not bool((mask[:, 1:].long() > mask[:, :-1].long()).any()) and bool(mask[:, 0].all())
-    if not right_padded:
-        output = trunk(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
-        return output.last_hidden_state[row_N, position_N - 1]
-    plan = plan_prefixes(ids, wanted) if can_share_prefixes(trunk, trunk) else None
-    if plan is not None:
-        return run_with_prefixes(trunk, ids, plan, row_N, position_N - 1)
-    return trunk(input_ids=ids, use_cache=False).last_hidden_state[row_N, position_N - 1]
+    if not bool((mask[:, 1:].long() > mask[:, :-1].long()).any()) and bool(mask[:, 0].all()):
+        return hidden_of_padded(base, ids, wanted, index, model=model)
+    output = base(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
+    return output.last_hidden_state[index]
 
 
 def scatter(values_N: Tensor, wanted_BT: Tensor) -> Tensor:

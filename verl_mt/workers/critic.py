@@ -20,7 +20,7 @@ from verl_mt.errors import DataError
 from verl_mt.modeling.values import scatter
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.micro_batch import micro_batches
-from verl_mt.workers.sharding import ShardedCritic, hidden_states, ranks_of
+from verl_mt.workers.sharding import ShardedCritic, hidden_states, packs, ranks_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan
 
 
@@ -169,9 +169,13 @@ class CriticWorker(Trainable):
 
     def _micro_batches(self, here: TensorDict, rows: Tensor) -> Iterator[Tensor | None]:
         """This rank's; None = take part in a pass of the others."""
-        max_tokens = self.config.ppo_max_token_len or 1
         yield from micro_batches(
-            here, rows, self.ranks, max_tokens=max_tokens, max_rows=self.config.ppo_micro_batch_size
+            here,
+            rows,
+            self.ranks,
+            max_tokens=self.config.ppo_max_token_len or 1,
+            max_rows=self.config.ppo_micro_batch_size,
+            packed=packs(self.module if self._policy is None else self._policy),
         )
 
     def _forward(self, here: TensorDict, part: Tensor | None) -> Tensor:

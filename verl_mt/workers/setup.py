@@ -153,9 +153,7 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
         )
     if setup.config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    values: nn.Module = ValueModel(model)
-    if ranks.size > 1:
-        values = ShardedCritic(values, ranks, device_type=torch.device(setup.device).type)
+    values = _spread(ValueModel(model), setup, ranks)
     return CriticWorker(values, config, schedule=schedule, shuffle=shuffle)
 
 
@@ -215,4 +213,5 @@ def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = Fa
     use_passes(module, ranks.gather(wanted)[0])
     if ranks.size == 1:
         return module
-    return ShardedPolicy(module, ranks, device_type=torch.device(setup.device).type, offload=offload)
+    kind = ShardedCritic if isinstance(module, ValueModel) else ShardedPolicy
+    return kind(module, ranks, device_type=torch.device(setup.device).type, offload=offload)

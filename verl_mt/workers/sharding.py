@@ -41,9 +41,8 @@ class ShardedPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.ranks = ranks
-        for part in (model, getattr(model, "trunk", None) or model.base_model):
-            forbid_sharing(part)
-            forbid_packing(part)
+        forbid_sharing(model)
+        forbid_packing(model)
         mesh = init_device_mesh(device_type, (ranks.size,))
         weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
@@ -59,7 +58,7 @@ class ShardedPolicy(nn.Module):
     def forward(self, *args: Any, hidden: bool = False, **kwargs: Any) -> Any:
         """Log-probs and entropies; or with `hidden` the result of `hidden_before`."""
         if hidden:
-            return hidden_before(self.model.base_model, *args, **kwargs)
+            return hidden_before(self.model, *args, **kwargs)
         output = forward_log_probs(self.model, *args, **kwargs)
         return output.log_probs_BT, output.entropy_BT  # FSDP finds tensors in tuples, not in a dataclass
 
@@ -118,7 +117,7 @@ def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
 def hidden_states(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """`hidden_before` of a policy in one process or of a sharded one, without gradient; collective for the latter."""
     if not isinstance(module, ShardedPolicy):
-        return hidden_before(model_of(module).base_model, *args, **kwargs)
+        return hidden_before(module, *args, **kwargs)
     states_NH = module(*args, hidden=True, **kwargs)
     cast(Any, module).reshard()
     return states_NH

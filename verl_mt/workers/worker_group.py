@@ -175,12 +175,17 @@ def load_workers_state(
             f"{'gae' if then == 'a' else 'another one than gae'}; resume with the one that the run was started with"
         )
     if critic is not None:
-        _load_one(critic, state["critic"], folder, "critic")
+        load_critic_state(critic, state["critic"], folder)
 
 
 def load_actor(actor: ActorWorker, state: dict[str, Any], folder: Path | None) -> None:
     """Let one rank's actor take a checkpoint of any placement; collective for a sharded actor."""
     _load_one(actor, state, folder, "actor")
+
+
+def load_critic_state(critic: CriticWorker, state: dict[str, Any], folder: Path | None) -> None:
+    """The same for one rank's critic."""
+    _load_one(critic, state, folder, "critic")
 
 
 def _load_one(worker: ActorWorker | CriticWorker, state: dict[str, Any], folder: Path | None, name: str) -> None:
