@@ -58,19 +58,40 @@ def importance_weights(
 def truncate(weights: Tensor, upper: float, lower: float = 0.0) -> Tensor:
     """min(w, upper), which lowers the variance and keeps the sign of the bias known; with `lower` also max(w, lower).
 
-    Masked-out weights (0) are raised too: mask what comes out."""
+    Espeholt et al. 2018 (arXiv:1802.01561, section 4.1, rho-bar).
+
+    Args:
+        weights: any shape. Masked-out weights (0) are raised too: mask what comes out.
+        upper, lower: bounds of a weight.
+    """
     return weights.clamp(min=lower, max=upper)
 
 
 def batch_normalise(weights: Tensor, mask: Tensor) -> Tensor:
-    """w / mean(w) over the masked-in tokens of the batch (self-normalised importance sampling); 0 where masked out."""
+    """w / mean(w) over the masked-in tokens of the batch; 0 where masked out.
+
+    Self-normalised importance sampling (Owen 2013, "Monte Carlo theory, methods and examples", section 9.2), so that a
+    step is as large as one without weights.
+
+    Args:
+        weights, mask: [B, T] of the WHOLE batch, whose mean it is.
+    """
     mean = masked_mean(weights, mask)
     return masked_fill_zero(weights / torch.where(mean > 0, mean, torch.ones_like(mean)), mask)
 
 
 def inside(weights: Tensor, mask: Tensor, lower: float, upper: float) -> Tensor:
     """The mask without tokens whose weight is outside of [lower, upper]: what the two policies disagree on is not
-    trained (IcePop)."""
+    trained. By token it is IcePop's (Ling team 2025, arXiv:2510.18855).
+
+    Args:
+        weights: [B, T], not truncated.
+        mask: [B, T].
+        lower, upper: bounds of a ratio, inclusive.
+
+    Returns:
+        bool [B, T].
+    """
     return mask.bool() & (weights >= lower) & (weights <= upper)
 
 
@@ -140,7 +161,16 @@ def veto(
     trajectory_index_B: Tensor | None = None,
 ) -> Tensor:
     """The mask without whole sequences in which a single token's ratio is below `threshold`: the trainer's policy would
-    practically never have said it. Sequences as for `importance_weights`."""
+    practically never have said it. Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+    training-inference mismatch".
+
+    Args:
+        log_probs, rollout_log_probs, mask, trajectory_index_B: as for `importance_weights`.
+        threshold: of a ratio, such as 1e-4; compared before any bound.
+
+    Returns:
+        bool [B, T].
+    """
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
     hopeless = (mask.bool() & (log_ratio < math.log(threshold))).to(log_ratio.dtype)
     return mask.bool() & (_per_sequence(hopeless, mask, trajectory_index_B)[0] == 0).unsqueeze(-1)
@@ -180,7 +210,11 @@ def off_policy_sequences(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) in (0, 1]: the share of tokens that a weighted mean is worth (Kong 1992); 1 for none."""
+    """(sum w)^2 / (n sum w^2) in (0, 1]: the share of tokens that a weighted mean is worth (Kong 1992); 1 for none.
+
+    Args:
+        weights, mask: any one shape.
+    """
     squares = masked_sum(weights**2, mask)
     count = mask.bool().to(weights.dtype).sum()
     share = masked_sum(weights, mask) ** 2 / (count * squares).clamp(min=1e-30)
