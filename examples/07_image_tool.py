@@ -1,4 +1,5 @@
-"""A model that sees: a picture in the prompt, a tool that answers with a part of it, and one step of training.
+"""A model that sees: a picture in the prompt, a tool that answers with a part of it, and one step of training. A
+scheduler that shows a part of the picture without being asked stands beside it.
 
 python examples/07_image_tool.py
 
@@ -18,7 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from verl_mt.chat.loading import load_tokenizer
 from verl_mt.config.compose import compose
+from verl_mt.config.schema import Config
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import Inference
 
@@ -79,8 +82,36 @@ def make_rows(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+class LookCloser(MultiTurnScheduler):
+    """No tool: after the first answer the model is shown the upper right part of its picture."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        picture = Image.open(infer_request.images[0])
+        infer_request.images.append(picture.crop((64, 0, 96, 32)))
+        infer_request.messages.append({"role": "user", "content": "<image>Look closer. Which colour is it?"})
+        # The rewards, and the run's files, get these in place of the row's.
+        return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images}}
+
+
 def names_the_color(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)
+
+
+def show(console: Console, config: Config, first: str) -> None:
+    """One scripted conversation: `first`, and what is said when there is a second picture."""
+
+    def script(request):
+        ids = chat.encode_text("It is red." if len(request.media["inputs"]) > 1 else first, neutral=False)
+        return ScriptedTurn([*ids, chat.tokenizer.eos_token_id])
+
+    with Inference(config, engine=ScriptedEngine(script)) as policy:
+        chat = policy.chat
+        ((trajectory,),) = (group.trajectories for group in policy.roll_out(policy.prompts()))
+    for message in trajectory.messages:
+        console.print(f"[bold]{message['role']}[/]", message["content"], *message.get("tool_calls", []))
+    for seen in trajectory.records[0].media:
+        grid = seen.tensors["image_grid_thw"][0].tolist()
+        console.print(f"tokens {seen.start} to {seen.end - 1} are a picture of {grid[1]} x {grid[2]} patches")
 
 
 def main() -> None:
@@ -95,22 +126,16 @@ def main() -> None:
             f"data.val_files={folder / 'rows.jsonl'}",
             f"reward.path={__file__}:names_the_color",
             "actor_rollout_ref.rollout.name=local",
-            "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/image_zoom_in_tool.yaml",
             "data.max_prompt_length=1024",
         ]
-
-        def script(request):
-            ids = chat.encode_text("It is red." if len(request.media["inputs"]) > 1 else CALL, neutral=False)
-            return ScriptedTurn([*ids, chat.tokenizer.eos_token_id])
-
-        with Inference(compose([*overrides, "data.val_max_samples=1"]), engine=ScriptedEngine(script)) as policy:
-            chat = policy.chat
-            ((trajectory,),) = (group.trajectories for group in policy.roll_out(policy.prompts()))
-        for message in trajectory.messages:
-            console.print(f"[bold]{message['role']}[/]", message["content"], *message.get("tool_calls", []))
-        for seen in trajectory.records[0].media:
-            grid = seen.tensors["image_grid_thw"][0].tolist()
-            console.print(f"tokens {seen.start} to {seen.end - 1} are a picture of {grid[1]} x {grid[2]} patches")
+        tool = ["actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/image_zoom_in_tool.yaml"]
+        scheduler = [
+            "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=null",
+            f"actor_rollout_ref.rollout.multi_turn.scheduler={__file__}:LookCloser",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        ]
+        show(console, compose([*overrides, *tool, "data.val_max_samples=1"]), first=CALL)
+        show(console, compose([*overrides, *scheduler, "data.val_max_samples=1"]), first="I cannot tell.")
 
         small = [
             "data.train_batch_size=2",
@@ -118,7 +143,7 @@ def main() -> None:
             "actor_rollout_ref.rollout.response_length=16",
         ]
         run = [f"trainer.default_local_dir={folder / 'run'}", "trainer.logger=[]", "data.val_files=null"]
-        trainer = build_trainer(compose([*overrides, *small, *run, "trainer.total_training_steps=1"]))
+        trainer = build_trainer(compose([*overrides, *tool, *small, *run, "trainer.total_training_steps=1"]))
         trainer.fit()
         metrics = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
         console.print(f"sampler and trainer differ by at most {metrics['rollout/logprob_diff_max']:.1e} per log-prob")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from scheduler_lab import converse, prompt_of, said
@@ -11,6 +12,7 @@ from verl_mt.data.dataset import load_rows
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.errors import DataError
 from verl_mt.rollout.scheduler import MultiTurnScheduler
+from verl_mt.rollout.schedulers.request import make_request
 
 image_module = pytest.importorskip("PIL.Image")
 
@@ -41,6 +43,18 @@ def test_images_of_a_scheduler_replace_the_rows_in_the_order_of_the_messages():
     trajectory = crop(Crop(max_turns=2), media=frozenset({"images"}))
     assert [image.size for image in trajectory.media["images"]] == [(4, 4), (2, 2)]
     assert "images" not in trajectory.info
+
+
+def test_a_scheduler_can_open_an_image_that_lies_beside_the_data_file(tmp_path):
+    picture().save(tmp_path / "a.png")
+    row = {"prompt": "<image>q", "data_source": "x", "ground_truth": "y", "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (loaded,) = load_rows(str(tmp_path / "rows.jsonl"), split="train")[0].rows
+    episode = SimpleNamespace(
+        session=SimpleNamespace(messages=loaded.prompt, trajectory=SimpleNamespace(tools=[], trajectory_id="t")),
+        prompt=SimpleNamespace(row=loaded),
+    )
+    assert make_request(episode).images == [str(tmp_path / "a.png")]
 
 
 @pytest.mark.cap("C24")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.media import KINDS, parts_of
+from verl_mt.data.media import KINDS, Kind, parts_of
 from verl_mt.data.placeholders import has_places, place_media
 from verl_mt.data.requests import RolloutInferRequest
 from verl_mt.errors import DataError
@@ -22,11 +22,11 @@ def make_request(episode: Episode) -> RolloutInferRequest:
     Raises:
         DataError: the row's column `data_dict` or `objects` is no mapping.
     """
-    session, row = episode.session, episode.prompt.row
+    session = episode.session
     return RolloutInferRequest(
         messages=copy.deepcopy(session.messages),
-        images=_listed(row.raw.get("images")),
-        videos=_listed(row.raw.get("videos")),
+        images=_media(episode, "image"),
+        videos=_media(episode, "video"),
         tools=copy.deepcopy(session.trajectory.tools) or None,
         objects=_mapping(episode, "objects"),
         data_dict=_data_dict(episode),
@@ -62,8 +62,10 @@ def _data_dict(episode: Episode) -> dict[str, Any]:
     return copy.deepcopy({**columns, **_mapping(episode, "data_dict")})
 
 
-def _listed(value: Any) -> list[Any]:
-    """A column that holds one image, or several."""
+def _media(episode: Episode, kind: Kind) -> list[Any]:
+    """Those of the prompt, a path beside the data file as a whole path; else what the row's column holds."""
+    shown = [value for k, value in parts_of(episode.session.messages) if k == kind]
+    value = shown or episode.prompt.row.raw.get(f"{kind}s")
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
