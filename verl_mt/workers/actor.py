@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,23 +16,18 @@ from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.data import batch as columns
-from verl_mt.errors import DataError, VerlMTError
+from verl_mt.errors import DataError
 from verl_mt.modeling import lora
-from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.mini_batch import MiniBatch, mini_batch
 from verl_mt.workers.policy_loss import policy_loss
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.schedule import lr_factor
-from verl_mt.workers.sharding import dummy_pass, model_of, packs, ranks_of, score, whole
-from verl_mt.workers.state import copy_into, live_tensors
+from verl_mt.workers.sharding import dummy_pass, model_of, packs, score
+from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
 from verl_mt.workers.update_metrics import UpdateMetrics
 
-_MAX_NONFINITE = 3
-"""Updates in a row without a finite loss and gradient before the run stops."""
 
-
-class ActorWorker:
+class ActorWorker(Trainable):
     """Owns the policy's module, its optimizer and its learning-rate schedule.
 
     The module stays in eval mode: dropout would make the policy that is trained another one than the one that sampled.
@@ -64,34 +57,15 @@ class ActorWorker:
         norm_constant: float | None = None,
         seed: int = 0,
     ):
-        self.module = module.eval()
-        self.ranks = ranks_of(module)
+        optim, mini = config.optim, config.ppo_mini_batch_size
+        plan = UpdatePlan(optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, "actor_rollout_ref.actor")
+        super().__init__(module, plan, total_steps=total_steps, train_batch_size=train_batch_size, seed=seed)
         self.config = config
         self.correction: RolloutCorrection | None = None
         """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
         self._loss = read_policy_loss(config.policy_loss)
-        self.num_updates = 0
-        self._num_batches = 0
         self._temperature = temperature
         self._norm_constant = norm_constant
-        self._updates_per_batch = config.ppo_epochs * _num_mini_batches(train_batch_size, config.ppo_mini_batch_size)
-        self._total_updates = total_steps * self._updates_per_batch
-        self._nonfinite_in_a_row = 0
-        self._generator = torch.Generator().manual_seed(seed)
-        self._checkpointing = bool(getattr(model_of(module), "is_gradient_checkpointing", False))
-        if self._checkpointing:
-            # transformers checkpoints activations only in training mode, which must then not mean dropout.
-            _disable_dropout(module)
-        betas = (config.optim.betas[0], config.optim.betas[1])
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = build_adamw(
-            self._parameters, lr=config.optim.lr, betas=betas, weight_decay=config.optim.weight_decay
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module lives."""
-        return next(self.module.parameters()).device
 
     def update(self, batch: TensorDict) -> dict[str, float]:
         """Train on a whole rollout batch: `ppo_epochs` passes of mini-batches of `ppo_mini_batch_size` prompts.
@@ -143,28 +117,8 @@ class ActorWorker:
         rows = torch.arange(len(here), device=self.device)
         return self._compute_log_probs(here, rows).to(batch.device or "cpu")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
-        return {**self.progress(), "tensors": self.tensors()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a `state_dict` of an actor in one process, over however many ranks; tensors are written in place."""
-        self.load_progress(state)
-        copy_into(self.tensors(), state["tensors"])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights and, once the optimizer has stepped, its state: the live tensors by name, shards where sharded."""
-        return live_tensors(self.module, self.optimizer if self.num_updates else None)
-
     def progress(self) -> dict[str, Any]:
-        """The small rest of the state, the same on every rank."""
-        return {
-            "lora": lora.describe(lora.lora_of(model_of(self.module))),
-            "generator": self._generator.get_state(),
-            "num_updates": self.num_updates,
-            "num_batches": self._num_batches,
-            "nonfinite_in_a_row": self._nonfinite_in_a_row,
-        }
+        return {"lora": lora.describe(lora.lora_of(model_of(self.module))), **super().progress()}
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Take a `progress`; `tensors` then has the names that its checkpoint has.
@@ -173,11 +127,7 @@ class ActorWorker:
             CheckpointError: other adapters than the module's.
         """
         lora.require_same(progress.get("lora"), lora.lora_of(model_of(self.module)))
-        self._generator.set_state(progress["generator"].cpu())
-        self.num_updates = progress["num_updates"]
-        self._num_batches = progress["num_batches"]
-        self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
-        self.optimizer.state.clear()
+        super().load_progress(progress)
 
     def _prepare(self, batch: TensorDict) -> TensorDict:
         needed = [columns.ADVANTAGES, *([columns.REF_LOG_PROBS] if self.config.use_kl_loss else [])]
@@ -208,7 +158,7 @@ class ActorWorker:
         mini = self.config.ppo_mini_batch_size
         whole = self.correction is not None and self.correction.needs_batch
         recompute = self.config.use_sampler_log_probs == "never"
-        on_policy = not recompute and self.config.ppo_epochs == 1 and _num_mini_batches(_num_prompts(here), mini) == 1
+        on_policy = not recompute and self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
         old = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
         from_sampler = self.config.use_sampler_log_probs == "always"
@@ -234,18 +184,6 @@ class ActorWorker:
             max_rows=self.config.ppo_micro_batch_size,
         )
 
-    def _mini_batches(self, here: TensorDict) -> Iterator[Tensor]:
-        """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together."""
-        prompt_B = here[columns.PROMPT_INDEX]
-        prompts = torch.unique(prompt_B).cpu()
-        size = self.config.ppo_mini_batch_size or max(1, len(prompts))
-        for _ in range(self.config.ppo_epochs):
-            order = prompts
-            if self.config.shuffle and len(prompts) > size:
-                order = prompts[torch.randperm(len(prompts), generator=self._generator)]
-            for chosen in order.split(size):
-                yield torch.isin(prompt_B, chosen.to(prompt_B.device)).nonzero().squeeze(1)
-
     def _update_once(
         self,
         here: TensorDict,
@@ -263,7 +201,7 @@ class ActorWorker:
         if before_BT is not None:
             seen_BT = self.ranks.merge(seen_BT)
             before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
-        self._step(self.ranks.sum(loss), metrics)
+        metrics.updated(self._step(self.ranks.sum(loss)))
 
     @torch.no_grad()
     def _measure(self, here: TensorDict, old_BT: Tensor, metrics: UpdateMetrics) -> None:
@@ -328,61 +266,6 @@ class ActorWorker:
             mini if self.correction is None else replace(mini, drift_B=self.correction.drift(here, rows, log_probs_of))
         )
 
-    def _step(self, loss: Tensor, metrics: UpdateMetrics) -> None:
-        """Clip and step; or drop a gradient that is not finite."""
-        grad_norm = whole(nn.utils.clip_grad_norm_(self._parameters, self.config.grad_clip or math.inf))
-        if not bool(torch.isfinite(grad_norm) & torch.isfinite(loss)):
-            self._nonfinite_in_a_row += 1
-            metrics.num_nonfinite += 1
-            if self._nonfinite_in_a_row >= _MAX_NONFINITE:
-                raise VerlMTError(
-                    f"loss {loss.item()} or gradient norm {grad_norm.item()} was not finite in "
-                    f"{_MAX_NONFINITE} updates in a row (after {self.num_updates} good ones); lower "
-                    "actor_rollout_ref.actor.optim.lr, or go back to an earlier checkpoint"
-                )
-        else:
-            self._nonfinite_in_a_row = 0
-            self.optimizer.step()
-            self.num_updates += 1
-            metrics.num_updates += 1
-            metrics.grad_norms.append(grad_norm.detach())
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _set_lr(self, mini: int) -> float:
-        optim = self.config.optim
-        # Counted from the batch, so that a batch that lost prompts does not shift the schedule of the later ones.
-        step = self._num_batches * self._updates_per_batch + min(mini, self._updates_per_batch - 1)
-        factor = lr_factor(
-            step,
-            warmup_steps=optim.lr_warmup_steps,
-            total_steps=self._total_updates,
-            kind=optim.lr_scheduler_type,
-            min_ratio=optim.min_lr_ratio,
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = optim.lr * factor
-        return optim.lr * factor
-
-    @contextmanager
-    def _training_mode(self) -> Iterator[None]:
-        self.module.train(self._checkpointing)
-        try:
-            yield
-        finally:
-            self.module.eval()
-
 
 def _num_prompts(batch: TensorDict) -> int:
     return len(torch.unique(batch[columns.PROMPT_INDEX]))
-
-
-def _num_mini_batches(num_prompts: int | None, size: int | None) -> int:
-    return 1 if size is None or num_prompts is None else max(1, math.ceil(num_prompts / size))
-
-
-def _disable_dropout(module: nn.Module) -> None:
-    for submodule in module.modules():
-        if isinstance(submodule, nn.Dropout):
-            submodule.p = 0.0
-        if isinstance(getattr(submodule, "attention_dropout", None), float):
-            setattr(submodule, "attention_dropout", 0.0)  # noqa: B010 - nn.Module's annotations know only tensors

@@ -126,7 +126,7 @@ class CriticWorker(Trainable):
             raise DataError(f"the batch has no column {', '.join(missing)}; compute values and advantages first")
         here = batch.exclude(*columns.ID_COLUMNS).to(self.device)
         seen = _Seen()
-        for mini, rows in enumerate(self._mini_batches(here[columns.PROMPT_INDEX])):
+        for mini, rows in enumerate(self._mini_batches(here)):
             seen.lr = self._set_lr(mini)
             self._update_once(here, rows, seen)
         self._num_batches += 1

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.config.actor import OptimConfig
+from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
 from verl_mt.workers.adamw import build_adamw
 from verl_mt.workers.schedule import lr_factor
@@ -104,8 +106,9 @@ class Trainable:
         self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
         self.optimizer.state.clear()
 
-    def _mini_batches(self, prompt_B: Tensor) -> Iterator[Tensor]:
+    def _mini_batches(self, batch: TensorDict) -> Iterator[Tensor]:
         """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together."""
+        prompt_B = batch[columns.PROMPT_INDEX]
         prompts = torch.unique(prompt_B).cpu()
         size = self._plan.ppo_mini_batch_size or max(1, len(prompts))
         for _ in range(self._plan.ppo_epochs):

@@ -39,6 +39,14 @@ class UpdateMetrics:
         for name, mean in means.items():
             self._token_sums[name if "/" in name else f"actor/{name}"].append(mean.detach() * num_tokens)
 
+    def updated(self, grad_norm: Tensor | None) -> None:
+        """An optimizer step with its gradient's norm; None = it was dropped, because that was not finite."""
+        if grad_norm is None:
+            self.num_nonfinite += 1
+        else:
+            self.num_updates += 1
+            self.grad_norms.append(grad_norm)
+
     def log_prob_difference(self, batch: TensorDict) -> None:
         """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
 
