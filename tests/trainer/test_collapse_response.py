@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lab import NO_VALIDATION, interrupt_after, metrics_of, rows_of, run_command, small_trainer
+from command_lab import interrupt_after, metrics_of, rows_of, run_command, small_trainer
 
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.run_files import trajectory_to_row, write_rows
@@ -164,7 +164,8 @@ COLLAPSING = (
     "actor_rollout_ref.actor.optim.lr=0.02", "actor_rollout_ref.actor.optim.lr_warmup_steps=6",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
     "data.train_batch_size=8", "trainer.total_training_steps=16", "trainer.save_freq=1", "trainer.deterministic=True",
-    "trainer.collapse_guard_thresholds={window: 2, turns_rise: null}", *NO_VALIDATION,
+    "trainer.collapse_guard_thresholds={window: 2, turns_rise: null}", "trainer.val_before_train=False",
+    "trainer.test_freq=-1", "trainer.export_at_end=False", "trainer.logger=[]",
 )  # fmt: skip
 """A learning rate sixty times too large, after a few steps of warm-up."""
 
