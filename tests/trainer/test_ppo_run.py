@@ -1,0 +1,99 @@
+"""PPO on the default task: whole runs, killed ones that go on bit for bit, and greedy answers that are not trained."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import pytest
+import torch
+from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, small_trainer
+
+from verl_mt.errors import CheckpointError
+
+GAE = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+QUIET = (*NO_VALIDATION, "trainer.progress=off", "trainer.deterministic=True")
+
+
+def letters(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """A reward that anyone who reads the answer can tell: a critic learns it in a few steps."""
+    return {"score": float("calculator" in solution_str), "length": len(solution_str) / 200}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("critic.share_trunk=True", "critic.optim.lr=3e-3")])
+def test_a_short_run_ends_with_a_critic_that_explains_something(tmp_path, extra):
+    lines = fit(
+        tmp_path / "run", *GAE, *QUIET, "trainer.total_training_steps=12", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "critic.ppo_epochs=2", "trainer.save_freq=-1", *extra,
+    )  # fmt: skip
+    assert len(lines) == 12
+    for line in lines:
+        assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
+        assert line["critic/vf_loss"] > 0 and line["actor/num_updates"] == 2
+    assert fmean(line["critic/explained_variance"] for line in lines[-4:]) > 0
+    assert max(line["actor/clipfrac"] for line in lines) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("critic.share_trunk=True",)])
+def test_an_interrupted_run_goes_on_bit_for_bit_with_its_critic_and_its_kl_weight(tmp_path, extra):
+    options = (
+        *GAE, *QUIET, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.01", "algorithm.kl_ctrl.horizon=100", "trainer.critic_warmup=1",
+        "trainer.total_training_steps=4", *extra,
+    )  # fmt: skip
+    expected = fit(tmp_path / "whole", *options)
+    broken = small_trainer(tmp_path / "broken", *options)
+    interrupt_after(broken, 2)
+    broken.fit()
+    resumed = small_trainer(tmp_path / "broken", *options)
+    assert resumed.step_number == 2
+    resumed.fit()
+    got = metrics_of(tmp_path / "broken")
+    assert [line["step"] for line in got] == [1, 2, 3, 4]
+    for name in ("critic/vf_loss", "critic/explained_variance", "actor/reward_kl_penalty_coeff", "reward/mean"):
+        assert [line[name] for line in got] == [line[name] for line in expected], name
+    assert "actor/pg_loss" not in got[0] and got[3]["actor/pg_loss"] == expected[3]["actor/pg_loss"]
+    assert got[3]["actor/reward_kl_penalty_coeff"] != got[1]["actor/reward_kl_penalty_coeff"]
+    saved = [
+        torch.load(tmp_path / run / "checkpoints" / "step_000004" / "state.pt", weights_only=False)["workers"]
+        for run in ("whole", "broken")
+    ]
+    for part in ("actor", "critic"):
+        whole, other = (state[part]["tensors"] for state in saved)
+        assert all(torch.equal(whole[name], other[name]) for name in whole), part
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_critic_does_not_go_on_with_one(tmp_path):
+    fit(tmp_path / "run", *QUIET, "trainer.total_training_steps=1")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    with pytest.raises(CheckpointError, match="no critic, and this run has a"):
+        small_trainer(
+            tmp_path / "other",
+            *QUIET,
+            *GAE,
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={checkpoint}",
+        )
+
+
+@pytest.mark.slow
+def test_remax_trains_all_samples_but_the_greedy_one(tmp_path):
+    (line,) = fit(
+        tmp_path / "run", *QUIET, "algorithm.adv_estimator=remax", "trainer.total_training_steps=1",
+        f"reward.path={__name__}:letters",
+    )  # fmt: skip
+    assert line["rollout/trajectories"] == 16, "four samples of each of four prompts"
+    assert line["rollout/greedy_failed"] == 0 and 0 <= line["reward/greedy_mean"] <= 1
+
+
+@pytest.mark.slow
+def test_gdpo_trains_on_the_numbers_that_it_names(tmp_path):
+    weights = ("algorithm.gdpo_reward_weights.score=1", "algorithm.gdpo_reward_weights.length=0.5")
+    (line,) = fit(
+        tmp_path / "run", *QUIET, "algorithm.adv_estimator=gdpo", *weights, "trainer.total_training_steps=1",
+        f"reward.path={__name__}:letters",
+    )  # fmt: skip
+    assert line["actor/num_updates"] == 1 and line["actor/grad_norm"] > 0
