@@ -22,6 +22,7 @@ class Collector:
     def __init__(self, paths: Sequence[str], max_rollouts: int):
         self._paths, self._max_rollouts = list(paths), max_rollouts
         self._encoded: dict[Path, tuple[tuple[int, int], EncodedFile]] = {}
+        self._counts: dict[tuple[Path, tuple[int, int]], int] = {}
 
     def contents(self) -> Contents:
         """What the page shows now.
@@ -37,7 +38,7 @@ class Collector:
 
     def _files(self, run: Run) -> tuple[list[EncodedFile], list[str]]:
         files = rollout_files(run.path)
-        counts = [_num_lines(file.path) for file in files]
+        counts = [self._count(file) for file in files]
         chosen = list(spread(files, counts, self._max_rollouts))
         left_out = len(files) - len(chosen)
         problems = []
@@ -47,6 +48,12 @@ class Collector:
                 f"rollouts, and --max-rollouts is {self._max_rollouts}."
             )
         return [self._encode(file, run) for file in chosen], problems
+
+    def _count(self, file: RolloutFile) -> int:
+        key = file.path, file.stamp
+        if key not in self._counts:
+            self._counts[key] = _num_lines(file.path)
+        return self._counts[key]
 
     def _encode(self, file: RolloutFile, run: Run) -> EncodedFile:
         known = self._encoded.get(file.path)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mt.data.run_files import to_json_value
 from verl_mt.report.run_reader import RolloutFile, Run, read_rollouts
 from verl_mt.report.summary import describe
 from verl_mt.report.timeline import critical_path
@@ -58,13 +59,16 @@ def encode_file(file: RolloutFile, run: Run) -> EncodedFile:
 
 def pack(value: Any) -> bytes:
     """JSON, gzipped; the same bytes for the same value."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return gzip.compress(text.encode(errors="surrogatepass").decode(errors="replace").encode(), 6, mtime=0)
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # NaN, which only files that somebody else wrote can hold
+        text = json.dumps(to_json_value(value), ensure_ascii=False, separators=(",", ":"))
+    return gzip.compress(text.encode(errors="replace"), 6, mtime=0)
 
 
 def _part(rows: Sequence[Mapping[str, Any]], file: RolloutFile, texts: Mapping[int, str]) -> Part:
     columns = TokenColumns()
-    described = [describe(row, columns, texts) for row in rows]
+    described = [_described(row, columns, texts) for row in rows]
     lines = [line for line, _ in described]
     names = list(lines[0]) if lines else []
     return Part(
@@ -75,6 +79,21 @@ def _part(rows: Sequence[Mapping[str, Any]], file: RolloutFile, texts: Mapping[i
         details=pack([details for _, details in described]),
         tokens=gzip.compress(columns.to_bytes(), 6, mtime=0),
     )
+
+
+def _described(
+    row: Mapping[str, Any], columns: TokenColumns, texts: Mapping[int, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`describe`, for a row that may be of any shape: one that cannot be read is a line that says so."""
+    own = TokenColumns()
+    try:
+        found = describe(row, own, texts)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        names = {name: row.get(name) for name in ("trajectory_id", "group_id", "reward", "status", "stop_reason")}
+        line, details = describe(names, TokenColumns(), texts)
+        return line, details | {"broken": [f"all but its ids: the row is of another form ({error!r})"]}
+    columns.extend(own)
+    return found
 
 
 def spread(files: Sequence[RolloutFile], counts: Sequence[int], limit: int) -> Iterator[RolloutFile]:

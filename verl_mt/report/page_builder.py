@@ -10,6 +10,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,13 @@ def charting_library() -> bytes:
     for place in places:
         script = Path(place) / "package_data" / "plotly.min.js"
         if script.is_file():
-            return gzip.compress(script.read_bytes(), 6, mtime=0)
+            return _packed(script)
     raise ConfigError("the report draws its curves with plotly, which is not installed: pip install 'verl_mt[report]'")
+
+
+@cache
+def _packed(script: Path) -> bytes:
+    return gzip.compress(script.read_bytes(), 6, mtime=0)
 
 
 def build_page(contents: Contents | None, *, title: str) -> Iterator[str]:

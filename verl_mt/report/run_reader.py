@@ -141,7 +141,7 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
         problems += found
         for row in rows:
             step = row.get("step")
-            if isinstance(step, int):
+            if isinstance(step, int):  # a line without one says nothing about any step
                 by_step.setdefault(step, {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
 

@@ -8,6 +8,10 @@ from typing import Any
 from verl_mt.diagnostics.critical_path import critical_path_of_rows
 
 
+def _timed(span: Mapping[str, Any]) -> bool:
+    return isinstance(span["start_s"], int | float) and isinstance(span["end_s"], int | float)
+
+
 def critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """`CriticalPath.to_dict()` of the rows that have ids and spans; None where none has.
 
@@ -20,7 +24,7 @@ def critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     usable = []
     for row in rows:
         if all(name in row for name in needed):
-            spans = [s for s in row["time_spans"] or [] if all(name in s for name in known)]
+            spans = [s for s in row["time_spans"] or [] if all(name in s for name in known) and _timed(s)]
             usable.append({**row, "time_spans": [{k: s[k] for k in (*known, "name") if k in s} for s in spans]})
     if not any(row["time_spans"] for row in usable):
         return None

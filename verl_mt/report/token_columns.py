@@ -66,12 +66,22 @@ class TokenColumns:
             self._numbers[name].append(column[kept])
         return numbers
 
+    def extend(self, other: TokenColumns) -> None:
+        """Append the records of another."""
+        self.num_tokens += other.num_tokens
+        self.num_numbered += other.num_numbered
+        self._ids += other._ids
+        self._flags += other._flags
+        for name, parts in other._numbers.items():
+            self._numbers[name] += parts
+
     def to_bytes(self) -> bytes:
         """The chunk, not compressed."""
 
         def joined(parts: list[np.ndarray], kind: str) -> bytes:
             whole = np.concatenate(parts) if parts else np.zeros(0)
-            return whole.astype(kind).view(np.uint8).reshape(len(whole), -1).T.tobytes()
+            width = np.dtype(kind).itemsize
+            return whole.astype(kind).view(np.uint8).reshape(len(whole), width).T.tobytes()
 
         ids = np.concatenate(self._ids) if self._ids else np.zeros(0, np.int64)
         planes = b"".join((ids >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8, 16))

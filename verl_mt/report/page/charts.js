@@ -31,6 +31,10 @@ const Charts = (() => {
     ["Time per phase", "seconds of each step", {
       "time/rollout_s": "rollout", "time/update_s": "update", "time/ref_s": "reference",
       "time/weights_s": "weights", "time/validate_s": "validation" }],
+    ["Where conversations spend their time", "share of all their time", Object.fromEntries(
+      ["queue", "prefill", "decode", "tool", "interaction", "reward"].map((p) => [`critical_path/share_${p}`, p]))],
+    ["Held by the straggler", "seconds that the step would save without it", { "critical_path/saving_s": "saving" }],
+    ["Prefix cache", "share of the input tokens", { "rollout/prefix_cache_hit_rate": "found in the cache" }],
     ["Gradient norm", "before clipping", { "actor/grad_norm": "norm" }],
     ["Clipped", "share of trained tokens", { "actor/clipfrac": "upper or lower", "actor/clipfrac_lower": "dual clip" }],
     ["Largest log-prob difference", "sampler against trainer, nats", { "rollout/logprob_diff_max": "largest" }],
@@ -75,6 +79,9 @@ const Charts = (() => {
     return library;
   }
 
+  // Plotly reads a few tags in names; what a run calls its metrics is text here too.
+  const plain = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   // Ticks at whole steps only, also where there are few of them.
@@ -90,7 +97,7 @@ const Charts = (() => {
     const manyRuns = Store.state.runs.length > 1;
     const traces = found.map((s) => ({
       x: s.steps, y: s.values, mode: s.steps.length < 40 ? "lines+markers" : "lines",
-      name: manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label,
+      name: plain(manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label),
       line: { color: COLOURS[(manyRuns ? s.run.number : s.place) % COLOURS.length], width: 2,
         dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
       marker: { size: 5 }, hovertemplate: "step %{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
@@ -138,8 +145,8 @@ const Charts = (() => {
     watcher.disconnect();
     const cards = PANELS.map((panel) => [panel, series(panel)]).filter(([, found]) => found.length)
       .map(([panel, found]) => card(panel[0], panel[1], found));
-    const names = [...new Set(Store.state.runs.flatMap((run) => run.metrics.flatMap((m) => Object.keys(m))))]
-      .filter((name) => name !== "step").sort();
+    const names = [...new Set(Store.state.runs.flatMap((run) => run.metrics.flatMap(
+      (m) => Object.keys(m).filter((name) => Number.isFinite(m[name])))))].filter((name) => name !== "step").sort();
     if (!cards.length) {
       Dom.replace(node, el("p", { class: "quiet" }, "There are no metrics to draw."));
       return;

@@ -28,7 +28,11 @@ const Conversation = (() => {
     const stream = el("div", { class: "stream", role: "group", "aria-label": "Tokens. Arrow keys go from one to the next." },
       records.map((record, k) => recordView(record, details.records[k], k, records.length, marks)));
     stream.addEventListener("keydown", keys);
-    stream.addEventListener("click", (event) => pick(event.target.closest("[data-t]"), true));
+    stream.addEventListener("click", (event) => {
+      const node = event.target.closest("[data-t]");
+      if (node && Number(node.dataset.t) === chosen) unpick();
+      else pick(node, true);
+    });
     stream.addEventListener("pointerover", (event) => { if (chosen < 0) pick(event.target.closest("[data-t]"), false); });
     recolour();
     Dom.replace(node, heading(rollout, details, run),
@@ -146,6 +150,7 @@ const Conversation = (() => {
     const first = stream.querySelector(".trained");
     return el("div", { class: "legend" },
       sign("trained", "trained"), sign("masked", "sampled, not trained"), sign("", "given: prompt, tools, template"),
+      tokens.some((t) => isClipped(t.token)) && sign("clipped", "trained, but clipped"),
       tokens.some((t) => t.node.classList.contains("mismatch")) && sign("mismatch", "mismatch"),
       el("span", { class: "sign" }, el("label", { for: "colouring" }, "Colour by "), choose),
       first && el("button", { class: "plain", onclick: () => {
@@ -208,6 +213,7 @@ const Conversation = (() => {
   }
 
   function explain(entry) {
+    panel.classList.toggle("idle", !entry);
     if (!entry) {
       Dom.replace(panel, el("h3", {}, "Token"), el("p", { class: "quiet" },
         "Point at a token, or click it to hold it; the arrow keys go on from there."));
@@ -216,7 +222,7 @@ const Conversation = (() => {
     const { token, block } = entry;
     const mask = token.trained ? (token.sampled ? "1: trained" : "1: trained on request, not sampled")
       : token.sampled ? "0: sampled, but not trained" : "0: given, never trained";
-    const clip = { 0: null, 1: "no", 2: "yes" }[token.clip];
+    const clip = { 0: null, 1: "no", 2: "yes: its policy loss had no gradient" }[token.clip];
     const lines = [
       ["text", el("code", {}, Dom.visible(token.text))], ["id", token.id], ["position", token.position],
       ["role", [block.role, block.name].filter(Boolean).join(" · ")], ["turn", block.turn], ["loss mask", mask],

@@ -22,8 +22,9 @@ const Timeline = (() => {
     const all = await Promise.all(rollouts.map((r) => Store.details(r)));
     const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((lane) => lane.spans.length);
     const critical = run.critical[step] ?? null;
+    const measured = run.metrics.find((m) => m.step === step) ?? {};
     Dom.replace(node, el("h2", {}, "Timeline"), controls(run, steps, step),
-      lanes.length ? [words(critical), phases(), chart(lanes, critical)]
+      lanes.length ? [words(critical, measured), phases(), chart(lanes, critical)]
         : el("p", { class: "quiet" }, "The rows of this step hold no time spans."));
   }
 
@@ -45,11 +46,13 @@ const Timeline = (() => {
           el("option", { value: v, selected: v === view.order }, t))));
   }
 
-  function words(critical) {
+  function words(critical, measured) {
     if (!critical) return null;
     const share = Object.entries(critical.phase_share ?? {}).filter(([, s]) => s >= 0.005).sort((a, b) => b[1] - a[1])
       .map(([phase, s]) => `${phase} ${number(100 * s, 2)} %`).join(", ");
     return el("div", { class: "note" }, el("p", {}, el("strong", {}, "What held this rollout: "), critical.words),
+      Number.isFinite(measured["critical_path/without_s"]) && el("p", {},
+        `The whole step, update and all, took ${seconds(measured["time/step_s"])}; without it, ${seconds(measured["critical_path/without_s"])}.`),
       share && el("p", { class: "quiet" }, `Time of all conversations: ${share}.`));
   }
 

@@ -1,0 +1,329 @@
+"""The report in a real browser: what a person clicks, reads and searches."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from run_lab import Lab, small_run
+
+from verl_mt.report.__main__ import main
+from verl_mt.report.server import ReportServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
+
+EVIL = (
+    "<script>window.harmed=1</script><img src=x onerror='window.harmed=2'></script><script>window.harmed=3</script>"
+    "<svg onload=window.harmed=4><iframe srcdoc='<script>parent.harmed=5</script>'></iframe>{{script}}"
+)
+
+
+WEAK_TEXT = """() => {
+    // What has less contrast to what is behind it than WCAG AA asks of text (4.5), colours with transparency mixed.
+    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
+    const mixed = (colour, under) => {
+        for (const style of [`rgb(${under})`, colour]) { canvas.fillStyle = style; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const light = (c) => c.reduce((sum, v, k) => sum + linear(v / 255) * [0.2126, 0.7152, 0.0722][k], 0);
+    const behind = (node) => (
+        node ? mixed(getComputedStyle(node).backgroundColor, behind(node.parentElement)) : [0, 0, 0]);
+    const weak = new Set();
+    for (const node of document.querySelectorAll("main *, header *")) {
+        const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+        if (!own || node.closest("svg, .plot, option, :disabled") || !node.checkVisibility()) continue;
+        const under = behind(node);
+        const [a, b] = [light(mixed(getComputedStyle(node).color, under)), light(under)].sort((x, y) => y - x);
+        const contrast = (a + 0.05) / (b + 0.05);
+        if (contrast < 4.5) weak.add(`${node.tagName}.${node.className} ${contrast.toFixed(2)}`);
+    }
+    return [...weak];
+}"""
+
+
+class Opened:
+    """A page that must not raise, and must not load anything from anywhere."""
+
+    def __init__(self, browser, address: str, *, width: int = 1300, scheme: str = "light"):
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda line: line.type == "error" and self.errors.append(line.text))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+        self.page.wait_for_selector("html[data-opened]")
+
+    def __enter__(self):
+        return self.page
+
+    def __exit__(self, kind, error, trace):
+        self.page.close()
+        if kind is None:
+            assert self.errors == []
+            allowed = re.compile(r"file:|data:|blob:|http://127\.0\.0\.1:")
+            assert [url for url in self.asked if not allowed.match(url)] == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Lab:
+    """Four steps; planted in the last one: a cut-off rollout, a mismatch, large ratios, a tool that failed."""
+    lab = small_run(tmp_path_factory.mktemp("runs") / "planted", steps=3, prompts=4, samples=4)
+    rows = [lab.row(lab.trajectory(4, p, s), 4) for p in range(4) for s in range(4)]
+    rows[1] |= {"status": "truncated", "stop_reason": "response_length", "reward": -1.0}
+    rows[2]["sanity"] = {
+        "cause": "retokenized", "causes": ["retokenized"], "recorded": "a|b", "rendered": "ab", "start": 9,
+        "spans": [{"cause": "retokenized", "start": 9, "end": 11, "recorded": "a|b", "rendered": "ab", "record": 0}],
+    }  # fmt: skip
+    turns = rows[3]["records"][0]["turns"]
+    edge = next(t["end"] for t in turns if t["kind"] == "observation")
+    record = rows[3]["records"][0]
+    record["old_log_probs"][edge] = record["rollout_log_probs"][edge] + math.log(4)
+    record["clipped"] = [edge]
+    rows[4]["tool_calls"][0] |= {"failure": "tool", "latency_s": 0.25}
+    rows[4]["counters"]["tools/search/errors"] = 1.0
+    lab.write(4, rows)
+    lab.metrics(4)
+    (lab.folder / "metrics.jsonl").write_text(
+        "".join(dict.fromkeys((lab.folder / "metrics.jsonl").read_text().splitlines(keepends=True)))
+    )
+    lab.texts()
+    main([str(lab.folder)])
+    return lab
+
+
+def address(lab: Lab) -> str:
+    return (lab.folder / "report.html").as_uri()
+
+
+def facts(page) -> dict[str, str]:
+    """The inspector's lines."""
+    return dict(
+        zip(page.locator(".inspector dt").all_text_contents(), page.locator(".inspector dd").all_text_contents())
+    )
+
+
+def test_the_trained_tokens_of_the_worst_rollout_are_two_clicks_away(browser, run):
+    row = json.loads((run.folder / "rollouts" / "step_000004.jsonl").read_text().splitlines()[1])
+    record = row["records"][0]
+    first = record["loss_mask"].index(1)
+    with Opened(browser, address(run)) as page:
+        page.get_by_role("link", name="Open the worst rollout").click()
+        page.get_by_role("button", name="Go to the first trained token").click()
+        found = facts(page)
+        assert found["id"] == str(record["token_ids"][first])
+        assert (found["position"], found["role"], found["turn"]) == (str(first), "assistant", "1")
+        assert found["loss mask"] == "1: trained" and found["weight version"] == "3"
+        sampler, trainer = (float(found[f"{who} log-prob"].split()[0]) for who in ("sampler's", "trainer's"))
+        assert sampler == pytest.approx(record["rollout_log_probs"][first], rel=2e-3)
+        assert trainer == pytest.approx(record["old_log_probs"][first], rel=2e-3)
+        assert float(found["advantage"]) == record["advantages"][first]
+        assert page.locator(".t.trained:visible").count() == sum(record["loss_mask"]) + 1  # and the legend's
+
+
+def test_arrow_keys_go_from_token_to_token_and_escape_lets_go(browser, run):
+    with Opened(browser, address(run)) as page:
+        page.get_by_role("link", name="Open the worst rollout").click()
+        page.locator(".stream .t").first.focus()
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        assert facts(page)["position"] == "3"
+        page.keyboard.press("ArrowLeft")
+        assert facts(page)["position"] == "2"
+        page.keyboard.press("Escape")
+        assert facts(page) == {}
+
+
+@pytest.mark.parametrize(
+    ("flag", "place"),
+    [("truncated", 1), ("mismatch", 2), ("edge", 3), ("ratio", 3), ("faults", 4)],
+)
+def test_each_planted_oddity_is_found_by_its_filter(browser, run, flag, place):
+    with Opened(browser, address(run)) as page:
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        page.select_option("#f-flag", flag)
+        assert page.locator("td.c-id").all_text_contents() == [f"s000004.0000{place // 4}.0{place % 4}"]
+
+
+def test_the_conversation_shows_the_finding_the_clip_and_the_call(browser, run):
+    with Opened(browser, address(run)) as page:
+        page.goto(address(run) + "#/rollout/0/s000004.00000.02")
+        page.wait_for_selector(".stream")
+        assert "retokenized" in page.locator(".note.warn").inner_text()
+        page.get_by_role("button", name="token 9").click()
+        assert facts(page)["position"] == "9"
+        assert page.locator(".t.mismatch:visible").count() == 2 + 1
+        page.goto(address(run) + "#/rollout/0/s000004.00000.03")
+        page.wait_for_selector(".t.clipped")
+        page.locator(".stream .t.clipped").click()
+        assert facts(page)["clipped in the update"].startswith("yes")
+        assert float(facts(page)["ratio trainer / sampler"]) == pytest.approx(4, rel=1e-2)
+        page.goto(address(run) + "#/rollout/0/s000004.00001.00")
+        page.wait_for_selector(".call.failed")
+        call = page.locator(".call").inner_text()
+        assert "the tool's fault" in call and "250 ms" in call and '"query"' in call
+        assert page.locator(".group li").count() == 4
+
+
+def test_columns_sort_both_ways_and_the_table_has_pages(browser, run):
+    with Opened(browser, address(run)) as page:
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        assert "64 of 64" in page.locator(".count").inner_text()
+        heading = page.get_by_role("columnheader", name="reward")
+        for wanted in ("descending", "ascending"):
+            heading.get_by_role("button").click()
+            assert heading.get_attribute("aria-sort") == wanted
+            rewards = [float(text) for text in page.locator("td.c-reward").all_text_contents()]
+            assert rewards == sorted(rewards, reverse=wanted == "descending")
+        page.fill("#f-from", "4")
+        page.fill("#f-high", "0")
+        assert set(page.locator("td.c-step").all_text_contents()) == {"4"}
+        page.get_by_role("button", name="Clear all").click()
+        assert "64 of 64" in page.locator(".count").inner_text()
+
+
+def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, run):
+    with Opened(browser, address(run)) as page:
+        page.get_by_role("link", name="Timeline").click()
+        page.wait_for_selector("svg.timeline")
+        assert page.locator("svg .lane").count() == 16
+        assert page.locator("svg .phase-tool").count() == 16
+        assert page.locator("svg line.path").count() > 0
+        assert "What held this rollout" in page.locator("main").inner_text()
+        page.select_option("#t-step", "2")
+        page.wait_for_function("() => location.hash.endsWith('/2')")
+        page.locator("svg .lane").first.click()
+        page.wait_for_selector(".stream")
+
+
+def test_curves_of_two_runs_are_in_the_same_charts(browser, run, tmp_path):
+    other = small_run(tmp_path / "other", steps=2)
+    out = tmp_path / "both.html"
+    main([str(run.folder), str(other.folder), "--out", str(out)])
+    with Opened(browser, out.as_uri()) as page:
+        page.wait_for_selector(".chart .plot .legendtext")
+        reward = page.locator(".chart", has=page.get_by_role("heading", name="Reward"))
+        assert sorted(reward.locator(".legendtext").all_text_contents()) == ["other", "planted"]
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        page.select_option("#f-run", label="other")
+        assert "16 of 80" in page.locator(".count").inner_text()
+
+
+def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
+    lab = Lab(tmp_path / "evil")
+    lab.config(note=EVIL)
+    lab.metrics(2)
+    trajectory = lab.trajectory(1, 0, 0, answer=EVIL)
+    trajectory.trajectory_id, trajectory.error, trajectory.info = f"id {EVIL}", EVIL, {EVIL: EVIL}
+    trajectory.messages[2]["tool_calls"][0]["function"]["name"] = EVIL
+    trajectory.tool_calls[0] |= {"name": EVIL, "arguments": {EVIL: EVIL}}
+    trajectory.counters = {f"tools/{EVIL.replace('/', '')}/calls": 1.0}
+    row = lab.row(trajectory, 1)
+    row["stop_reason"] = EVIL
+    row["time_spans"][0]["name"] = EVIL
+    row["sanity"] = {"cause": EVIL, "causes": [EVIL], "start": 0, "spans": [{"start": 0, "end": 1, "recorded": EVIL}]}
+    lab.write(1, [row])
+    with open(lab.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, EVIL: 1.0}) + "\n")
+    lab.texts()
+    main([str(lab.folder)])
+    with Opened(browser, address(lab)) as page:
+        page.wait_for_selector(".chart .plot svg")
+        page.select_option("#any-metric", EVIL)
+        page.locator(".own .plot").scroll_into_view_if_needed()
+        page.wait_for_selector(".own .plot svg")
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        page.fill("#search", "window.harmed=3")
+        page.wait_for_function("() => document.getElementById('search-status').textContent.startsWith('1 ')")
+        page.locator("td.c-id a").click()
+        page.wait_for_selector(".stream")
+        shown = page.locator("main").inner_text()
+        assert EVIL in page.locator(".call pre").last.inner_text()
+        assert "<script>window.harmed=1</script>" in shown
+        assert page.locator(".stream script, .stream img, .stream iframe, .stream svg").count() == 0
+        page.get_by_role("link", name="Timeline of the step").click()
+        page.wait_for_selector("svg.timeline")
+        page.get_by_role("link", name="About this run").click()
+        assert EVIL in page.locator("pre").inner_text()
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.harmed") is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1300])
+def test_every_view_fits_its_width_and_text_stands_out(browser, run, width, scheme):
+    with Opened(browser, address(run), width=width, scheme=scheme) as page:
+        for view in (
+            "",
+            "rollouts",
+            "rollout/0/s000004.00000.02",
+            "rollout/0/s000004.00001.00",
+            "timeline/0/4",
+            "about",
+        ):
+            page.goto(f"{address(run)}#/{view}")
+            page.wait_for_function("hash => document.querySelector('main').dataset.ready === hash", arg=f"#/{view}")
+            page.wait_for_timeout(100)
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
+            assert page.evaluate(WEAK_TEXT) == [], view
+
+
+def test_a_served_report_follows_the_run_and_keeps_out_other_sites(browser, tmp_path):
+    lab = small_run(tmp_path / "live", steps=1, finished=False)
+    with ReportServer([str(lab.folder)]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Opened(browser, server.url + "#/rollouts") as page:
+            assert "8 of 8" in page.locator(".count").inner_text()
+            lab.write(2, [lab.row(lab.trajectory(2, 0, 0, answer="brand new words"), 2)])
+            lab.texts()
+            page.wait_for_function(
+                "() => document.querySelector('.count').textContent.startsWith('9 of 9')", timeout=20_000
+            )
+            page.fill("#search", "brand new")
+            page.wait_for_function("() => document.getElementById('search-status').textContent.startsWith('1 ')")
+            stranger = page.request.get(server.url + "manifest.json", headers={"Host": "evil.example:80"})
+            assert stranger.status == 403
+            assert page.request.get(server.url + "blob/..%2Fconfig.yaml").status == 404
+        server.shutdown()
+
+
+def test_ten_thousand_rollouts_open_in_three_seconds_and_are_searched(browser, tmp_path):
+    lab = Lab(tmp_path / "big")
+    lab.config()
+    lab.metrics(79)
+    numbers = iter(range(1, 10_001))
+    for step in range(1, 80):
+        rows = []
+        for place, number in zip(range(128), numbers):
+            answer = "a planted needle: zzqx9871" if number == 9871 else ""
+            rows.append(lab.row(lab.trajectory(step, place // 8, place % 8, answer=answer, words=42), step))
+        lab.write(step, rows)
+    lab.texts()
+    begun = time.monotonic()
+    assert main([str(lab.folder)]) == 0
+    built_s = time.monotonic() - begun
+    path = Path(lab.folder / "report.html")
+    size = path.stat().st_size / 1e6
+    assert size < 50
+    with Opened(browser, path.as_uri()) as page:
+        opened_s = page.evaluate("Number(document.documentElement.dataset.opened)") / 1000
+        assert opened_s < 3
+        page.get_by_role("link", name="Rollouts", exact=True).click()
+        assert "10000 of 10000" in page.locator(".count").inner_text()
+        begun = time.monotonic()
+        page.fill("#search", "zzqx9871")
+        page.wait_for_function(
+            "() => document.getElementById('search-status').textContent.startsWith('1 ')", timeout=60_000
+        )
+        searched_s = time.monotonic() - begun
+        page.locator("td.c-id a").click()
+        page.wait_for_selector(".stream")
+        assert "zzqx9871" in page.locator(".stream").inner_text()
+        assert page.locator("dl.facts").inner_text().count("\n") > 6
+    print(f"built in {built_s:.1f} s, {size:.1f} MB, opened in {opened_s:.2f} s, searched in {searched_s:.2f} s")

@@ -1,0 +1,198 @@
+"""`python -m verl_mt.report`: one file, of whatever there is; what is missing is said."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_lab import Lab, small_run
+
+import verl_mt.report.collect as collect_module
+from verl_mt.report import page_builder
+from verl_mt.report.__main__ import main
+from verl_mt.report.collect import collect
+from verl_mt.report.server import ReportServer
+
+PAGE = Path(page_builder.__file__).parent / "page"
+
+
+def lines_of(contents: page_builder.Contents, run: int = 0) -> Iterator[dict[str, Any]]:
+    for part in contents.runs[run]["parts"]:
+        columns = json.loads(gzip.decompress(contents.blocks[part["lines"]]))
+        yield from (dict(zip(columns, values)) for values in zip(*columns.values()))
+
+
+def problems_of(path: Path) -> str:
+    return "\n".join(collect([str(path)], max_rollouts=1000).runs[0]["problems"])
+
+
+def test_a_whole_run_is_one_file_without_complaints(tmp_path, capsys):
+    small_run(tmp_path / "run")
+    assert main([str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    assert "32 rollouts" in printed.out and printed.err == ""
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert not re.search(
+        r"""(?:src|href)\s*=\s*["'](?:https?:)?//""", re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    )
+
+
+def test_the_policy_of_the_page_allows_its_own_script_and_no_other(tmp_path):
+    small_run(tmp_path / "run", steps=1)
+    main([str(tmp_path / "run"), "--out", str(tmp_path / "a.html")])
+    text = (tmp_path / "a.html").read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert f"script-src 'sha256-{digest}' blob:;" in policy
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy
+    assert "unsafe-inline' blob" not in policy and "unsafe-eval" not in policy
+
+
+def test_the_same_run_gives_the_same_file(tmp_path):
+    small_run(tmp_path / "run", steps=2)
+    for name in ("a.html", "b.html"):
+        main([str(tmp_path / "run"), "--out", str(tmp_path / name)])
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for parent in ("a", "b"):
+        small_run(tmp_path / parent / "tiny", steps=1)
+    contents = collect([str(tmp_path / p / "tiny") for p in ("a", "b")], max_rollouts=100)
+    assert [run["label"] for run in contents.runs] == ["a/tiny", "b/tiny"]
+
+
+@pytest.mark.parametrize("kind", ["absent", "file", "empty"])
+def test_a_path_that_is_no_run_is_one_line_of_error(tmp_path, capsys, kind):
+    path = tmp_path / "x"
+    if kind == "file":
+        path.write_text("")
+    elif kind == "empty":
+        path.mkdir()
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(path) in error and "not a run directory" in error
+
+
+def test_without_plotly_the_command_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    small_run(tmp_path / "run", steps=1)
+    monkeypatch.setattr(page_builder.importlib.util, "find_spec", lambda name: None)
+    assert main([str(tmp_path / "run")]) == 2
+    assert "pip install 'verl_mt[report]'" in capsys.readouterr().err
+
+
+def test_a_run_that_is_being_written_shows_what_there_is(tmp_path):
+    lab = small_run(tmp_path / "run", steps=3, finished=False)
+    with open(lab.folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 4, "reward/me')
+    torn = lab.folder / "rollouts" / "step_000003.jsonl"
+    torn.write_bytes(torn.read_bytes()[:-200])
+    said = problems_of(lab.folder)
+    assert "not over" in said
+    assert "metrics.jsonl: its last line is cut off" in said
+    assert "step_000003.jsonl: its last line is cut off and left out (7 before it are read)" in said
+    assert len(list(lines_of(collect([str(lab.folder)], max_rollouts=100)))) == 23
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "token_texts.jsonl", "rollouts"])
+def test_what_is_missing_is_named_and_the_rest_is_shown(tmp_path, missing):
+    lab = small_run(tmp_path / "run", steps=1)
+    path = lab.folder / missing
+    path.rename(tmp_path / "gone")
+    said = problems_of(lab.folder)
+    assert missing in said or (missing == "rollouts" and "no rollout rows" in said)
+    assert main([str(lab.folder)]) == 0
+
+
+def test_rows_of_another_version_are_shown_as_far_as_they_go(tmp_path):
+    lab = small_run(tmp_path / "run", steps=1)
+    path = lab.folder / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] = {
+        "schema_version": 0,
+        "trajectory_id": "old",
+        "reward": 0.5,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    rows[1]["records"][0]["turns"] = [{"kind": "prompt"}]  # no places
+    rows[2]["records"][0]["sampled"].pop()
+    rows[3]["reward"] = float("nan")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "[1, 2]\n")
+    contents = collect([str(lab.folder)], max_rollouts=100)
+    said = "\n".join(contents.runs[0]["problems"])
+    assert "schema version 0 (this verl_mt writes 1)" in said and "line 9: not a JSON object" in said
+    lines = list(lines_of(contents))
+    assert [line["id"] for line in lines[:2]] == ["old", rows[1]["trajectory_id"]]
+    assert (lines[0]["reward"], lines[3]["reward"], len(lines)) == (0.5, None, 8)
+    details = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["parts"][0]["details"]]))
+    assert "another form" in details[1]["broken"][0]
+    assert "differ in length" in details[2]["broken"][0]
+    assert "broken" not in details[4]
+
+
+def test_a_config_that_is_no_yaml_is_said(tmp_path):
+    lab = small_run(tmp_path / "run", steps=1)
+    (lab.folder / "config.yaml").write_text("a: [1")
+    assert "config.yaml cannot be read" in problems_of(lab.folder)
+
+
+def test_too_many_rollouts_leave_out_whole_steps_evenly_and_say_so(tmp_path):
+    lab = small_run(tmp_path / "run", steps=9, prompts=2, samples=2)
+    contents = collect([str(lab.folder)], max_rollouts=20)
+    assert [part["step"] for part in contents.runs[0]["parts"]] == [1, 3, 5, 7, 9]
+    assert "4 of 9 rollout files are not shown" in contents.runs[0]["problems"][0]
+
+
+def test_text_of_a_run_cannot_end_the_data_s_script_element(tmp_path):
+    lab = Lab(tmp_path / "run</script><script>alert(1)</script>")
+    lab.config(note="</script><script>alert(2)</script>")
+    lab.metrics(1)
+    assert main([str(lab.folder), "--out", str(tmp_path / "a.html")]) == 0
+    text = (tmp_path / "a.html").read_text()
+    assert "<script>alert" not in text
+    manifest = re.search(r'id="manifest">(.*?)</script>', text, flags=re.S)[1]
+    assert "</script><script>alert(2)" in json.loads(manifest)["runs"][0]["config"]
+
+
+@pytest.mark.parametrize("words", [["--max-rollouts", "0"], ["--serve", "--port", "70000"]])
+def test_a_wrong_option_is_one_line_of_error(tmp_path, capsys, words):
+    small_run(tmp_path / "run", steps=1)
+    assert main([str(tmp_path / "run"), *words]) == 2
+    assert words[-2] in capsys.readouterr().err
+
+
+def test_a_file_that_was_not_changed_is_not_encoded_again(tmp_path, monkeypatch):
+    lab = small_run(tmp_path / "run", steps=2)
+    with ReportServer([str(lab.folder)]) as server:
+        seen: list[int] = []
+        encode = collect_module.encode_file
+        monkeypatch.setattr(
+            collect_module, "encode_file", lambda file, run: seen.append(file.step) or encode(file, run)
+        )
+        server._read_at = -1e9
+        server.contents()
+        lab.write(3, [lab.row(lab.trajectory(3, 0, 0), 3)])
+        server._read_at = -1e9
+        assert server.contents().runs[0]["parts"][-1]["step"] == 3
+        assert seen == [3]
+
+
+def test_scripts_are_short_enough_to_read():
+    assert {p.name: n for p in PAGE.iterdir() if (n := p.read_text().count("\n")) > 400} == {}
+
+
+def test_no_script_of_the_page_makes_markup_from_text():
+    for script in PAGE.glob("*.js"):
+        code = re.sub(r"//.*", "", script.read_text())
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", code), (
+            script
+        )
