@@ -71,6 +71,8 @@ def test_several_signs_are_one_sentence_with_the_cause_of_their_combination():
 
 def test_truncation_that_is_paid_for_is_suspected_of_it():
     assert "the reward may be paid for length" in after({"response/clip_ratio": 0.8, "reward/mean": 0.9}).words
+    both = {"response/clip_ratio": 0.8, "reward/mean": 0.9, "tools/use_rate": 0.1}
+    assert "the reward may be paid for length, and without tools" in after(both).words
     assert "turns no longer end" in after({"response/clip_ratio": 0.8}).words
 
 

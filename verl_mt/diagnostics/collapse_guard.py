@@ -243,6 +243,8 @@ _ANY: tuple[Direction, ...] = ("rose", "fell", "stayed")
 _HINTS: tuple[tuple[set[str], tuple[Direction, ...], str], ...] = (
     ({"sampler_kl"}, _ANY,
      "the sampler may no longer run the policy that is trained; look at the weight sync, dtype and temperature"),
+    ({"tool_use_drop", "truncation_rise"}, ("rose",),
+     "the reward may be paid for length, and without tools; read rollouts that were cut"),
     ({"tool_use_drop"}, ("rose", "stayed"),
      "the reward may be paid without tools (a format reward that is hacked?); compare reward/without_format and "
      "val/accuracy, and read rollouts without a call"),
