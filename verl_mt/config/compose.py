@@ -25,9 +25,10 @@ from verl_mt.config.checks import check
 from verl_mt.config.hydra_source import Composition, composing, register
 from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import Problem, normalise_overrides, normalise_tree, raise_problems, split_argv
+from verl_mt.config.reads import set_given
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves, sections
+from verl_mt.config.tree import leaves, open_parent, sections
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -197,7 +198,10 @@ def _compose(
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
     _say_once(notes + composition.notes)
-    return to_config(tree)
+    config = to_config(tree)
+    given = {item.key for item in outcome.items} | composition.given
+    set_given(config, frozenset(parent.key if (parent := open_parent(key)) else key for key in given))
+    return config
 
 
 def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig, str | None]:

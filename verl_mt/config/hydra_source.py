@@ -41,6 +41,8 @@ class Composition:
     extra_dirs: tuple[Path, ...] = ()
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
+    """Keys of the primary file, where it is not a shipped one."""
 
 
 _CURRENT: ContextVar[Composition | None] = ContextVar("verl_mt_composition", default=None)
@@ -131,7 +133,10 @@ class VerlMTConfigSource(FileConfigSource):
         else:
             composition.problems += outcome.problems
             composition.notes += outcome.notes
-            if "defaults" not in special and config_path.removesuffix(".yaml") == composition.primary:
+            is_primary = config_path.removesuffix(".yaml") == composition.primary
+            if is_primary and file.parent != config_dir().resolve():
+                composition.given |= {item.key for item in outcome.items}
+            if "defaults" not in special and is_primary:
                 special["defaults"] = [BASE, "_self_"]
         config = OmegaConf.create({**special, **nested})
         return ConfigResult(config=config, path=f"{_SCHEME}://{self.path}", provider=self.provider, header=header)

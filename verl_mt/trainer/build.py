@@ -47,6 +47,7 @@ from verl_mt.trainer.build_rollout import (
 )
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
+from verl_mt.trainer.config_reads import reads_recorded, refuse_silent_keys, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
@@ -60,6 +61,7 @@ from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 
+@reads_recorded
 def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> PPOTrainer:
     """Put a trainer together. Everything that can be wrong with the input is found here, before any training step.
 
@@ -115,8 +117,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         )
         if config.trainer.export_at_end:
             trainer.export = lambda: _export(workers, chat, run)
-        if state is not None:
-            _resume(trainer, state, run)
+        _resume(trainer, state, run)
+        write_reads(run.path, refuse_silent_keys())
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
@@ -133,7 +135,9 @@ def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 
-def _resume(trainer: PPOTrainer, state: dict[str, Any], run: RunDirectory) -> None:
+def _resume(trainer: PPOTrainer, state: dict[str, Any] | None, run: RunDirectory) -> None:
+    if state is None:
+        return
     trainer.load_state_dict(state, run.resume_from)
     trainer.log.display.resume_at(trainer.step_number)
     trainer.log.display.note(f"resuming {run.path} after step {trainer.step_number}")

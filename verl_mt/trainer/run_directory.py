@@ -1,6 +1,6 @@
 """The run directory: which one this run uses, whether it resumes, and who holds it.
 
-`runs/<experiment>/` holds `config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `tensorboard/`, `hf/` and,
+`runs/<experiment>/` holds `config.yaml`, `config_reads.json` (who reads each key), `metrics.jsonl`, `rollouts/`, `checkpoints/`, `tensorboard/`, `hf/` and,
 once the run is over, `FINISHED`.
 """
 
@@ -110,7 +110,7 @@ class RunDirectory:
         if self._created:
             for folder in ("tensorboard", "wandb"):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
-            for name in ("config.yaml", ".wandb_id", ".mlflow_id", "spans.jsonl", ".lock"):
+            for name in ("config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # Something else is in it: not ours to remove.
                 self.path.rmdir()
