@@ -42,7 +42,8 @@ def policy_loss(
     Returns:
         A scalar with gradient.
     """
-    log_probs_BT, entropy_BT = output.log_probs_BT, output.entropy_BT
+    # A view: a gradient that is only looked at (`_note_clipped`) must not reach the hooks of a sharded policy's output.
+    log_probs_BT, entropy_BT = output.log_probs_BT.view_as(output.log_probs_BT), output.entropy_BT
     assert entropy_BT is not None
     old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
     weights_BT, advantages_BT = mini.weights_BT, micro[columns.ADVANTAGES]
