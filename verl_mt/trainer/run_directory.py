@@ -1,7 +1,7 @@
 """The run directory: which one this run uses, whether it resumes, and who holds it.
 
-`runs/<experiment>/` holds `config.yaml`, `config_reads.json` (who reads each key), `metrics.jsonl`, `rollouts/`, `checkpoints/`, `tensorboard/`, `hf/` and,
-once the run is over, `FINISHED`.
+`runs/<experiment>/` holds `config.yaml`, `config_reads.json` (who reads each key), `metrics.jsonl`, `rollouts/`,
+`checkpoints/`, `tensorboard/`, `hf/` and, once the run is over, `FINISHED`.
 """
 
 from __future__ import annotations
