@@ -293,18 +293,30 @@ def test_a_served_report_follows_the_run_and_keeps_out_other_sites(browser, tmp_
         server.shutdown()
 
 
-def test_ten_thousand_rollouts_open_in_three_seconds_and_are_searched(browser, tmp_path):
-    lab = Lab(tmp_path / "big")
+def ten_thousand(folder: Path) -> Lab:
+    """A step's 128 rollouts of about 200 tokens, in 79 steps in another order each: blocks are packed one by one, so
+    that nothing is smaller for it, and written 50 times faster."""
+    lab = Lab(folder)
     lab.config()
     lab.metrics(79)
-    numbers = iter(range(1, 10_001))
+    rows = [lab.row(lab.trajectory(1, k // 8, k % 8, words=42), 1) for k in range(128)]
+    assert 190 <= sum(len(row["records"][0]["token_ids"]) for row in rows) / 128 <= 215
+    lines = [json.dumps(row) for row in rows]
+    needle = json.dumps(lab.row(lab.trajectory(1, 15, 99, answer="a planted needle: zzqx9871", words=42), 1))
+    (folder / "rollouts").mkdir()
     for step in range(1, 80):
-        rows = []
-        for place, number in zip(range(128), numbers):
-            answer = "a planted needle: zzqx9871" if number == 9871 else ""
-            rows.append(lab.row(lab.trajectory(step, place // 8, place % 8, answer=answer, words=42), step))
-        lab.write(step, rows)
+        lab.random.shuffle(lines)
+        own = lines[: min(128, 10_000 - 128 * (step - 1))]
+        if 128 * (step - 1) < 9871 <= 128 * step:
+            own[9871 - 128 * (step - 1) - 1] = needle
+        text = "".join(line.replace("s000001.", f"s{step:06d}.") + "\n" for line in own)
+        (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)
     lab.texts()
+    return lab
+
+
+def test_ten_thousand_rollouts_open_in_three_seconds_and_are_searched(browser, tmp_path):
+    lab = ten_thousand(tmp_path / "big")
     begun = time.monotonic()
     assert main([str(lab.folder)]) == 0
     built_s = time.monotonic() - begun

@@ -8,6 +8,7 @@ import hashlib
 import html
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,7 +57,7 @@ class Contents:
                 "problems": [*run.problems, *problems, *(p for file in files for p in file.problems)],
                 "total_steps": trainer.get("total_training_steps"),
                 "model": model,
-                "config": yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+                "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",
                 "metrics": self._block(pack(run.metrics)),
                 "critical": self._block(pack(critical)),
                 "texts": self._block(pack({str(k): v for k, v in run.token_texts.items()})),

@@ -7,7 +7,7 @@ const App = (() => {
   const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["timeline", "Timeline"], ["about", "About this run"]];
   const main = document.querySelector("main");
 
-  const linkTo = (r) => `#/rollout/${r.run}/${encodeURIComponent(r.id)}`;
+  const linkTo = (r) => `#/rollout/${r.run}/${encodeURIComponent(r.key)}`;
   const stepLink = (r) => `#/timeline/${r.run}/${r.step}`;
   const tableLink = (filters) => `#/rollouts?${new URLSearchParams(filters)}`;
 
@@ -83,7 +83,7 @@ const App = (() => {
       const status = document.getElementById("live");
       status.textContent = `live, ${Store.state.rollouts.length} rollouts`;
       // A reader in the middle of a conversation or of a filter is not disturbed.
-      if (fresh && !/^#\/(rollout|timeline)/.test(location.hash)) await open();
+      if (fresh && !/^#\/(rollout\/|timeline)/.test(location.hash)) await open();
     } catch (error) {
       document.getElementById("live").textContent = `the server does not answer (${error.message})`;
     }

@@ -5,7 +5,7 @@
 const Store = (() => {
   const state = { runs: [], rollouts: [], served: false };
   const opened = new Map(); // blob id -> promise of its decoded value
-  const byId = new Map(); // "run/trajectory id" -> number of the rollout
+  const byId = new Map(); // "run/key of the rollout" -> number of the rollout
   let texts = []; // per rollout, lower-cased text for the search; filled by the first one
 
   async function bytesOf(id) {
@@ -47,7 +47,9 @@ const Store = (() => {
       const row = { number: state.rollouts.length, run: run.number, part, at, split: part.split, step: part.step };
       for (const name of names) row[name] = columns[name][at];
       row.faults = (row.errors || 0) + (row.model_errors || 0); // of its tool calls
-      byId.set(`${run.number}/${row.id}`, row.number);
+      row.key = row.id; // what its link names it by; an id that comes twice is numbered
+      for (let again = 2; byId.has(`${run.number}/${row.key}`); again++) row.key = `${row.id}~${again}`;
+      byId.set(`${run.number}/${row.key}`, row.number);
       state.rollouts.push(row);
     }
   }
@@ -119,7 +121,7 @@ const Store = (() => {
     return [one.trajectory_id, ...said, one.error, JSON.stringify(one.info ?? "")].join("\n").toLowerCase();
   }
 
-  const find = (run, id) => byId.get(`${run}/${id}`);
+  const find = (run, key) => byId.get(`${run}/${key}`);
   const group = (rollout) => state.rollouts.filter(
     (other) => other.run === rollout.run && other.step === rollout.step && other.split === rollout.split
       && other.group === rollout.group);
