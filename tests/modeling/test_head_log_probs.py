@@ -59,7 +59,7 @@ def test_a_guess_of_the_derivative_changes_no_gradient_be_it_right_or_wrong(in_t
     real = module_under_test._gradients
     monkeypatch.setattr(module_under_test, "_gradients", lambda *args: recomputed.append(1) or real(*args))
     guessed = coefficients if guess == "right" else coefficients + 1e-12
-    flags = {"temperature": 0.8, "with_entropy": True, "entropy_grad": False, "expected_N": guessed}
+    flags = {"temperature": 0.8, "with_entropy": True, "entropy_grad": False, "expected": lambda: guessed}
     output = head_log_probs(head, hidden, targets, **flags)
     torch.testing.assert_close(output[0], log_probs)
     torch.testing.assert_close(output[1], entropy.detach())

@@ -7,7 +7,7 @@ The logits of N tokens over a vocabulary of V are often the largest tensor of a 
 - more: tile by tile with a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867); only hidden states
   and one number per token are kept, and the backward pass makes the logits again (as Wijmans et al. 2024, "Cut Your
   Losses", arXiv:2411.09009, do in a fused kernel);
-- more, and the loss's derivative is known beforehand (`expected_N`): hidden states' and weights' gradients are made
+- more, and the loss's derivative is known beforehand (`expected`): hidden states' and weights' gradients are made
   on the way forward, where the logits are at hand (as Hsu et al. 2024, Liger Kernel, arXiv:2410.10989), and the
   backward pass only hands them out, if the derivative is what was expected, bit for bit; else it does as above.
 
@@ -16,7 +16,7 @@ Shape suffixes: `N` tokens, `H` hidden size, `V` vocabulary, `v` a tile of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -41,7 +41,7 @@ def head_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = True,
-    expected_N: Tensor | None = None,
+    expected: Callable[[], Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log_softmax(head(hidden) / temperature)[target], and the entropy of that distribution in nats.
 
@@ -52,8 +52,8 @@ def head_log_probs(
         temperature: above 0.
         with_entropy: return entropies, too.
         entropy_grad: False: they are numbers without a graph.
-        expected_N: what the loss's derivative by each log-prob is going to be, if it is known. A wrong guess costs
-            time, never the gradient.
+        expected: gives what the loss's derivative by each log-prob [N] is going to be, or None if it is not known;
+            called only where it saves time. A wrong guess costs time, never the gradient.
 
     Returns:
         Both [N] in float32 (float64 for float64 hidden states); None for entropies nobody asked for.
@@ -63,10 +63,9 @@ def head_log_probs(
         return _plain(head, hidden_NH, targets_N, temperature, entropy)
     if not _is_linear(head):
         return _checkpointed(head, hidden_NH, targets_N, temperature, entropy)
-    if expected_N is not None and torch.is_grad_enabled() and not entropy[1]:
+    expected_N = expected() if expected is not None and torch.is_grad_enabled() and not entropy[1] else None
+    if expected_N is not None:
         expected_N = expected_N.to(_wide(hidden_NH.dtype))
-    else:
-        expected_N = None
     log_probs_N, entropy_N = _HeadLogProbs.apply(
         hidden_NH, head.weight, head.bias, targets_N, expected_N, (temperature, entropy)
     )

@@ -11,8 +11,9 @@ The language-model head runs only where a log-prob is wanted, never on more than
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def forward_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = True,
     media: Sequence[RowMedia] | None = None,
+    expected_slope: Callable[[], Tensor | None] | None = None,
 ) -> LogProbs:
     """Log-probs of the tokens at the wanted positions; works under autograd and without.
 
@@ -56,6 +58,8 @@ def forward_log_probs(
         with_entropy: also return the entropies.
         entropy_grad: False keeps the entropies out of the graph (a metric costs no memory then).
         media: images and videos, one entry per row; None = text only. Such rows are padded and share no prefixes.
+        expected_slope: [B, T], what the derivative of the loss by these log-probs is going to be, or None; see
+            `head_log_probs`.
 
     Raises:
         ValueError: a log-prob of position 0 is wanted.
@@ -86,12 +90,18 @@ def forward_log_probs(
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
+        expected=None if expected_slope is None else partial(_at, expected_slope, (row_N, position_N)),
     )
 
     def scatter(values_N: Tensor) -> Tensor:
         return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT.bool(), values_N)
 
     return LogProbs(scatter(log_probs_N), None if entropy_N is None else scatter(entropy_N))
+
+
+def _at(slope: Callable[[], Tensor | None], index: tuple[Tensor, Tensor]) -> Tensor | None:
+    slope_BT = slope()
+    return None if slope_BT is None else slope_BT[index]
 
 
 def position_ids(attention_mask_BT: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
 from verl_mt.modeling import lora
+from verl_mt.plugins import names_code
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
 from verl_mt.workers.mini_batch import MiniBatch, mini_batch
-from verl_mt.workers.policy_loss import policy_loss
+from verl_mt.workers.policy_loss import policy_loss, slope_where_known
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import dummy_pass, model_of, packs, score
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
@@ -143,7 +144,8 @@ class ActorWorker(Trainable):
     def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
         """Which rows go through the model."""
         in_loss_B = here[columns.LOSS_MASK].any(1)
-        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or self._loss.loss_mode == "kl_cov"
+        moves_all = self._loss.loss_mode == "kl_cov" or names_code(self._loss.loss_mode)
+        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or moves_all
         if not self.config.skip_zero_advantage or terms:
             return in_loss_B
         moved_B = (here[columns.ADVANTAGES] != 0).any(1)
@@ -232,7 +234,7 @@ class ActorWorker(Trainable):
                 if part is None:
                     dummy_pass(self.module, self.device)
                     continue
-                micro = here[part]
+                micro, own = here[part], mini.part(part)
                 output = score(
                     self.module,
                     micro[columns.INPUT_IDS],
@@ -242,8 +244,8 @@ class ActorWorker(Trainable):
                     with_entropy=True,
                     entropy_grad=self.config.entropy_coeff != 0,
                     media=columns.media_of(micro),
+                    expected_slope=partial(slope_where_known, self.config, micro, own, old_BT[part], self.correction),
                 )
-                own = mini.part(part)
                 micro_loss = policy_loss(self.config, output, micro, own, old_BT[part], metrics, self.correction)
                 if torch.is_grad_enabled():
                     micro_loss.backward()

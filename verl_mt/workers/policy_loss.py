@@ -14,7 +14,9 @@ from verl_mt.config.actor import ActorConfig
 from verl_mt.config.policy_loss import PolicyLossOptions, read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.modeling.log_probs import LogProbs
+from verl_mt.plugins import names_code
 from verl_mt.workers.mini_batch import MiniBatch
+from verl_mt.workers.own_loss import own_loss
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.update_metrics import UpdateMetrics
 
@@ -55,7 +57,7 @@ def policy_loss(
     if given_BT.any():
         # Tokens that nobody sampled are trained on request, each for itself; they stay out of ratios and metrics.
         options = read_policy_loss(config.policy_loss)
-        if options.loss_mode in ("gspo", "clip_cov", "kl_cov"):
+        if options.loss_mode in ("gspo", "clip_cov", "kl_cov") or names_code(options.loss_mode):
             options = PolicyLossOptions()
         given, _ = _loss_of_tokens(config, options, log_probs_BT, old_BT, advantages_BT, given_BT)
         loss_BT = loss_BT + given
@@ -72,6 +74,29 @@ def policy_loss(
     numbers["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / sampled_BT.sum().clamp(min=1)
     metrics.add_token_means(numbers, sampled_BT.sum())
     return loss
+
+
+def slope_where_known(
+    config: ActorConfig,
+    micro: TensorDict,
+    mini: MiniBatch,
+    old_BT: Tensor,
+    correction: RolloutCorrection | None = None,
+) -> Tensor | None:
+    """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.
+
+    Where ratios are taken to the current policy itself they are 1, whatever the log-probs are, and so every policy loss
+    has the slope that it has at any log-probs.
+    """
+    if config.use_kl_loss or config.entropy_coeff != 0 or correction is not None:
+        return None
+    if not bool((torch.isnan(old_BT) | ~micro[columns.LOSS_MASK]).all()):
+        return None
+    guess_BT = torch.zeros_like(old_BT).requires_grad_()
+    output = LogProbs(guess_BT, torch.zeros_like(old_BT))
+    with torch.enable_grad():
+        loss = policy_loss(config, output, micro.copy(), mini, old_BT, UpdateMetrics())
+    return torch.autograd.grad(loss, guess_BT)[0]
 
 
 def _note_clipped(micro: TensorDict, loss_BT: Tensor, log_probs_BT: Tensor) -> None:
@@ -128,6 +153,8 @@ def _loss_of_tokens(
     """The losses in which each token stands for itself."""
     arguments = (log_probs_BT, old_BT, advantages_BT, mask_BT)
     low, high = clip_range(config)
+    if names_code(options.loss_mode):
+        return own_loss(options, arguments, {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c})
     if options.loss_mode == "cispo":
         return cispo_loss(*arguments, clip_low=low, clip_high=high)
     if options.loss_mode == "sapo":
