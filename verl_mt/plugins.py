@@ -56,6 +56,11 @@ class Registry(dict[str, T], Generic[T]):
         raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
 
 
+def names_code(value: Any) -> bool:
+    """Whether a config's value is a dotted path or `file.py:name`, and no registered name."""
+    return isinstance(value, str) and ("." in value or ":" in value)
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -83,7 +83,8 @@ class ActorConfig(Section):
     policy_loss: dict[str, Any] = knob(
         {},
         "`loss_mode`: vanilla (PPO's, the default), gspo, cispo, sapo, gpg, clip_cov or kl_cov, and the numbers that "
-        "only it has (docs/algorithms.md). gspo wants clip ranges of about 3e-4.",
+        "only it has (docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its "
+        "arguments (docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
     )
     clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
     loss_agg_mode: str = knob(

@@ -11,6 +11,7 @@ from verl_mt.config.kl_control import KEY as KL_CTRL
 from verl_mt.config.kl_control import read_kl_control
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -38,7 +39,8 @@ def algorithm(config: Config) -> Iterator[str]:
 def _groups(config: Config) -> Iterator[str]:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     makes_groups = rollout.custom_generate_function_path is not None
-    if rollout.n == 1 and estimator not in WITHOUT_GROUPS and not makes_groups and not config.trainer.val_only:
+    compares = estimator not in WITHOUT_GROUPS and not names_code(estimator)
+    if rollout.n == 1 and compares and not makes_groups and not config.trainer.val_only:
         yield (
             f"{_ROLLOUT}.n is 1: {estimator} compares the samples of one prompt and needs at least 2 (1 is possible "
             f"with algorithm.adv_estimator={', '.join(WITHOUT_GROUPS)}, or with a custom generate function that "
@@ -48,6 +50,8 @@ def _groups(config: Config) -> Iterator[str]:
 
 def _read_by(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
+    if names_code(algorithm.adv_estimator):
+        return  # its signature says what it reads
     if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in ("grpo", "grpo_passk"):
         yield (
             f"algorithm.norm_adv_by_std_in_grpo is False, which algorithm.adv_estimator={algorithm.adv_estimator} does "
@@ -127,7 +131,7 @@ def _placement(config: Config) -> Iterator[str]:
     reward, estimator = config.reward, config.algorithm.adv_estimator
     if reward.placement != "turn":
         return
-    if estimator not in PER_TOKEN:
+    if estimator not in PER_TOKEN and not names_code(estimator):
         yield (
             f"reward.placement=turn with algorithm.adv_estimator={estimator}, which has one reward per trajectory: use "
             f"{' or '.join(PER_TOKEN)}, or placement=trajectory"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import names_code
 
 
 def knob(
@@ -18,6 +19,7 @@ def knob(
     max: float | None = None,
     below: float | None = None,
     choices: tuple[Any, ...] | None = None,
+    plugin: bool = False,
 ) -> Any:
     """A dataclass field with its doc and its check.
 
@@ -27,8 +29,9 @@ def knob(
         min, max: inclusive bounds of a number; null is always allowed where the type allows it.
         below: exclusive upper bound.
         choices: the values it may take.
+        plugin: beside the choices, the dotted path or file.py:name of an object of the user's.
     """
-    metadata = {"doc": doc, "min": min, "max": max, "below": below, "choices": choices}
+    metadata = {"doc": doc, "min": min, "max": max, "below": below, "choices": choices, "plugin": plugin}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
@@ -51,8 +54,10 @@ def check_knob(name: str, value: Any, metadata: Any) -> None:
     ConfigError: the value is out of bounds, not finite or not among the choices.
     """
     choices, low, high, below = (metadata.get(k) for k in ("choices", "min", "max", "below"))
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+    plugin = metadata.get("plugin", False)
+    if choices is not None and value not in choices and not (plugin and names_code(value)):
+        path = ", or a dotted path or file.py:name" if plugin else ""
+        raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}{path}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         # Every comparison with nan is False: the bounds would let it pass.
         if isinstance(value, float) and not math.isfinite(value):

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_mt.config.knob import Section, check_knob, knob
 from verl_mt.errors import ConfigError
-from verl_mt.plugins import suggest
+from verl_mt.plugins import names_code, suggest
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 
@@ -29,7 +29,7 @@ class PolicyLossOptions(Section):
     """The mapping with its defaults, which are those of the papers."""
 
     loss_mode: str = knob(
-        "vanilla", "The loss.", choices=("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+        "vanilla", "The loss.", choices=("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"), plugin=True
     )
     tau_pos: float = knob(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6)
     tau_neg: float = knob(1.05, "SAPO: the same on the others.", min=1e-6)
@@ -38,6 +38,7 @@ class PolicyLossOptions(Section):
     clip_cov_ub: float = knob(5.0, "Clip-Cov: largest covariance of a candidate.")
     kl_cov_ratio: float = knob(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1)
     ppo_kl_coef: float = knob(0.1, "KL-Cov: weight of their penalty.", min=0)
+    own: dict[str, Any] = knob({}, "All other keys, where `loss_mode` is a function of the user's: its arguments.")
 
 
 def read_policy_loss(given: Mapping[str, Any]) -> PolicyLossOptions:
@@ -46,7 +47,9 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLossOptions:
     Raises:
         ConfigError: an unknown key, a value that cannot be, or a key that the chosen loss does not read.
     """
-    known = {item.name: item for item in fields(PolicyLossOptions)}
+    known = {item.name: item for item in fields(PolicyLossOptions) if item.name != "own"}
+    if names_code(given.get("loss_mode")):
+        return PolicyLossOptions(given["loss_mode"], own={k: v for k, v in given.items() if k != "loss_mode"})
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"{KEY}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")

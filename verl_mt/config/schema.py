@@ -90,7 +90,9 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = knob(
         "grpo",
-        "How rewards become advantages (docs/algorithms.md).",
+        "How rewards become advantages (docs/algorithms.md); or the dotted path or file.py:name of a function of your "
+        "own (docs/your_own_algorithm.md).",
+        plugin=True,
         choices=(
             "grpo",
             "rloo",

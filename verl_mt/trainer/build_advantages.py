@@ -15,10 +15,14 @@ from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.algorithms.gae import discounted_returns, gae, whiten_tokens
 from verl_mt.algorithms.kl_control import KLControl
 from verl_mt.config.kl_control import read_kl_control
+from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
+from verl_mt.plugins import names_code
 from verl_mt.trainer.advantage_step import AdvantageStep, RewardPenalty, TokenEstimator, TrajectoryEstimator
+from verl_mt.trainer.own_estimator import own_per_token, own_per_trajectory
+from verl_mt.workers.own_loss import load_own_loss
 from verl_mt.workers.setup import AlgorithmNeeds
 from verl_mt.workers.worker_group import WorkerGroup
 
@@ -41,7 +45,9 @@ def advantage_estimator(config: AlgorithmConfig, workers: WorkerGroup | None = N
 
 def algorithm_needs(config: Config) -> AlgorithmNeeds:
     """What the workers are asked for."""
-    algorithm = config.algorithm
+    algorithm, loss = config.algorithm, read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    if names_code(loss.loss_mode):
+        load_own_loss(loss.loss_mode, tuple(loss.own))  # a mistake in it is found before anything slow
     return AlgorithmNeeds(
         rollout_correction=algorithm.rollout_correction,
         kl_in_reward=algorithm.use_kl_in_reward,
@@ -60,6 +66,8 @@ def _penalty(config: AlgorithmConfig) -> RewardPenalty | None:
 
 def _per_token(config: AlgorithmConfig) -> TokenEstimator | None:
     """Estimators that look at the reward of each token."""
+    if names_code(config.adv_estimator):
+        return own_per_token(config)
 
     def with_critic(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
@@ -74,6 +82,8 @@ def _per_token(config: AlgorithmConfig) -> TokenEstimator | None:
 
 def _per_trajectory(config: AlgorithmConfig) -> TrajectoryEstimator:
     """Estimators that look at one number per trajectory."""
+    if names_code(config.adv_estimator):
+        return own_per_trajectory(config)
     if config.adv_estimator == "remax":
         return _remax
     if config.adv_estimator == "gdpo":
