@@ -1,0 +1,102 @@
+"""The site: it builds without a warning, finds what it links to, and needs no network to be read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(words, cwd=root, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    pytest.importorskip("material", reason="mkdocs-material is not installed (pip install 'verl_mt[docs]')")
+    out = tmp_path_factory.mktemp("site")
+    done = build(REPO, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, REPO / "docs" / "site" / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_picture_is_the_one_that_its_script_draws():
+    made = module("data_flow")
+    assert made.OUT.read_text() == made.draw(), "run: python docs/site/data_flow.py"
+
+
+def test_no_box_of_the_picture_covers_another_or_leaves_it():
+    made = module("data_flow")
+    places = [(x - made.BOX / 2, y - made.TALL / 2) for x, y, *_ in made.BOXES.values()]
+    assert all(0 <= x <= made.WIDTH - made.BOX and 0 <= y <= made.HEIGHT - made.TALL for x, y in places)
+    for k, (x, y) in enumerate(places):
+        assert all(abs(x - u) >= made.BOX or abs(y - v) >= made.TALL for u, v in places[k + 1 :])
+
+
+@pytest.mark.slow
+def test_every_page_is_in_the_navigation(site):
+    pages = {page.stem for page in (REPO / "docs").glob("*.md")}
+    listed = set(re.findall(r"([a-z0-9_]+)\.md", (REPO / "mkdocs.yml").read_text()))
+    assert pages <= listed, sorted(pages - listed)
+
+
+@pytest.mark.slow
+def test_every_link_and_picture_of_the_site_is_a_file_of_it(site):
+    missing = []
+    for page in site.rglob("*.html"):
+        for link in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text()):
+            if not re.match(r"[a-z]+:|//", link) and page.name != "404.html" and not (page.parent / link).exists():
+                missing.append(f"{page.relative_to(site)}: {link}")
+    assert missing == []
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_from_the_network(site):
+    text = (site / "index.html").read_text()
+    assert re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//[^"]+', text) == []
+    assert "fonts.g" not in text
+
+
+@pytest.mark.slow
+def test_code_and_results_outside_of_docs_have_pages(site):
+    page = (site / "source/verl_mt/rollout/session.py.html").read_text()
+    assert "class RolloutSession" in re.sub(r"<[^>]+>", "", page)
+    assert (site / "pages/benchmarks/RESULTS.html").exists()
+    assert "ppo_trainer.py" in (site / "index.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["absent.md", "concepts.md#no-such-heading", "../verl_mt/absent.py"])
+def test_a_broken_link_breaks_the_build(link, tmp_path):
+    pytest.importorskip("material", reason="mkdocs-material is not installed (pip install 'verl_mt[docs]')")
+    for name in ("verl_mt", "mkdocs.yml"):
+        (tmp_path / name).symlink_to(REPO / name)
+    (tmp_path / "docs" / "site").mkdir(parents=True)
+    for file in (REPO / "docs" / "site").iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path / "docs" / "site")
+    text = f"# Concepts\n\n[here]({link})\n\n## Here\n"
+    (tmp_path / "docs" / "concepts.md").write_text(text)
+    (tmp_path / "README.md").write_text("# Start\n\n[concepts](docs/concepts.md#here)\n")
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode != 0 and link.removeprefix("concepts.md#") in done.stderr + done.stdout
+    (tmp_path / "docs" / "concepts.md").write_text(text.replace(f"[here]({link})", "here"))
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
