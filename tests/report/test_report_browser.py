@@ -207,9 +207,13 @@ def test_curves_of_two_runs_are_in_the_same_charts(browser, run, tmp_path):
     out = tmp_path / "both.html"
     main([str(run.folder), str(other.folder), "--out", str(out)])
     with Opened(browser, out.as_uri()) as page:
-        page.wait_for_selector(".chart .plot .legendtext")
+        page.wait_for_selector(".chart .plot .trace")
         reward = page.locator(".chart", has=page.get_by_role("heading", name="Reward"))
-        assert sorted(reward.locator(".legendtext").all_text_contents()) == ["other", "planted"]
+        assert reward.locator(".plot .trace").count() == 2
+        assert page.locator("#run-legend label").all_text_contents() == ["planted", "other"]
+        page.get_by_label("other").uncheck()
+        page.wait_for_selector(".chart .plot .trace")
+        assert reward.locator(".plot .trace").count() == 1
         page.get_by_role("link", name="Rollouts", exact=True).click()
         page.select_option("#f-run", label="other")
         assert "16 of 80" in page.locator(".count").inner_text()
@@ -249,7 +253,7 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
         assert page.locator(".stream script, .stream img, .stream iframe, .stream svg").count() == 0
         page.get_by_role("link", name="Timeline of the step").click()
         page.wait_for_selector("svg.timeline")
-        page.get_by_role("link", name="About this run").click()
+        page.get_by_role("link", name="About", exact=True).click()
         assert EVIL in page.locator("pre").inner_text()
         page.wait_for_timeout(300)
         assert page.evaluate("window.harmed") is None

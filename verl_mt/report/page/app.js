@@ -4,7 +4,7 @@
 const App = (() => {
   const { el, number } = Dom;
   const REFRESH_MS = 5000;
-  const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["timeline", "Timeline"], ["about", "About this run"]];
+  const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["timeline", "Timeline"], ["about", "About"]];
   const main = document.querySelector("main");
 
   const linkTo = (r) => `#/rollout/${r.run}/${encodeURIComponent(r.key)}`;
@@ -13,7 +13,7 @@ const App = (() => {
 
   function overview(node) {
     const runs = Store.state.runs;
-    Dom.replace(node, runs.map((run) => runCard(run)), el("h2", {}, "Curves"), el("div", { id: "curves" }));
+    Dom.replace(node, el("div", { class: "runs" }, runs.map((run) => runCard(run))), el("h2", {}, "Curves"), el("div", { id: "curves" }));
     Charts.render(node.querySelector("#curves"));
   }
 

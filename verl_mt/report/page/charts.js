@@ -5,6 +5,7 @@
 const Charts = (() => {
   const { el, number } = Dom;
   const COLOURS = ["#2f6fde", "#d2691e", "#2a9d6f", "#b5479b", "#8a7a00", "#00899e", "#c23b3b", "#6a5acd"];
+  const hidden = new Set(); // labels of runs
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 
   // title, what it says, and the metrics: a name, or a function of one step's metrics.
@@ -50,7 +51,7 @@ const Charts = (() => {
   // [{run, label, dash, steps, values}] of one panel.
   function series(panel) {
     const found = [];
-    for (const run of Store.state.runs) {
+    for (const run of Store.state.runs.filter((one) => !hidden.has(one.label))) {
       Object.entries(panel[2]).forEach(([key, what], place) => {
         const of = typeof what === "function" ? what : (m) => m[key];
         const label = typeof what === "function" ? key : what;
@@ -91,6 +92,32 @@ const Charts = (() => {
     return high - low < 6 ? { tick0: 0, dtick: 1, range: [low - 0.5, high + 0.5] } : { tickformat: "d", nticks: 6 };
   }
 
+  // Of several runs the colour says which run, the dash which line; of one run the colour says which line.
+  const colourOf = (s) => COLOURS[(Store.state.runs.length > 1 ? s.run.number : s.place) % COLOURS.length];
+
+  // What the lines of a chart are, once for all runs.
+  function legend(found) {
+    const labels = [...new Map(found.map((s) => [s.label, s])).values()];
+    if (labels.length < 2) return null;
+    const many = Store.state.runs.length > 1;
+    const dash = { solid: "", dash: "8 5", dot: "2 4", dashdot: "8 4 2 4", longdash: "14 5" };
+    return el("span", { class: "lines" }, labels.map((s) => el("span", { class: "sign" },
+      Dom.svg("svg", { width: 30, height: 8, "aria-hidden": "true" }, Dom.svg("line", { x1: 0, x2: 30, y1: 4, y2: 4,
+        "stroke-width": 2, stroke: many ? "currentColor" : colourOf(s),
+        "stroke-dasharray": many ? dash[DASHES[s.place % DASHES.length]] : "" })), s.label)));
+  }
+
+  // Which colour is which run; unticked ones are left out of the charts.
+  function runLegend(node) {
+    if (Store.state.runs.length < 2) return null;
+    return el("p", { class: "controls", id: "run-legend" }, Store.state.runs.map((run) => el("label", { class: "sign" },
+      el("input", { type: "checkbox", checked: !hidden.has(run.label), onchange: (event) => {
+        if (event.target.checked) hidden.delete(run.label);
+        else hidden.add(run.label);
+        render(node);
+      } }), el("span", { class: "dot", style: { background: COLOURS[run.number % COLOURS.length] } }), run.label)));
+  }
+
   async function draw(node, found) {
     const Plotly = await plotly();
     const several = new Set(found.map((s) => s.label)).size > 1;
@@ -98,8 +125,7 @@ const Charts = (() => {
     const traces = found.map((s) => ({
       x: s.steps, y: s.values, mode: s.steps.length < 40 ? "lines+markers" : "lines",
       name: plain(manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label),
-      line: { color: COLOURS[(manyRuns ? s.run.number : s.place) % COLOURS.length], width: 2,
-        dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
+      line: { color: colourOf(s), width: 2, dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
       marker: { size: 5 }, hovertemplate: "step %{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
     }));
     const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), color: style("--quiet"), automargin: true };
@@ -107,16 +133,17 @@ const Charts = (() => {
       margin: { l: 44, r: 8, t: 6, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 12, color: style("--text") },
       xaxis: { ...axis, ...wholeSteps(found) }, yaxis: { ...axis, nticks: 5, exponentformat: "e" },
-      showlegend: several || manyRuns, hovermode: "x unified",
+      showlegend: false, hovermode: "x unified",
       hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text") } },
-      legend: { orientation: "h", x: 0, y: -0.18, yanchor: "top", font: { size: 11 } },
     };
     await Plotly.react(node, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
   }
 
+  // First and last value of each line, in words.
   function summary(found) {
+    const several = new Set(found.map((s) => s.label)).size > 1;
     return found.map((s) => {
-      const name = Store.state.runs.length > 1 ? `${s.run.label} ${s.label}` : s.label;
+      const name = Store.state.runs.length < 2 ? s.label : several ? `${s.run.label} ${s.label}` : s.run.label;
       return `${name}: ${number(s.values[0])} → ${number(s.values.at(-1))}`;
     }).join(", ");
   }
@@ -136,7 +163,7 @@ const Charts = (() => {
     watcher.observe(plot);
     return el("figure", { class: "card chart" }, el("figcaption", {},
       el("h3", {}, title), el("span", { class: "quiet" }, about),
-      found.length <= 3 && el("span", { class: "ends" }, summary(found))), plot);
+      found.length <= 3 && el("span", { class: "ends" }, summary(found)), legend(found)), plot);
   }
 
   // All panels that have data, and a box to draw any other metric.
@@ -148,7 +175,7 @@ const Charts = (() => {
     const names = [...new Set(Store.state.runs.flatMap((run) => run.metrics.flatMap(
       (m) => Object.keys(m).filter((name) => Number.isFinite(m[name])))))].filter((name) => name !== "step").sort();
     if (!cards.length) {
-      Dom.replace(node, el("p", { class: "quiet" }, "There are no metrics to draw."));
+      Dom.replace(node, runLegend(node), el("p", { class: "quiet" }, "There are no metrics to draw."));
       return;
     }
     const own = el("div", { class: "own" });
@@ -156,7 +183,7 @@ const Charts = (() => {
       const name = event.target.value;
       Dom.replace(own, name ? card(name, "", series([name, "", { [name]: name }])) : null);
     } }, el("option", { value: "" }, "choose…"), names.map((name) => el("option", { value: name }, name)));
-    Dom.replace(node, el("div", { class: "charts" }, cards),
+    Dom.replace(node, runLegend(node), el("div", { class: "charts" }, cards),
       el("p", { class: "controls" }, el("label", { for: "any-metric" }, "Any other metric "), choose), own);
   }
 

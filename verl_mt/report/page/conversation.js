@@ -120,7 +120,7 @@ const Conversation = (() => {
     } }, `show ${rest} more tokens`);
     return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}` },
       el("h4", {}, title, el("span", { class: "quiet" },
-        ` ${own.length} tokens, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "given"}`)),
+        ` ${Dom.count(own.length, "token")}, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "given"}`)),
       text, more);
   }
 
@@ -270,9 +270,9 @@ const Conversation = (() => {
       });
       return el("li", { "aria-current": other === rollout ? "true" : null }, el("a", { href: App.linkTo(other) },
         el("span", { class: "bar", style: { width: `${Math.round((100 * Math.abs(other.reward ?? 0)) / best)}%` } }),
-        el("span", {}, `reward ${number(other.reward)}, ${other.turns} turns, ${other.trained} trained, ${other.stop.replaceAll("_", " ")}`)), last);
+        el("span", {}, `reward ${number(other.reward)}, ${Dom.count(other.turns, "turn")}, ${other.trained} trained, ${other.stop.replaceAll("_", " ")}`)), last);
     });
-    return el("section", { class: "card group" }, el("h3", {}, `The group: ${group.length} ${group.length === 1 ? "sample" : "samples"}`), el("ol", {}, rows));
+    return el("section", { class: "card group" }, el("h3", {}, `The group: ${Dom.count(group.length, "sample")}`), el("ol", {}, rows));
   }
 
   return { render };

@@ -47,6 +47,8 @@ const Dom = (() => {
     return String(Number(value.toPrecision(digits)));
   }
 
+  const count = (n, what) => `${number(n)} ${what}${n === 1 ? "" : "s"}`;
+
   function seconds(value) {
     if (value === null || value === undefined) return "–";
     if (value < 1e-3) return `${number(value * 1e6)} µs`;
@@ -67,5 +69,5 @@ const Dom = (() => {
     return el("details", { open }, el("summary", {}, summary), ...children);
   }
 
-  return { el, svg, replace, append, number, seconds, percent, visible, details };
+  return { el, svg, replace, append, number, count, seconds, percent, visible, details };
 })();
