@@ -13,14 +13,14 @@ EDGE = {"data": "#5c6bc0", "rollout": "#26a69a", "user": "#fb8c00", "train": "#e
 
 BOXES = {
     "row": (90, 60, "data", "dataset row", "messages, arguments"),
-    "prompt": (270, 60, "data", "prompt ids", "chat template, once"),
-    "session": (470, 60, "rollout", "RolloutSession", "ids, mask, log-probs"),
-    "engine": (690, 60, "rollout", "engine", "local, sglang"),
-    "tools": (470, 170, "user", "tools, interaction", "your code"),
-    "trajectory": (690, 170, "rollout", "Trajectory", "records, spans, messages"),
-    "group": (690, 280, "data", "scored group", "n samples, one prompt"),
-    "batch": (470, 280, "train", "batch", "one row per record"),
-    "advantages": (270, 280, "train", "advantages", "old, ref log-probs"),
+    "prompt": (290, 60, "data", "prompt ids", "chat template, once"),
+    "session": (490, 60, "rollout", "RolloutSession", "ids, mask, log-probs"),
+    "engine": (705, 60, "rollout", "engine", "local, sglang"),
+    "tools": (490, 170, "user", "tools, interaction", "your code"),
+    "trajectory": (705, 170, "rollout", "Trajectory", "records, spans, messages"),
+    "group": (705, 280, "data", "scored group", "n samples, one prompt"),
+    "batch": (490, 280, "train", "batch", "one row per record"),
+    "advantages": (290, 280, "train", "advantages", "old, ref log-probs"),
     "loss": (90, 280, "train", "loss", "optimizer step"),
 }
 ARROWS = (
@@ -47,9 +47,9 @@ def draw() -> str:
     ]
     parts += [_arrow(*arrow) for arrow in ARROWS]
     # From the end of a conversation down to its trajectory, and from the loss back up to the engine.
-    parts.append(_path("M535 91 L535 128 L580 128 L580 170 L605 170"))
-    parts.append(_path("M90 311 L90 385 L830 385 L830 60 L775 60"))
-    parts.append(_text(460, 377, "new weights, with their version: the next step", 13, SOFT))
+    parts.append(_path("M552 91 L552 128 L596 128 L596 170 L620 170"))
+    parts.append(_path("M90 311 L90 385 L845 385 L845 60 L790 60"))
+    parts.append(_text(467, 377, "new weights, with their version: the next step", 13, SOFT))
     parts += [_box(*box) for box in BOXES.values()]
     return "\n".join([*parts, "</svg>", ""])
 
