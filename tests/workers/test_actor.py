@@ -281,8 +281,10 @@ def test_a_missing_column_is_named(policy):
         worker(policy).update(batch.exclude(col.ADVANTAGES))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kwargs", [{}, {"ppo_mini_batch_size": 1, "ppo_epochs": 2}])
-def test_a_saved_and_loaded_worker_goes_on_bit_for_bit(policy, kwargs, tmp_path):
+def test_a_saved_and_loaded_worker_goes_on_bit_for_bit(policy, kwargs, dtype, tmp_path):
+    policy = copy.deepcopy(policy).to(dtype)
     batches = [make_batch(REWARDS, seed=s) for s in range(4)]
     straight = worker(policy, total_steps=4, **kwargs)
     metrics = [straight.update(b.clone()) for b in batches]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from verl_mt.workers.adamw import MASTER, build_adamw, state_of
+from verl_mt.workers.adamw import MASTER, MasterAdamW, build_adamw, state_of
 
 
 def train(dtype, optimizer_class, steps=50, lr=1e-5):
@@ -38,6 +40,38 @@ def test_float32_parameters_step_exactly_as_torchs():
     ours, _ = train(torch.float32, build_adamw)
     theirs, _ = train(torch.float32, torch.optim.AdamW)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_lives_elsewhere_visits_for_the_step_and_comes_back(dtype):
+    """A copy stands for the other device: what were not copied back would be lost."""
+    plain, expected = train(dtype, build_adamw)
+    offloaded, optimizer = train(dtype, functools.partial(build_adamw, offload=True))
+    assert torch.equal(offloaded, plain)
+    ours, theirs = state_of(optimizer, offloaded), state_of(expected, plain)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_only_one_parameters_state_visits_at_a_time(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(3)]
+    optimizer, visits = build_adamw(parameters, offload=True, lr=1e-3), []
+    real = MasterAdamW._update
+    monkeypatch.setattr(MasterAdamW, "_update", lambda self, group, p, s: visits.append(s) or real(self, group, p, s))
+    for parameter in parameters:
+        parameter.grad = torch.ones(8)
+    optimizer.step()
+    assert [len(states) for states in visits] == [1, 1, 1]
+    for parameter, (visiting,) in zip(parameters, visits):
+        kept = state_of(optimizer, parameter)
+        assert all(kept[name] is not visiting[name] for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_an_offloaded_state_is_in_cpu_memory_wherever_the_parameters_are():
+    parameter = torch.nn.Parameter(torch.zeros(8, device="meta"))
+    places = [state_of(build_adamw([parameter], offload=o, lr=1e-3), parameter)["exp_avg"].device.type for o in (0, 1)]
+    assert places == ["meta", "cpu"]
 
 
 def test_mixed_precisions_are_refused():

@@ -140,6 +140,7 @@ RENAMES: dict[str, Rename] = {
     ACTOR + "optim.clip_grad": Rename(ACTOR + "grad_clip"),
     ACTOR + "fsdp_config.model_dtype": Rename(MODEL + "dtype", _dtype),
     REF + "log_prob_max_token_len_per_gpu": Rename(REF + "log_prob_max_token_len"),
+    ACTOR + "fsdp_config.optimizer_offload": Rename(ACTOR + "optimizer_offload"),
     REF + "fsdp_config.param_offload": Rename(REF + "offload"),
     "custom_reward_function.path": Rename("reward.path"),
     "custom_reward_function.name": Rename("reward.name"),
@@ -185,7 +186,7 @@ _FSDP = "Hugging Face modules, sharded with FSDP2 over the ranks of trainer.plac
 _MANAGERS = ("naive", "batch", "dapo")
 _MANAGED = "the function's parameters say whether it gets batches; DAPO's penalty is reward.overlong_buffer"
 _SPEED = "only speed or memory depends on it, and there is nothing to set here"
-_NO_OFFLOAD = "parameters and optimizer state stay on the device"
+_NO_OFFLOAD = "parameters and activations stay on the device"
 
 ALWAYS: dict[str, Always] = {
     "data.return_raw_chat": Always((True,), "rollouts always start from the messages"),
@@ -229,7 +230,6 @@ ALWAYS: dict[str, Always] = {
     ),
     ACTOR + "checkpoint.load_contents": Always((["model", "optimizer", "extra"],), "a resumed run needs all of it"),
     ACTOR + "fsdp_config.param_offload": Always((False,), _NO_OFFLOAD),
-    ACTOR + "fsdp_config.optimizer_offload": Always((False,), _NO_OFFLOAD),
     ACTOR + "fsdp_config.offload_policy": Always((False,), _NO_OFFLOAD),
     ACTOR + "fsdp_config.fsdp_size": Always((-1,), "all ranks shard together"),
     ACTOR + "fsdp_config.forward_prefetch": Always(None, _SPEED),

@@ -59,7 +59,8 @@ class ActorWorker(Trainable):
         seed: int = 0,
     ):
         optim, mini = config.optim, config.ppo_mini_batch_size
-        plan = UpdatePlan(optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, "actor_rollout_ref.actor")
+        key, offload = "actor_rollout_ref.actor", config.optimizer_offload
+        plan = UpdatePlan(optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, key, offload)
         super().__init__(module, plan, total_steps=total_steps, train_batch_size=train_batch_size, seed=seed)
         self.config = config
         self.correction: RolloutCorrection | None = None

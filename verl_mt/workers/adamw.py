@@ -3,6 +3,10 @@
 A bfloat16 number has 8 bits of mantissa: at the learning rates of RL nearly every update of it would be rounded away.
 So the optimizer keeps the exact weights, steps those, and rounds them into the policy (mixed precision training,
 Micikevicius et al. 2018, section 3.1). Float32 parameters are left to torch.
+
+What the optimizer keeps is 8 bytes per parameter (12 with exact weights). Offloaded, it lies in CPU memory and visits
+the device one parameter at a time, during the step (as in ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, whose step
+itself is on the CPU).
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ MASTER = "master"
 """The exact weights, float32, of a parameter in a lower precision."""
 
 
-def build_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.AdamW:
+def build_adamw(parameters: Sequence[Tensor], *, offload: bool = False, **options: Any) -> torch.optim.AdamW:
     """AdamW for the parameters of one policy; with master weights where they are in a lower precision.
 
     Args:
         parameters: all float32, or all in a lower precision.
+        offload: keep the state in CPU memory.
         options: of `torch.optim.AdamW`.
 
     Raises:
@@ -33,24 +38,38 @@ def build_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Ada
     low = sum(p.dtype != torch.float32 for p in parameters)
     if low not in (0, len(parameters)):
         raise ValueError(f"{low} of {len(parameters)} parameters are not float32; all or none must be")
-    return (MasterAdamW if low else torch.optim.AdamW)(parameters, **options)
+    if not low and not offload:
+        return torch.optim.AdamW(parameters, **options)
+    optimizer = MasterAdamW(parameters, **options)
+    optimizer.offload = offload
+    return optimizer
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with moments and weights in float32, for parameters in a lower precision."""
+    """`torch.optim.AdamW` with moments and weights in float32, and a place for them that may be another device."""
+
+    offload = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update; rounds the exact weights into the parameters."""
         for group in self.param_groups:
-            self._step_low(group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not self.offload:
+                self._update(group, parameters, [state_of(self, p) for p in parameters])
+                continue
+            for parameter in parameters:
+                kept = state_of(self, parameter)
+                visiting = {name: kept[name].to(parameter.device, copy=True) for name in kept if name != "step"}
+                self._update(group, [parameter], [{**visiting, "step": kept["step"]}])
+                for name, tensor in visiting.items():
+                    kept[name].copy_(tensor)
 
-    def _step_low(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        states = [state_of(self, p) for p in parameters]
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Any]]) -> None:
+        exact = [s.get(MASTER, p) for p, s in zip(parameters, states)]
         adamw(
-            [s[MASTER] for s in states],
-            [p.grad.float() for p in parameters],
+            exact,
+            [p.grad.float() for p in parameters if p.grad is not None],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
@@ -63,8 +82,9 @@ class MasterAdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter, state in zip(parameters, states, strict=True):
-            parameter.copy_(state[MASTER])
+        for parameter, weights in zip(parameters, exact):
+            if weights is not parameter:
+                parameter.copy_(weights)
 
 
 def names_of_state(parameter: Tensor) -> tuple[str, ...]:
@@ -76,9 +96,11 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
     """The state of one parameter, made (moments 0, master = the weights as they are) where there is none yet."""
     state = optimizer.state[parameter]
     if not state:
+        offload = getattr(optimizer, "offload", False)
+        device = torch.device("cpu") if offload else parameter.device
         state["step"] = torch.tensor(0.0)
-        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
         if parameter.dtype != torch.float32:
-            state[MASTER] = parameter.detach().to(torch.float32, copy=True)
+            state[MASTER] = parameter.detach().to(device, torch.float32, copy=True)
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from verl_mt.workers.schedule import lr_factor
 from verl_mt.workers.sharding import model_of, ranks_of, whole
 from verl_mt.workers.state import copy_into, live_tensors
 
+_log = logging.getLogger(__name__)
 _MAX_NONFINITE = 3
 """Updates in a row without a finite loss and gradient before the run stops."""
 
@@ -36,6 +38,8 @@ class UpdatePlan:
     grad_clip: float
     key: str
     """Where its section is in the configuration, for errors."""
+    optimizer_offload: bool = False
+    """The optimizer's state lies in CPU memory between steps."""
 
 
 class Trainable:
@@ -67,8 +71,12 @@ class Trainable:
             _disable_dropout(module)
         optim = plan.optim
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        offload = plan.optimizer_offload and self.device.type != "cpu"
+        if plan.optimizer_offload and not offload:
+            _log.warning("%s.optimizer_offload has nothing to move: the optimizer's state is in CPU memory", plan.key)
+        betas = (optim.betas[0], optim.betas[1])
         self.optimizer = build_adamw(
-            self._parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+            self._parameters, offload=offload, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay
         )
 
     @property
