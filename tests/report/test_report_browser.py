@@ -211,7 +211,7 @@ def test_curves_of_two_runs_are_in_the_same_charts(browser, run, tmp_path):
         reward = page.locator(".chart", has=page.get_by_role("heading", name="Reward"))
         assert reward.locator(".plot .trace").count() == 2
         assert page.locator("#run-legend label").all_text_contents() == ["planted", "other"]
-        page.get_by_label("other").uncheck()
+        page.get_by_role("checkbox", name="other").uncheck()
         page.wait_for_selector(".chart .plot .trace")
         assert reward.locator(".plot .trace").count() == 1
         page.get_by_role("link", name="Rollouts", exact=True).click()

@@ -115,6 +115,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             for p in sorted(folder.iterdir())
             if not p.name.startswith(".") and p.name != "FINISHED"
         ]
+        rows.append(("look at it", f"python -m verl_mt.report {folder}"))
         self.display.summary("done", rows)
 
     def _before_after(self) -> list[tuple[str, str]]:

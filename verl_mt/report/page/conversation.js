@@ -4,6 +4,7 @@
 const Conversation = (() => {
   const { el, number, seconds } = Dom;
   const MAX_TOKENS = 4000; // of one block, until "show all" is pressed
+  const FOLDED_TOKENS = 60; // of a message of the prompt
   const COLOURINGS = {
     role: ["role and mask", null],
     sampler: ["sampler's log-prob", (t) => (t.sampler === null ? null : Math.min(1, -t.sampler / 5))],
@@ -118,10 +119,20 @@ const Conversation = (() => {
       more.remove();
       recolour();
     } }, `show ${rest} more tokens`);
-    return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}` },
+    // A long prompt stands folded, so that what was trained is on the first screen.
+    const folded = block.kind === "prompt" && own.length > FOLDED_TOKENS;
+    const unfold = folded && el("button", { class: "plain unfold", onclick: () => unfoldBlock(text) }, "show all of it");
+    return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}${folded ? " folded" : ""}` },
       el("h4", {}, title, el("span", { class: "quiet" },
         ` ${Dom.count(own.length, "token")}, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "given"}`)),
-      text, more);
+      text, unfold, more);
+  }
+
+  function unfoldBlock(node) {
+    const block = node.closest(".folded");
+    if (!block) return;
+    block.classList.remove("folded");
+    block.querySelector(".unfold").remove();
   }
 
   const cssRole = (role) => (["system", "user", "assistant", "tool"].includes(role) ? role : "other");
@@ -198,6 +209,7 @@ const Conversation = (() => {
     if (fix) {
       unpick();
       chosen = at;
+      unfoldBlock(node);
       node.classList.add("chosen");
       for (const other of document.querySelectorAll('.stream [tabindex="0"]')) other.tabIndex = -1;
       node.tabIndex = 0;
