@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from actor_toys import REWARDS, make_batch, tiny_policy, worker
+from actor_toys import REWARDS, lora_policy, make_batch, tiny_policy, worker
 from critic_toys import batch_with_values, critic, value_head, value_model
 
 from verl_mt.algorithms.value_loss import explained_variance
@@ -150,12 +150,13 @@ def test_a_shared_trunk_feels_nothing_of_the_critic():
     assert sum(p.numel() for p in worker.module.parameters()) < 400, "a head, not a second model"
 
 
-def test_a_shared_trunk_gives_the_values_of_the_policy_as_it_is_now():
-    policy = copy.deepcopy(tiny_policy())
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_shared_trunk_gives_the_values_of_the_policy_as_it_is_now(adapters):
+    policy = lora_policy() if adapters else copy.deepcopy(tiny_policy())
     worker, batch = critic(value_head(), policy=policy), make_batch(REWARDS)
     before = worker.compute_values(batch)
     with torch.no_grad():
-        next(policy.parameters()).mul_(1.5)
+        next(p for p in policy.parameters() if p.requires_grad).mul_(1.5)
     assert (worker.compute_values(batch) - before).abs().max() > 1e-3
 
 
