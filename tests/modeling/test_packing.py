@@ -112,6 +112,34 @@ def test_masks_and_groups_of_any_size_change_nothing(monkeypatch, most, alone):
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
+def varlen_by_hand(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **rest):
+    """What the kernel's documentation says: causal, aligned at the end of the keys."""
+    assert rest == {"dropout_p": 0.0, "causal": True} and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    out, share = torch.empty_like(q), q.shape[1] // k.shape[1]
+    for a, b, c, d in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:]):
+        assert b - a <= max_seqlen_q and d - c <= max_seqlen_k
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d].repeat_interleave(share, 1)) * softmax_scale
+        seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(int((d - c) - (b - a)))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", weights, v[c:d].repeat_interleave(share, 1))
+    return out
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_flash_attentions_kernel_is_handed_every_segment_with_its_way_from_the_root(monkeypatch, share):
+    model = tiny(scale=1.0)
+    ids, mask, wanted = random_batch(5, num_rows=8, shared=20, prompts=2)
+    with torch.no_grad():
+        use_passes(model, PLAIN)
+        plain = forward_log_probs(model, ids, mask, wanted_BT=wanted, temperature=1.0).log_probs_BT
+        model.config._attn_implementation = "flash_attention_2"
+        monkeypatch.setattr(packing, "_flash_kernel", lambda: varlen_by_hand)
+        use_passes(model, Passes(packed=True, share_prefixes=share))
+        assert model.config._attn_implementation == packing.FLASH_NAME
+        packed = forward_log_probs(model, ids, mask, wanted_BT=wanted, temperature=1.0).log_probs_BT
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
+
+
 def test_checkpointed_activations_are_recomputed_over_packed_rows():
     model = tiny(scale=1.0)
     use_passes(model, Passes(packed=True, share_prefixes=True))

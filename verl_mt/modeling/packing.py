@@ -29,12 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-NAME = "verl_mt_packed"
-"""Of the attention function; a model set to it computes SDPA attention where it is not handed packed rows."""
+NAME, FLASH_NAME = "verl_mt_packed", "verl_mt_packed_flash"
+"""Of the attention functions; where a model is not handed packed rows they compute what `TWINS` says."""
+TWINS = {"sdpa": NAME, "flash_attention_2": FLASH_NAME}
+"""transformers' name of an attention -> that of its twin for packed rows."""
 MIN_SHARED = 16
 """A segment of its own must save that many tokens: attention over two segments costs more than over one."""
 _MAX_MASK = 2**24
@@ -124,6 +127,8 @@ class PackedRows:
         self.input_ids_1T = torch.from_numpy(packed).to(device)[None]
         self.position_ids_1T = torch.from_numpy(where).to(device)[None]
         self.wanted_N = torch.from_numpy(place_BT[rows, positions]).to(device)
+        self._place_BT = place_BT
+        self._varlen: tuple[Tensor | None, Tensor, Tensor, int, int] | None = None
         self._groups: list[_Group] = []
         order = np.zeros(len(packed), dtype=np.int64)
         filled = 0
@@ -145,6 +150,26 @@ class PackedRows:
         ids = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_1T}
         return {**ids, "attention_mask": no_mask, "use_cache": False, "packed_rows": self}
 
+    def attend_flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+        """`attend` with one call of flash attention's kernel for rows of many lengths (Dao 2023, arXiv:2307.08691).
+
+        Its causal mask is aligned at the end: the last query sees all keys. So a segment's queries are its own tokens,
+        and its keys those on the way from the root.
+        """
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self._varlen is None:
+            device, ends = q.device, [s.end for s in self.segments]
+            sizes = [s.end - s.start for s in self.segments]
+            starts_q, starts_k = (_cumulated(lengths, device) for lengths in (sizes, ends))
+            shared = any(s.start for s in self.segments)
+            ways = [torch.from_numpy(self._place_BT[s.rows[0], : s.end]) for s in self.segments] if shared else []
+            self._varlen = (torch.cat(ways).to(device) if shared else None, starts_q, starts_k, max(sizes), max(ends))
+        index, starts_q, starts_k, most_q, most_k = self._varlen
+        if index is not None:
+            k, v = k.index_select(0, index), v.index_select(0, index)
+        lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        return _flash_kernel()(q, k, v, **lengths, dropout_p=dropout, softmax_scale=scale, causal=True).unsqueeze(0)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """query [1, H, T, D], key and value [1, their heads, T, D] -> [1, T, H, D]."""
         pieces = []
@@ -164,6 +189,16 @@ class PackedRows:
         if self._order_T is not None:
             out_THD = out_THD.index_select(0, self._order_T)
         return out_THD.unsqueeze(0)
+
+
+def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def _flash_kernel() -> Any:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
 
 
 def _take(x_1HTD: Tensor, index: slice | Tensor) -> Tensor:
@@ -226,11 +261,33 @@ def packed_attention(
     rows: PackedRows | None = kwargs.pop("packed_rows", None)
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return rows.attend(query, key, value, *_checked(module, kwargs)), None
+
+
+def packed_flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The same with flash attention; needs the package flash-attn and a GPU."""
+    rows: PackedRows | None = kwargs.pop("packed_rows", None)
+    if rows is None:
+        config: Any = module.config
+        config._attn_implementation = "flash_attention_2"  # it looks there for the kernel's name
+        try:
+            return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        finally:
+            config._attn_implementation = FLASH_NAME
+    return rows.attend_flash(query, key, value, *_checked(module, kwargs)), None
+
+
+def _checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:
+    """(scale, dropout)"""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} uses {name!r} in its attention; packed rows have no such term")
-    return rows.attend(query, key, value, kwargs.get("scaling"), kwargs.get("dropout") or 0.0), None
+    return kwargs.get("scaling"), kwargs.get("dropout") or 0.0
 
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(FLASH_NAME, packed_flash_attention)
+AttentionMaskInterface.register(FLASH_NAME, flash_attention_mask)

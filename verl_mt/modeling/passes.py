@@ -58,7 +58,8 @@ def use_passes(model: Any, passes: Passes) -> None:
     setattr(model, _ATTRIBUTE, passes)
     if passes.packed:
         # For good, not for a pass: checkpointed layers run again in the backward pass.
-        decoder_of(model).config._attn_implementation = packing.NAME
+        config = decoder_of(model).config
+        config._attn_implementation = packing.TWINS.get(config._attn_implementation, config._attn_implementation)
 
 
 def passes_of(model: Any) -> Passes:
@@ -108,9 +109,9 @@ def _why_not_packed(model: Any) -> str | None:
     if not kinds and getattr(config, "sliding_window", None) is not None:
         return f"its attention has a window of {config.sliding_window} tokens"
     kernel = getattr(config, "_attn_implementation", None)
-    if kernel not in ("sdpa", packing.NAME):
-        return f"its attention is {kernel!r}, and only sdpa takes packed rows"
-    config._attn_implementation = packing.NAME
+    if kernel not in (*packing.TWINS, *packing.TWINS.values()):
+        return f"its attention is {kernel!r}, and only {' and '.join(packing.TWINS)} take packed rows"
+    config._attn_implementation = packing.TWINS.get(kernel, kernel)
     try:
         with eval_mode(model):
             return _probe(base)
