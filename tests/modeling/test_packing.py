@@ -112,8 +112,9 @@ def test_masks_and_groups_of_any_size_change_nothing(monkeypatch, most, alone):
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
-def varlen_by_hand(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **rest):
+def varlen_by_hand(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, **rest):
     """What the kernel's documentation says: causal, aligned at the end of the keys."""
+    max_seqlen_q, max_seqlen_k = rest.pop("max_seqlen_q"), rest.pop("max_seqlen_k")
     assert rest == {"dropout_p": 0.0, "causal": True} and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     out, share = torch.empty_like(q), q.shape[1] // k.shape[1]
     for a, b, c, d in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:]):
