@@ -256,7 +256,7 @@ class ActorWorker(Trainable):
         return loss, seen_BT
 
     def _over_mini_batch(self, here: TensorDict, rows: Tensor, old_BT: Tensor) -> MiniBatch:
-        weights_BT = torch.zeros_like(here[columns.ADVANTAGES])
+        weights_BT = torch.zeros_like(here[columns.ADVANTAGES], dtype=torch.float32)
         weights_BT[rows] = token_weights(
             here[columns.LOSS_MASK][rows],
             here[columns.TRAJECTORY_INDEX][rows],
