@@ -161,13 +161,13 @@ def test_checkpoints_are_kept_as_far_back_as_a_collapse_may_have_begun(tmp_path)
 # ---------------------------------------------------------------- real runs
 
 COLLAPSING = (
-    "actor_rollout_ref.actor.optim.lr=0.02", "actor_rollout_ref.actor.optim.lr_warmup_steps=6",
+    "actor_rollout_ref.actor.optim.lr=0.006", "actor_rollout_ref.actor.optim.lr_warmup_steps=6",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
-    "data.train_batch_size=8", "trainer.total_training_steps=16", "trainer.save_freq=1", "trainer.deterministic=True",
+    "trainer.total_training_steps=16", "trainer.save_freq=1", "trainer.deterministic=True",
     "trainer.collapse_guard_thresholds={window: 2, turns_rise: null}", "trainer.val_before_train=False",
     "trainer.test_freq=-1", "trainer.export_at_end=False", "trainer.logger=[]",
 )  # fmt: skip
-"""A learning rate sixty times too large, after a few steps of warm-up."""
+"""A learning rate twenty times too large, after a few steps of warm-up."""
 
 
 @pytest.mark.slow
