@@ -169,6 +169,48 @@ def test_the_conversation_shows_the_finding_the_clip_and_the_call(browser, run):
         call = page.locator(".call").inner_text()
         assert "the tool's fault" in call and "250 ms" in call and '"query"' in call
         assert page.locator(".group li").count() == 4
+        page.locator(".group li").last.get_by_text("read it here").click()
+        beside = page.locator(".group li").last.locator("h5").all_text_contents()
+        assert beside == ["assistant", "tool · search", "assistant"]
+
+
+def test_every_record_of_a_rewritten_history_has_its_own_tokens(browser, tmp_path):
+    lab = Lab(tmp_path / "forked")
+    lab.config()
+    lab.metrics(1)
+    first, second = lab.trajectory(1, 0, 0), lab.trajectory(1, 0, 1)
+    first.records += lab.trajectory(1, 0, 2).records
+    first.records[0].messages = first.messages
+    rows = [lab.row(t, 1) for t in (first, second)]
+    rows[0]["records"][1]["sampled"].append(0)  # broken: left out, and those behind it are not shifted
+    rows[0]["records"].append(rows[0]["records"][0] | {"policy_versions": [7] * len(first.records[0].token_ids)})
+    lab.write(1, rows)
+    lab.texts()
+    main([str(lab.folder)])
+    texts = {token_id: text for text, token_id in lab.vocabulary.ids.items()}
+    with Opened(browser, address(lab) + f"#/rollout/0/{first.trajectory_id}") as page:
+        page.wait_for_selector(".stream")
+        assert "record 1: columns of one record differ" in page.locator(".note.bad").inner_text()
+        assert "Record 2 of 2" in page.locator("section.record h3").last.inner_text()
+        token = page.locator("section.record").last.locator(".t.trained").first
+        token.click()
+        place = rows[0]["records"][0]["loss_mask"].index(1)
+        assert facts(page)["position"] == str(place) and facts(page)["weight version"] == "7"
+        page.goto(f"{address(lab)}#/rollout/0/{second.trajectory_id}")
+        page.wait_for_function("() => document.querySelectorAll('section.record').length === 0")
+        shown = "".join(page.locator(".stream .t").all_text_contents()).replace("↵", "\n")
+        assert shown == "".join(texts[i] for i in second.records[0].token_ids)
+
+
+def test_the_first_screen_says_what_the_collapse_guard_saw(browser, tmp_path):
+    lab = small_run(tmp_path / "run", steps=1)
+    with open(lab.folder / "metrics.jsonl", "a") as file:
+        for step in (5, 6):
+            file.write(json.dumps({"step": step, "collapse/signs": 1.0, "collapse/entropy_rise": 1.0}) + "\n")
+    main([str(lab.folder)])
+    with Opened(browser, address(lab)) as page:
+        note = page.locator(".run .note.bad").inner_text()
+        assert note == "The collapse guard saw: entropy rise (2 steps, first 5, last 6)."
 
 
 def test_columns_sort_both_ways_and_the_table_has_pages(browser, run):

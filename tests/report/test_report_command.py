@@ -15,6 +15,7 @@ import pytest
 from run_lab import Lab, small_run
 
 import verl_mt.report.collect as collect_module
+from verl_mt.config_paths import TINY_MODEL, resolve_model_path
 from verl_mt.report import page_builder
 from verl_mt.report.__main__ import main
 from verl_mt.report.collect import collect
@@ -196,3 +197,18 @@ def test_no_script_of_the_page_makes_markup_from_text():
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", code), (
             script
         )
+
+
+@pytest.mark.slow
+def test_an_older_run_takes_the_texts_of_its_tokens_from_its_export(tmp_path):
+    from transformers import AutoTokenizer
+
+    lab = small_run(tmp_path / "run", steps=1)
+    (lab.folder / "token_texts.jsonl").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY_MODEL))
+    tokenizer.save_pretrained(lab.folder / "hf")
+    contents = collect([str(lab.folder)], max_rollouts=100)
+    assert "token_texts" not in "".join(contents.runs[0]["problems"])
+    texts = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["texts"]]))
+    ids = tokenizer("What is 3 + 4?\n<|im_end|>")["input_ids"]
+    assert "".join(texts[str(i)] for i in ids) == "What is 3 + 4?\n<|im_end|>"

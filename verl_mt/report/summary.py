@@ -78,6 +78,7 @@ def _details(row: Mapping[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     details = {name: row[name] for name in kept if row.get(name) not in (None, {}, [], "")}
     details["messages"] = [_message(m) for m in row.get("messages") or [] if isinstance(m, dict)]
+    details["prompt_messages"] = _first_own_message(row, details["messages"])
     details["calls"] = tool_calls(row)
     details["spans"] = [
         [s.get("phase", ""), round(s["start_s"], 6), round(s["end_s"], 6), s.get("turn", 0), s.get("name", "")]

@@ -33,9 +33,25 @@ const App = (() => {
       el("h2", {}, el("span", { class: "dot", style: { background: Charts.COLOURS[run.number % Charts.COLOURS.length] } }), run.label,
         el("span", { class: "badge calm" }, run.finished ? "finished" : "not over")),
       run.problems.length > 0 && el("ul", { class: "note warn" }, run.problems.map((p) => el("li", {}, p))),
+      guardNote(run),
       el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
       worst && el("p", { class: "actions" },
         el("a", { class: "button primary", href: linkTo(worst) }, `Open the worst rollout of step ${worst.step}`), shortcuts));
+  }
+
+  // What the collapse guard saw, and where: its signs are metrics.
+  function guardNote(run) {
+    const signs = new Map();
+    for (const metrics of run.metrics) {
+      for (const name of Object.keys(metrics)) {
+        const sign = name.match(/^collapse\/(?!signs$|rolled_back_to$)(.+)$/);
+        if (sign && metrics[name]) signs.set(sign[1], [...(signs.get(sign[1]) ?? []), metrics.step]);
+      }
+    }
+    if (!signs.size) return null;
+    const words = [...signs].map(([sign, steps]) =>
+      `${sign.replaceAll("_", " ")} (${steps.length > 1 ? `${steps.length} steps, first ${steps[0]}, last ${steps.at(-1)}` : `step ${steps[0]}`})`);
+    return el("p", { class: "note bad" }, el("strong", {}, "The collapse guard saw: "), `${words.join(", ")}.`);
   }
 
   function about(node) {

@@ -19,9 +19,11 @@ const Charts = (() => {
     ["Validation", "share solved", { "val/accuracy": "sampled", "val/accuracy_greedy": "greedy" }],
     ["Entropy", "nats per sampled token", { "actor/entropy": "entropy" }],
     ["KL to the sampler", "sampler against trainer, nats per token", { "rollout/sampler_kl": "KL" }],
+    ["KL to the reference", "as in the loss, nats", { "actor/kl_loss": "KL" }],
     ["Length", "tokens per rollout", {
       "response/tokens_mean": "response", "response/sampled_tokens_mean": "sampled", "prompt/tokens_mean": "prompt" }],
     ["Turns", "assistant turns per rollout", { "turns/mean": "mean", "turns/max": "most" }],
+    ["Tool use", "share of the rollouts in which a tool ran", { "tools/use_rate": "share" }],
     ["Tool calls", "per rollout", { calls: per(/^tools\/[^/]+\/calls$/) }],
     ["Tool errors", "share of the calls", { "model's fault": share("model_errors"), "tool's fault": share("errors") }],
     ["Cut off", "share of the rollouts", {

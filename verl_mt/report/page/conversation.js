@@ -276,15 +276,23 @@ const Conversation = (() => {
     const group = Store.group(rollout);
     const best = Math.max(...group.map((r) => Math.abs(r.reward ?? 0)), 1e-9);
     const rows = group.map((other) => {
-      const last = el("p", { class: "said quiet" });
+      const last = el("div", {});
       Store.details(other).then((d) => {
-        last.textContent = (d.messages.filter((m) => m.role === "assistant").at(-1)?.text || "(no text)").slice(0, 160);
+        const said = d.messages.filter((m) => m.role === "assistant").at(-1)?.text || "(no text)";
+        Dom.replace(last, el("p", { class: "said quiet" }, said.slice(0, 160)), other !== rollout && beside(d));
       });
       return el("li", { "aria-current": other === rollout ? "true" : null }, el("a", { href: App.linkTo(other) },
         el("span", { class: "bar", style: { width: `${Math.round((100 * Math.abs(other.reward ?? 0)) / best)}%` } }),
         el("span", {}, `reward ${number(other.reward)}, ${Dom.count(other.turns, "turn")}, ${other.trained} trained, ${other.stop.replaceAll("_", " ")}`)), last);
     });
     return el("section", { class: "card group" }, el("h3", {}, `The group: ${Dom.count(group.length, "sample")}`), el("ol", {}, rows));
+  }
+
+  // Another sample's conversation in short, behind the prompt that all of the group share.
+  function beside(details) {
+    return Dom.details("read it here", false, details.messages.slice(details.prompt_messages).map((message) => el("div", { class: `block role-${cssRole(message.role)}` },
+      el("h5", {}, [message.role, message.name].filter(Boolean).join(" · ")),
+      el("pre", {}, message.text || JSON.stringify(message.calls ?? "", null, 1)))));
   }
 
   return { render };
