@@ -22,16 +22,20 @@ RetrievalProcess = importlib.import_module("retrieval_process").RetrievalProcess
 @pytest.mark.sglang
 @pytest.mark.timeout(600)
 @pytest.mark.cap("V1", "V12", "C42", "C46", "C54")
-def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monkeypatch):
-    data = tmp_path / "data"
+def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monkeypatch, shared_data):
+    """The boxes' passages stand among thousands of real ones, and a wrong number finds one of those."""
+    data, corpus = tmp_path / "data", tmp_path / "corpus.jsonl"
     subprocess.run([sys.executable, str(RECIPE / "tiny" / "world.py"), "--out", str(data)], check=True)
+    sources = [str(shared_data / "tasks" / "search_corpus.jsonl.gz"), str(data / "corpus.jsonl")]
+    prepare = [sys.executable, str(RECIPE / "prepare.py"), "corpus", "--source", *sources, "--out", str(corpus)]
+    subprocess.run(prepare, check=True)
     overrides = [
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet", "data.val_max_samples=64", "actor_rollout_ref.rollout.name=sglang",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
         "trainer.total_training_steps=2", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}/run",
     ]  # fmt: skip
-    with RetrievalProcess(data / "corpus.jsonl") as server:
+    with RetrievalProcess(corpus) as server:
         monkeypatch.setenv("SEARCH_URL", server.url)
         build_trainer(compose(overrides, "search_boxes", RECIPE / "config")).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
