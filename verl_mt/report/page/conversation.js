@@ -3,7 +3,7 @@
 
 const Conversation = (() => {
   const { el, number, seconds } = Dom;
-  const MAX_TOKENS = 4000; // of one block, until "show all" is pressed
+  const MAX_TOKENS = 1500; // of one block, until "show all" is pressed
   const FOLDED_TOKENS = 60; // of a message of the prompt
   const COLOURINGS = {
     role: ["role and mask", null],
@@ -172,6 +172,7 @@ const Conversation = (() => {
 
   function recolour() {
     const of = COLOURINGS[view.colouring][1];
+    if (!of && !document.body.classList.contains("heated")) return;
     const most = Math.max(0, ...tokens.map(({ token }) => Math.abs(token.advantage ?? 0)));
     const versions = [...new Set(tokens.map(({ token }) => token.version).filter((v) => v !== null))].sort((a, b) => a - b);
     for (const { token, node } of tokens) {
