@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import sys
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import compose
+from verl_mt.config_paths import find_config_file
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import TrajectoryGroup
@@ -26,6 +28,7 @@ from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.tiny.problems import rows as problems
 from verl_mt.tools.calculator import Calculator
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
@@ -153,6 +156,16 @@ def test_the_phases_share_the_time_of_all_trajectories(loop):
     assert found.phase_share["reward"] == pytest.approx(reward_s / total, abs=1e-3)
 
 
+ROW_SLEEPS_S = [0.0]
+
+
+def rows_with_delay(num_rows, seed, split):
+    """The tool sleeps for row 1."""
+    made = list(problems(num_rows=num_rows, seed=seed, split=split))
+    kwargs = {"calculator": {"execute_kwargs": {"sleep_s": ROW_SLEEPS_S[0]}}}
+    return [{**row, "extra_info": {"tools_kwargs": kwargs} if k == 1 else {}} for k, row in enumerate(made)]
+
+
 class SleepyCalculator(Calculator):
     """Sleeps for the row whose `extra_info.tools_kwargs` say so."""
 
@@ -165,17 +178,22 @@ class SleepyCalculator(Calculator):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["trainer.deterministic=False", "trainer.deterministic=True"])
-def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_path, mode):
+def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_path, monkeypatch, mode):
     """Twice the same step of the default task on the local engine; in the second run the tool sleeps for row 1."""
     file = tmp_path / "tools.yaml"
-    file.write_text(yaml.safe_dump({"tools": [{"class_name": f"{__name__}.SleepyCalculator", "config": {}}]}))
-    metrics = []
-    for sleep_s in (0.0, 3.0):
+    declared = yaml.safe_load(find_config_file("tools_configs/calculator.yaml", key="tools").read_text())
+    declared["tools"][0]["class_name"] = f"{__name__}.SleepyCalculator"
+    file.write_text(yaml.safe_dump(declared))
+    steps = []
+    for sleep_s in (0.0, 8.0):
+        monkeypatch.setattr(sys.modules[__name__], "ROW_SLEEPS_S", [sleep_s])
         trainer = build_trainer(
             compose(
                 [
+                    f"data.train_files={__name__}:rows_with_delay",
                     "data.train_batch_size=4",
-                    "data.train_max_samples=64",
+                    "data.train_max_samples=4",
+                    "data.shuffle=False",
                     "data.val_files=null",
                     "actor_rollout_ref.rollout.n=4",
                     "trainer.logger=[]",
@@ -186,18 +204,12 @@ def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_
                 ]
             )
         )
-        prompts = trainer._draw()
-        for prompt in prompts:
-            prompt.row.extra_info["tools_kwargs"] = {}
-        prompts[1].row.extra_info["tools_kwargs"] = {"calculator": {"execute_kwargs": {"sleep_s": sleep_s}}}
-        trainer._draw = lambda prompts=prompts: prompts  # type: ignore[method-assign]
         try:
-            trainer.step()  # pays for whatever is only paid once
-            metrics.append(trainer.step())
+            steps.append(trainer.step())
             words = trainer.log.straggler.take_words()
         finally:
             trainer.close()
-    without, found = metrics
+    without, found = steps
     assert words["critical_path/holder"] == "tool calculator"
     assert words["critical_path/trajectory"].startswith("s000001.00001.")
     assert found["critical_path/saving_s"] == pytest.approx(found["time/step_s"] - without["time/step_s"], rel=0.1)
