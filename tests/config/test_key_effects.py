@@ -1,0 +1,45 @@
+"""No silent key: every key of the configuration is flipped once, and something other than the configuration differs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from key_effects import EFFECTS, Effect
+
+from verl_mt.config.tree import leaves
+
+REFUSAL = re.compile(r"\w+(Error|Exit): ")
+
+
+def test_every_key_has_an_entry_and_every_entry_a_key():
+    missing = [key for key in leaves() if key not in EFFECTS]
+    assert not missing, f"tests/config/key_effects.py: add what changes with {', '.join(missing)}"
+    unknown = [key for key in EFFECTS if key not in leaves()]
+    assert not unknown, f"tests/config/key_effects.py: no such key: {', '.join(unknown)}"
+
+
+def sides(key: str, effect: Effect) -> tuple[Any, Any]:
+    """What the probe sees without and with the other value."""
+    context = tuple(item if isinstance(item, str) else item() for item in effect.context)
+    value = effect.value if isinstance(effect.value, str) else effect.value()
+    base = () if effect.base is None else (f"{key}={effect.base}",)
+    return effect.probe((*context, *base)), effect.probe((*context, f"{key}={value}"))
+
+
+def refusal(seen: Any) -> str:
+    text = seen[0] if isinstance(seen, tuple) and seen else seen
+    return text if isinstance(text, str) and REFUSAL.match(text) else ""
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[] if EFFECTS[key].quick else [pytest.mark.slow]) for key in EFFECTS]
+)
+def test_another_value_of_the_key_makes_a_difference(key):
+    effect = EFFECTS[key]
+    before, after = sides(key, effect)
+    assert before != after, f"{key}: {effect.what}? Nothing is different"
+    said = [text for text in (refusal(before), refusal(after)) if text]
+    assert bool(said) == bool(effect.refused), said
+    assert not said or any(effect.refused in text for text in said), said
