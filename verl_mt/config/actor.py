@@ -103,8 +103,8 @@ class ActorConfig(Section):
     )
     optimizer_offload: bool = knob(
         False,
-        "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and costs "
-        "two copies per step (nothing to save on the CPU).",
+        "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and "
+        "costs two copies per step (nothing to save on the CPU).",
     )
     grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
     skip_zero_advantage: bool = knob(
