@@ -84,7 +84,7 @@ MODEL = {
         refused="custom code",
     ),
     "dtype": Effect("bfloat16", "type of the weights", probes.model),
-    "attn_implementation": Effect("eager", "the attention of the module", probes.model, quick=True),
+    "attn_implementation": Effect("eager", "the attention of the module", probes.model),
     "lora_rank": Effect("4", "adapters are trained", probes.model),
     "lora_alpha": Effect("32", "how adapters are scaled", probes.model, (f"{MO}.lora_rank=4",)),
     "lora_target_modules": Effect("[q_proj]", "fewer of them", probes.model, (f"{MO}.lora_rank=4",)),
@@ -93,7 +93,7 @@ MODEL = {
 }
 
 REWARD = {
-    "path": Effect("effect_parts:constant", "the reward", talk("answers"), quick=True),
+    "path": Effect("effect_parts:constant", "the reward", talk("answers")),
     "name": Effect(
         "by_length", "which function of a module", talk("answers"), ("reward.path=effect_parts",), base="constant"
     ),

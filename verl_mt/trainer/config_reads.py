@@ -96,6 +96,7 @@ ALLOWED = {
     "trainer.experiment_name": "names the run directory, as trainer.default_local_dir does",
     "trainer.project_name": "is for trackers; verl's launch scripts give it to every run",
     "trainer.dry_run": "is for the command",
+    "algorithm.kl_ctrl": "verl's launch scripts give its kl_coef; the start says that it is idle",
     _REF + "log_prob_max_token_len": "verl's launch scripts give it to every run",
     _REF + "offload": "verl's launch scripts give it to every run",
 }
