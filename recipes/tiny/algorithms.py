@@ -1,11 +1,11 @@
 """Six algorithms on the default task, with four updates per rollout batch, over seeds.
 
     python recipes/tiny/algorithms.py --out runs/algorithms                   # 18 runs of about two CPU-minutes
-    python recipes/tiny/algorithms.py --out runs/algorithms --only ppo --seeds 0
+    python recipes/tiny/algorithms.py trainer.num_threads=1 --out runs/algorithms --only ppo --seeds 0
     python recipes/tiny/algorithms.py --out runs/algorithms --draw docs/images/algorithms.svg    # needs matplotlib
 
-A run that is in `--out` already is not made again. With one update per batch every ratio is 1 and the losses do not
-differ; with four, the clip fraction says how much of each algorithm's own part is at work.
+Overrides come first. A run that is in `--out` already is not made again. With one update per batch every ratio is 1 and
+the losses do not differ; with four, the clip fraction says how much of each algorithm's own part is at work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ACTOR = "actor_rollout_ref.actor"
 COMMON = [f"{_ACTOR}.ppo_mini_batch_size=4", f"{_ACTOR}.optim.lr=2e-4"]
 """16 prompts per batch, 4 per update."""
 ALGORITHMS = {
-    "ppo": ["algorithm.adv_estimator=gae"],
+    "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4"],
     "grpo": ["algorithm.adv_estimator=grpo"],
     "gspo": [
         f"{_ACTOR}.policy_loss.loss_mode=gspo",
