@@ -12,6 +12,7 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -130,6 +131,9 @@ class Ran:
     printed: str = ""
     steps: int = 0
     threads: int = 0
+    live: bool = False
+    """A progress bar."""
+    warned: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -141,6 +145,8 @@ def run(overrides: tuple[str, ...]) -> Ran:
     out = io.StringIO()
     words = [o.replace("$RUN", str(place)) for o in overrides]
     named = any(w.startswith(("trainer.default_local_dir", "trainer.experiment_name")) for w in words)
+    listener = _Listener(ran.warned)
+    logging.getLogger("verl_mt").addHandler(listener)
     try:
         with contextlib.redirect_stdout(out), contextlib.chdir(place.parent):
             config = compose([*MINI, *([] if named else [f"trainer.default_local_dir={place}"]), *words])
@@ -148,12 +154,22 @@ def run(overrides: tuple[str, ...]) -> Ran:
     except (VerlMTError, SystemExit) as error:
         ran.error = f"{type(error).__name__}: {error}"
     finally:
+        logging.getLogger("verl_mt").removeHandler(listener)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
     ran.printed = _plain(out.getvalue().replace(str(place.parent), ""))
     _collect(place.parent, ran)
     shutil.rmtree(place.parent)
     return ran
+
+
+class _Listener(logging.Handler):
+    def __init__(self, heard: list[str]):
+        super().__init__(logging.WARNING)
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
 
 
 def _plain(text: str) -> str:
@@ -165,7 +181,7 @@ def _plain(text: str) -> str:
 
 def _fit(config: Any, ran: Ran) -> None:
     trainer = build.build_trainer(config)
-    ran.threads = torch.get_num_threads()
+    ran.threads, ran.live = torch.get_num_threads(), trainer.log.display._progress is not None
     workers = trainer.workers
     modules = {id(m): m for m in _modules(workers)}
 
@@ -238,8 +254,8 @@ def of_run(name: str) -> Probe:
     return seen
 
 
-weights, files, printed, shapes, rows, val_rows, steps = map(
-    of_run, ("weights", "files", "printed", "shapes", "rows", "val_rows", "steps")
+weights, files, printed, shapes, rows, val_rows, steps, live, warned = map(
+    of_run, ("weights", "files", "printed", "shapes", "rows", "val_rows", "steps", "live", "warned")
 )
 
 

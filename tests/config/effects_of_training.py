@@ -46,12 +46,7 @@ ACTOR = {
         metric("actor/num_updates"),
         ("reward.path=effect_parts:constant", *NOT_VALIDATED),
     ),
-    "optimizer_offload": Effect(
-        "True",
-        "said where there is nothing to move",
-        probes.printed,
-        ("trainer.logger=[console]", *NOT_VALIDATED),
-    ),
+    "optimizer_offload": Effect("True", "said where there is nothing to move", probes.warned, NOT_VALIDATED),
     "use_sampler_log_probs": Effect("never", "old log-probs are computed", probes.shapes, NOT_VALIDATED),
 }
 
@@ -128,11 +123,11 @@ ALGORITHM = {
     "filter_groups.max_num_gen_batches": Effect(
         "1",
         "how often",
-        probes.printed,
+        metric("rollout/trajectories"),
         ("algorithm.filter_groups.enable=True", "reward.path=effect_parts:constant", *NOT_VALIDATED),
         base="2",
     ),
     "filter_overlong": Effect(
-        "True", "cut responses are not trained", probes.weights, (f"{RO}.response_length=30", *NOT_VALIDATED)
+        "True", "cut responses are not trained", probes.weights, (f"{RO}.response_length=44", *NOT_VALIDATED)
     ),
 }
