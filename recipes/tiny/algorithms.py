@@ -26,7 +26,13 @@ _ACTOR = "actor_rollout_ref.actor"
 COMMON = [f"{_ACTOR}.ppo_mini_batch_size=4", f"{_ACTOR}.optim.lr=2e-4"]
 """16 prompts per batch, 4 per update."""
 ALGORITHMS = {
-    "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4"],
+    "ppo": [
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=3e-4",
+        "critic.optim.betas=[0.9,0.99]",
+        "critic.optim.weight_decay=0",
+        "critic.ppo_epochs=4",
+    ],
     "grpo": ["algorithm.adv_estimator=grpo"],
     "gspo": [
         f"{_ACTOR}.policy_loss.loss_mode=gspo",
