@@ -270,7 +270,7 @@ def whose(text, answer):
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        (("gsm9k",), PluginError, "did you mean 'gsm8k'.*arithmetic, exact_match, gsm8k"),
+        (("gsm9k",), PluginError, "did you mean 'gsm8k'.*arithmetic.*exact_match.*gsm8k"),
         (("gsm8k", "compute_score"), ConfigError, "is a registered reward"),
         (("gsm8k", None, {"mode": "strict"}), ConfigError, "gsm8k takes no mode; its parameters:.*method"),
         (("gsm8k", None, {"ground_truth": "1"}), ConfigError, "ground_truth of gsm8k comes from the rollout"),
