@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +72,7 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     nested, outcome = normalise_tree({str(k): v for k, v in content.items()}, "configuration")
     raise_problems(outcome.problems)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), nested)
+        merged = OmegaConf.merge(_schema(), nested)
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -242,13 +244,26 @@ def _folder(path: str | Path, flag: str) -> Path:
     raise ConfigError(f"{flag}: no folder {str(path)!r} (looked in {Path.cwd()} and {configs_root()})")
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """Made once: it is a good part of a composition. `merge` copies it."""
+    return OmegaConf.structured(Config)
+
+
 def _value_problems(merged: Any) -> list[Problem]:
     """Bounds and choices of every value, interpolations resolved, with full keys."""
+    try:
+        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException:  # one by one, to name the key
+        plain = None
     problems = []
     for key, leaf in leaves().items():
         try:
-            value = OmegaConf.select(merged, key, throw_on_missing=True)
-            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            if plain is not None:
+                value = functools.reduce(operator.getitem, key.split("."), plain)
+            else:
+                value = OmegaConf.select(merged, key, throw_on_missing=True)
+                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             check_knob(key, value, leaf.metadata)
         except ConfigError as error:
             problems.append(Problem(str(error)))
