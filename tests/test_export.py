@@ -14,6 +14,8 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build import build_trainer
 from verl_mt.workers.shards import save_shards
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "data.train_batch_size=2", "data.train_max_samples=8", "data.val_files=null", "actor_rollout_ref.rollout.n=4",
     "trainer.total_training_steps=1", "trainer.logger=[]", "trainer.num_threads=1", "trainer.resume_mode=disable",

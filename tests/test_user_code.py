@@ -104,6 +104,7 @@ def test_the_caller_s_context_is_visible():
     assert asyncio.run(main(UserCode(Plugin(), Base, "plug-in"))) == "inner"
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_is_replaced(caplog):
     plugin = Plugin()
     call(plugin, "loop")
@@ -149,6 +150,7 @@ def test_in_daemon_thread_gives_value_or_exception():
         asyncio.run(in_daemon_thread(lambda: 1 / 0))
 
 
+@pytest.mark.slow
 def test_code_that_hangs_forever_does_not_keep_the_process_alive():
     script = textwrap.dedent("""
         import asyncio, threading

@@ -55,6 +55,7 @@ def test_log_probs_of_tiles_need_a_fraction_of_the_memory_of_all_logits():
     assert shares[0] < 20, "the recomputed way"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_mfu_is_refused():
     done = run("mfu.py")

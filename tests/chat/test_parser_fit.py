@@ -65,6 +65,7 @@ def test_every_published_template_gets_the_parser_of_its_grammar(shared_data):
     assert found == {stem: expected(stem) for stem in found}
 
 
+@pytest.mark.slow
 def test_a_parser_that_cannot_read_the_templates_calls_is_refused_by_the_name_of_the_one_that_can(shared_data):
     chat = template(shared_data, "Qwen3-Coder")
     with pytest.raises(

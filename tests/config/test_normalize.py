@@ -239,6 +239,7 @@ def test_interpolations_follow_a_renamed_key():
     assert config.data.max_prompt_length == 64
 
 
+@pytest.mark.slow
 def test_verls_two_keys_for_the_longest_prompt_are_one():
     words = ["actor_rollout_ref.rollout.prompt_length=99"]
     assert compose(words).data.max_prompt_length == 99

@@ -143,6 +143,7 @@ def test_sampling_settings_and_the_key_are_sent(serve, monkeypatch):
     assert (sent["temperature"], sent["max_tokens"], sent["top_k"], sent["key"]) == (0.3, 9, 5, "Bearer k-123")
 
 
+@pytest.mark.slow
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_aborts_the_trajectory(serve):
     model = serve(503, "back again")
     (turn,) = talk(user(model, max_retries=1), OPENING)

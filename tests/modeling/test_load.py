@@ -73,6 +73,7 @@ def test_an_export_never_deletes_what_is_no_export(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_exported_beside_the_model(tmp_path, shared_data):
     from transformers import AutoTokenizer
 

@@ -38,6 +38,7 @@ def commands(tmp_path: Path, mode: str) -> list[str]:
     return log.read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C41", "C15")
 @pytest.mark.parametrize(("mode", "servers"), [("colocate", 0), ("server", 1)])
 def test_the_reference_scripts_load_and_validate_on_a_cpu(mode, servers, tmp_path):

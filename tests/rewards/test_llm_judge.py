@@ -169,6 +169,7 @@ def test_a_pause_that_ends_after_the_deadline_is_not_waited_for(serve):
     assert failure.kind == "unavailable" and len(server.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_url_that_nobody_serves_and_one_that_hangs_are_unavailable(serve):
     gone = serve("x")
     gone.close()

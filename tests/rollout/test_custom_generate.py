@@ -384,6 +384,7 @@ def test_post_works_in_a_generate_function_and_nowhere_else():
     assert "/flush_cache: of the router only /generate" in trajectory.error
 
 
+@pytest.mark.slow
 def test_requests_to_other_servers_are_http_repeated_only_where_that_can_help():
     answers = iter([503, 200, 400, 503, 503, 503])
     asked = []

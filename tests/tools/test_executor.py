@@ -309,6 +309,7 @@ def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
     assert [(s.phase, s.name, s.turn) for s in session.time_spans] == [("tool", "tool", 1), ("tool", "tool", 2)]
 
 
+@pytest.mark.slow
 def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried():
     seen: list[str] = []
 
@@ -337,6 +338,7 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] >= max(1, len(seen) - 1)
 
 
+@pytest.mark.slow
 def test_a_slow_attempt_leaves_time_for_its_retry():
     attempts = 0
 

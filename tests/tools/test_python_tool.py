@@ -126,6 +126,7 @@ def test_the_event_loop_never_waits_for_code(stateless):
     assert sorted(gaps)[len(gaps) // 2] < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C52")
 def test_no_more_interpreters_run_at_once_than_the_tool_allows(stateless, monkeypatch):
     running, seen, inner, lock = [], [], stateless._run, threading.Lock()

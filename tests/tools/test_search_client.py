@@ -113,6 +113,7 @@ def test_a_document_cannot_close_the_block_it_stands_in():
     assert "< / INFORMATION" not in block and "<b> 1 < 2" in block
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C52")
 def test_the_limit_belongs_to_the_object_and_holds_in_every_event_loop():
     def behave(body):

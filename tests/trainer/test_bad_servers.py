@@ -110,6 +110,7 @@ def test_a_server_that_lacks_a_call(refusal, serve):
     assert f"{server.server_port} lacks the calls /begin_weight_update" in text and "start 0.5.23 there" in text
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_with_another_model(refusal, serve, tmp_path):
     config = json.loads(Path(resolve_model_path("verl_mt://tiny"), "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))

@@ -146,6 +146,7 @@ def run_at(folder) -> TrackedRun:
     return TrackedRun(folder, "p", "run", {}, None)
 
 
+@pytest.mark.slow
 def test_a_collector_gets_them_over_http(collector, tmp_path):
     import gzip
 
@@ -162,6 +163,7 @@ def test_a_collector_gets_them_over_http(collector, tmp_path):
     assert sum(len(s.spans) for r in message.resource_spans for s in r.scope_spans) == 18
 
 
+@pytest.mark.slow
 def test_a_collector_that_refuses_is_counted_and_said_once(collector, tmp_path, caplog):
     collector.status = 403
     spans = Background(RolloutSpans.open(run_at(tmp_path), to_file=False), "otel")

@@ -126,6 +126,7 @@ def test_the_metrics_of_an_update():
     assert 0 <= metrics["critic/vf_clipfrac"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_critic_learns_what_states_are_worth(shared):
     """Returns that are a function of the next-to-last token: no constant explains them."""

@@ -48,6 +48,7 @@ def test_only_adapters_have_gradients_optimizer_state_and_change():
         assert torch.equal(parameter, dict(module.named_parameters())[name]) != is_adapter(name), name
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_chain_rule_through_the_merged_weights():
     """dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW, with dL/dW of a plain model that has the merged weights."""
     module, batch = lora_policy(), make_batch(REWARDS, records=2)
@@ -63,6 +64,7 @@ def test_the_gradient_is_the_chain_rule_through_the_merged_weights():
         torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [Passes(False, True), Passes(True, False), Passes(True, True)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_packing_sharing_prefixes_and_recomputing_activations_change_no_gradient(passes, recompute):

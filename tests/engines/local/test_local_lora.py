@@ -48,6 +48,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_the_merged_model(architecture,
     assert [o.token_ids for o in base] != [o.token_ids for o in with_adapters], "the adapters change what is said"
 
 
+@pytest.mark.slow
 def test_new_adapters_are_what_the_next_turn_is_sampled_with(run_async):
     model = adapted("Qwen3")
     prompt = random_ids(12, 5)
