@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from tensordict import TensorDict
@@ -31,7 +31,8 @@ class MiniBatch:
 
     def part(self, rows: Tensor) -> MiniBatch:
         """Of some rows."""
-        return MiniBatch(*(None if (value := getattr(self, f.name)) is None else value[rows] for f in fields(self)))
+        columns_of = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[rows] for name, value in columns_of.items() if value is not None})
 
 
 def mini_batch(
