@@ -128,6 +128,9 @@ def test_several_rewards_are_normalised_one_by_one_before_they_are_added():
     only_first = a.gdpo(rewards, groups, weights_K=torch.tensor([1.0, 0.0]))
     assert only_first.tolist() == pytest.approx([0.866025, -0.866025, 0.866025, -0.866025], abs=1e-5)
     assert a.gdpo(rewards, torch.arange(4)).tolist() == [0.0] * 4
+    uneven = torch.tensor([[1.0, 0.3], [0.0, 0.7], [1.0, 0.1], [0.5, 0.5], [0.2, 0.2], [0.2, 0.2]])
+    beside = a.gdpo(uneven, torch.tensor([0, 0, 0, 1, 2, 2]))  # a group of one, a group of equals
+    assert beside[:3].abs().min() > 0.1 and beside[3:].tolist() == [0.0] * 3
     with pytest.raises(ValueError, match="one column per reward"):
         a.gdpo(rewards[:, 0], groups)
 

@@ -226,6 +226,8 @@ def gdpo(rewards_NK: Tensor, group_index_N: Tensor, *, weights_K: Tensor | None 
         weight = 1.0 if weights_K is None else weights_K[k].double()
         total = total + weight * grpo(rewards_NK[:, k].double(), group_index_N, eps=eps)
     centred = total - (total.mean() if len(total) else 0.0)
+    # The mean is 0 but for rounding, which would be the advantage of those who have none.
+    centred = torch.where(total == 0, torch.zeros_like(total), centred)
     std = (centred**2).sum().div(max(1, len(total) - 1)).sqrt()
     return _as(rewards_NK, centred / (std + eps))
 
