@@ -44,6 +44,14 @@ GAE = f"{ESTIMATOR}=gae"
             ["reward.tool_reward_weight is 1", "extra_info has it"],
         ),
         (
+            [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_weights.score=1", "reward.turn_cost=0.1"],
+            ["reward.turn_cost is 0.1", "add turn_cost to them"],
+        ),
+        (
+            [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_weights.score=1", "reward.overlong_buffer.enable=True"],
+            ["overlong_buffer.enable", "add overlong to them"],
+        ),
+        (
             ["reward.placement=turn", "reward.tool_reward_weight=0.1"],
             ["placement=turn", "adv_estimator=grpo", "one reward per trajectory", "gae or reinforce_plus_plus"],
         ),
@@ -70,6 +78,7 @@ def test_combinations_that_cannot_work_are_refused_with_the_fix(overrides, parts
         [GAE, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=1"],
         [GAE, "reward.placement=turn", "reward.turn_score_weight=0.5"],
         [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_weights.score=1"],
+        [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_weights={score: 1, turn_cost: 1}", "reward.turn_cost=0.1"],
         [f"{ACTOR}.kl_loss_coef=0.0"],
     ],
 )

@@ -125,6 +125,18 @@ def _several_rewards(config: Config) -> Iterator[str]:
                 f"reward.{name} is {value} with adv_estimator=gdpo, which looks at the reward function's own numbers "
                 "and not at their sum: let the function return it as one of them (extra_info has it)"
             )
+    # These are parts of a reward beside the function's own, under names of theirs.
+    parts = {
+        "turn_cost": ("turn_cost", config.reward.turn_cost),
+        "token_cost": ("token_cost", config.reward.token_cost),
+        "overlong": ("overlong_buffer.enable", config.reward.overlong_buffer.enable),
+    }
+    for part, (name, value) in parts.items():
+        if value and part not in weights:
+            yield (
+                f"reward.{name} is {value} with adv_estimator=gdpo, which looks at the numbers that "
+                f"algorithm.gdpo_reward_weights names and not at their sum: add {part} to them, with its weight"
+            )
 
 
 def _placement(config: Config) -> Iterator[str]:
