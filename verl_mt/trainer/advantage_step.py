@@ -57,7 +57,8 @@ class AdvantageStep:
             rewards_N = columns.trajectory_rewards(batch)[0]
             if penalty_NM is not None:
                 rewards_N = rewards_N - penalty_NM.sum(1)
-            batch[columns.ADVANTAGES] = columns.expand_to_tokens(batch, self.per_trajectory(batch, rewards_N))
+            advantages_N = self.per_trajectory(batch, rewards_N).float()
+            batch[columns.ADVANTAGES] = columns.expand_to_tokens(batch, advantages_N)
             return metrics
         assert self.per_token is not None
         rewards_NM = token_rewards(batch, streams)
