@@ -212,3 +212,61 @@ def test_an_older_run_takes_the_texts_of_its_tokens_from_its_export(tmp_path):
     texts = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["texts"]]))
     ids = tokenizer("What is 3 + 4?\n<|im_end|>")["input_ids"]
     assert "".join(texts[str(i)] for i in ids) == "What is 3 + 4?\n<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer:\n",
+        "trainer: 5\nactor_rollout_ref:\n  mod",
+        "trainer: {seed: 1}\nactor_rollout_ref:\n  model: ver",
+        "trainer: {seed: 1}\nactor_rollout_ref: {rollout: 3, model: 1}\n",
+        "trainer: {day: 2024-13-45}\n",
+        "- 1\n",
+        "",
+    ],
+)
+@pytest.mark.parametrize("rollouts", [True, False])
+def test_a_config_that_is_cut_off_leaves_a_report_of_the_rest(tmp_path, text, rollouts):
+    lab = small_run(tmp_path / "run", steps=1, prompts=1)
+    (lab.folder / "config.yaml").write_text(text)
+    if not rollouts:
+        (lab.folder / "rollouts").rename(tmp_path / "gone")
+    contents = collect([str(lab.folder)], max_rollouts=100)
+    assert len(list(lines_of(contents))) == 2 * rollouts
+    assert contents.runs[0]["model"] is None
+    assert "config.yaml" in "".join(contents.runs[0]["problems"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("time_spans", 5),
+        ("time_spans", [5]),
+        ("time_spans", [{"phase": "tool", "start_s": "x", "end_s": 1.0, "turn": 1}]),
+        ("prompt_id", []),
+        ("episode_id", []),
+        ("num_turns", float("inf")),
+        ("messages", 5),
+        ("records", [5]),
+    ],
+)
+def test_a_row_that_holds_anything_costs_no_other_row(tmp_path, name, value):
+    lab = small_run(tmp_path / "run", steps=1, prompts=2, samples=2)
+    path = lab.folder / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0][name] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    contents = collect([str(lab.folder)], max_rollouts=100)
+    assert [line["id"] for line in lines_of(contents)] == [row["trajectory_id"] for row in rows]
+    (critical,) = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["critical"]])).values()
+    assert critical["holder"]["phase"] == "decode"
+
+
+def test_texts_of_another_form_are_left_out(tmp_path):
+    lab = small_run(tmp_path / "run", steps=1, prompts=1)
+    path = lab.folder / "token_texts.jsonl"
+    path.write_text('[1]\n{"5": 7}\n' + path.read_text() + '{"6": "to')
+    contents = collect([str(lab.folder)], max_rollouts=100)
+    texts = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["texts"]]))
+    assert texts == {str(token_id): text for text, token_id in lab.vocabulary.ids.items()}

@@ -144,7 +144,8 @@ def read_token_texts(folder: str | Path) -> dict[int, str]:
             found = json.loads(line) if line.strip() else {}
         except ValueError:
             continue
-        texts |= {int(token_id): text for token_id, text in found.items() if token_id.isdigit()}
+        if isinstance(found, dict):
+            texts |= {int(k): text for k, text in found.items() if k.isdigit() and isinstance(text, str)}
     return texts
 
 

@@ -88,7 +88,7 @@ def _described(
     own = TokenColumns()
     try:
         found = describe(row, own, texts)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         names = {name: row.get(name) for name in ("trajectory_id", "group_id", "reward", "status", "stop_reason")}
         line, details = describe(names, TokenColumns(), texts)
         return line, details | {"broken": [f"all but its ids: the row is of another form ({error!r})"]}

@@ -19,7 +19,7 @@ import yaml
 
 from verl_mt.errors import ConfigError
 from verl_mt.report.encode import EncodedFile, pack
-from verl_mt.report.run_reader import Run
+from verl_mt.report.run_reader import Run, section
 
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = ("dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "app.js")
@@ -46,8 +46,8 @@ class Contents:
             for file in files
             for part in file.parts
         ]
-        trainer = run.config.get("trainer") or {}
-        model = ((run.config.get("actor_rollout_ref") or {}).get("model") or {}).get("path")
+        trainer = section(run.config, "trainer")
+        model = section(run.config, "actor_rollout_ref", "model").get("path")
         critical = {str(file.parts[0].step): file.critical for file in files if file.critical and file.parts}
         self.runs.append(
             {

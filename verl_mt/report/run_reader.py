@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from verl_mt.data.run_files import SCHEMA_VERSION, read_token_texts
 from verl_mt.errors import DataError
 
 _ROLLOUT_FILE = re.compile(r"(?P<pass>.+)_(?P<step>\d+)\.jsonl")
+_SECTIONS = ("actor_rollout_ref", "actor_rollout_ref.model", "trainer")
+"""Of `config.yaml`, which the page reads."""
 _TRACES = ("config.yaml", "metrics.jsonl", "rollouts")
 
 
@@ -68,10 +71,18 @@ def open_run(path: str | Path) -> Run:
     if not run.finished:
         run.problems.append("The run is not over: it is being written, or was broken off.")
     if not rollout_files(folder):
-        off = run.config.get("trainer", {}).get("rollout_rows") is False
+        off = section(run.config, "trainer").get("rollout_rows") is False
         why = "trainer.rollout_rows=False" if off else "no step is finished, or they were removed"
         run.problems.append(f"There are no rollout rows ({why}): no table, no conversations, no timeline.")
     return run
+
+
+def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """A section of a config that may be of any shape; empty where it is missing or holds no keys."""
+    found: Any = config
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def rollout_files(folder: Path) -> list[RolloutFile]:
@@ -124,10 +135,16 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         found = yaml.safe_load(path.read_text(errors="replace"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         problems.append(f"config.yaml cannot be read ({str(error).splitlines()[0]}).")
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        problems.append(f"config.yaml holds no keys but {type(found).__name__}: settings are not known.")
+        return {}
+    cut = [name for name in _SECTIONS if not section(found, *name.split("."))]
+    if cut:
+        problems.append(f"config.yaml is not whole: {', '.join(cut)} missing or cut off.")
+    return found
 
 
 def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:

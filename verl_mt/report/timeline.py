@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_mt.diagnostics.critical_path import critical_path_of_rows
+from verl_mt.report.run_reader import section
+
+_IDS = ("trajectory_id", "prompt_id", "episode_id")
+_SPAN = ("phase", "start_s", "end_s", "turn")
 
 
-def _timed(span: Mapping[str, Any]) -> bool:
+def _is_span(span: Any) -> bool:
+    """Whether it has what a span needs; rows of other versions may hold anything."""
+    if not isinstance(span, Mapping) or not all(name in span for name in _SPAN):
+        return False
     return isinstance(span["start_s"], int | float) and isinstance(span["end_s"], int | float)
 
 
@@ -19,15 +26,18 @@ def critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
         rows: of one training step.
         config: the run's; says whether the conversations waited for each other.
     """
-    needed = ("trajectory_id", "prompt_id", "episode_id", "time_spans")
-    known = ("phase", "start_s", "end_s", "turn")
     usable = []
     for row in rows:
-        if all(name in row for name in needed):
-            spans = [s for s in row["time_spans"] or [] if all(name in s for name in known) and _timed(s)]
-            usable.append({**row, "time_spans": [{k: s[k] for k in (*known, "name") if k in s} for s in spans]})
+        given = row.get("time_spans")
+        if (
+            isinstance(given, list)
+            and all(isinstance(row.get(name), str | int) for name in _IDS[:2])
+            and _IDS[2] in row
+        ):
+            spans = [{k: s[k] for k in (*_SPAN, "name") if k in s} for s in given if _is_span(s)]
+            usable.append({**row, "episode_id": str(row["episode_id"] or row["trajectory_id"]), "time_spans": spans})
     if not any(row["time_spans"] for row in usable):
         return None
-    rollout = (config.get("actor_rollout_ref") or {}).get("rollout") or {}
-    lock_step = bool((config.get("trainer") or {}).get("deterministic")) or rollout.get("mode") == "sync"
+    is_sync = section(config, "actor_rollout_ref", "rollout").get("mode") == "sync"
+    lock_step = bool(section(config, "trainer").get("deterministic")) or is_sync
     return critical_path_of_rows(usable, lock_step=lock_step).to_dict()
