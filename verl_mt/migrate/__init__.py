@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.script in (None, "-"):
             text = sys.stdin.read()
         else:
-            text = Path(args.script).read_text()
+            text = Path(args.script).read_text(errors="replace")
         found = migrate(text)
     except (VerlMTError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
