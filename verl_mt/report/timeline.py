@@ -8,7 +8,7 @@ from typing import Any
 from verl_mt.diagnostics.critical_path import critical_path_of_rows
 from verl_mt.report.run_reader import section
 
-_IDS = ("trajectory_id", "prompt_id", "episode_id")
+_IDS = ("trajectory_id", "prompt_id")
 _SPAN = ("phase", "start_s", "end_s", "turn")
 
 
@@ -29,13 +29,9 @@ def critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     usable = []
     for row in rows:
         given = row.get("time_spans")
-        if (
-            isinstance(given, list)
-            and all(isinstance(row.get(name), str | int) for name in _IDS[:2])
-            and _IDS[2] in row
-        ):
+        if isinstance(given, list) and all(isinstance(row.get(name), str | int) for name in _IDS):
             spans = [{k: s[k] for k in (*_SPAN, "name") if k in s} for s in given if _is_span(s)]
-            usable.append({**row, "episode_id": str(row["episode_id"] or row["trajectory_id"]), "time_spans": spans})
+            usable.append({**row, "episode_id": str(row.get("episode_id") or row["trajectory_id"]), "time_spans": spans})
     if not any(row["time_spans"] for row in usable):
         return None
     is_sync = section(config, "actor_rollout_ref", "rollout").get("mode") == "sync"
