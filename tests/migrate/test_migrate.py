@@ -265,6 +265,8 @@ def test_the_status_says_whether_everything_could_be_carried_over(tmp_path, caps
     assert main(["-"]) == 0
     capsys.readouterr()
     assert main([str(tmp_path / "absent.sh")]) == 2
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert main([str(tmp_path / "binary")]) == 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("echo hello"))
     assert main([]) == 2
     assert "no launch command" in capsys.readouterr().err
