@@ -31,7 +31,9 @@ def critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
         given = row.get("time_spans")
         if isinstance(given, list) and all(isinstance(row.get(name), str | int) for name in _IDS):
             spans = [{k: s[k] for k in (*_SPAN, "name") if k in s} for s in given if _is_span(s)]
-            usable.append({**row, "episode_id": str(row.get("episode_id") or row["trajectory_id"]), "time_spans": spans})
+            usable.append(
+                {**row, "episode_id": str(row.get("episode_id") or row["trajectory_id"]), "time_spans": spans}
+            )
     if not any(row["time_spans"] for row in usable):
         return None
     is_sync = section(config, "actor_rollout_ref", "rollout").get("mode") == "sync"
