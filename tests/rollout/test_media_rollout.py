@@ -22,6 +22,7 @@ from verl_mt.engines.local.vision import LocalVisionEngine
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.log_probs import forward_log_probs
+from verl_mt.modeling.values import hidden_before
 from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler
@@ -248,6 +249,8 @@ def test_placeholders_without_their_images_are_refused_with_both_numbers():
         forward_log_probs(model, ids, torch.ones_like(ids), media=[RowMedia((short,))], **keys)
     with pytest.raises(DataError, match="row 0: 4 placeholder tokens, but its 0 images and videos have 0"):
         forward_log_probs(model, ids, torch.ones_like(ids), **keys)
+    with pytest.raises(ConfigError, match="share_trunk: a row holds images or videos, and the critic reads text only"):
+        hidden_before(model, ids, torch.ones_like(ids), wanted_BT=wanted)
     from toys import toy_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

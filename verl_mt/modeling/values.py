@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import position_ids
+from verl_mt.modeling.media import has_placeholders
 from verl_mt.modeling.passes import decoder_of, hidden_of_padded
 
 
@@ -99,12 +100,18 @@ def hidden_before(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *
 
     Raises:
         ValueError: position 0 is wanted: no state comes before it.
+        ConfigError: a row with images or videos.
     """
     if wanted_BT[:, :1].any():
         raise ValueError("position 0 has no value: no token comes before it")
     used_B = wanted_BT.any(1)
     ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
     row_N, position_N = wanted.nonzero(as_tuple=True)
+    if has_placeholders(model, ids):
+        raise ConfigError(
+            "critic.share_trunk: a row holds images or videos, and the critic reads text only: its values would be of "
+            "another conversation. Use an estimator without critic (algorithm.adv_estimator=grpo)"
+        )
     index, width, base = (row_N, position_N - 1), int(position_N.max()), decoder_of(model)
     ids, mask = ids[:, :width], mask[:, :width]
     if not bool((mask[:, 1:].long() > mask[:, :-1].long()).any()) and bool(mask[:, 0].all()):
