@@ -120,6 +120,9 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
     out = io.StringIO()
     assert doctor.main([], console=Console(file=out, width=200)) == 0
     assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
+    said = " ".join(out.getvalue().split())
+    assert "4 trajectories, 4 finished; reward of the scripted answer: 0" in said
+    assert "nothing is validated" not in said
     assert list(tmp_path.iterdir()) == []
 
 

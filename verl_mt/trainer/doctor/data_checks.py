@@ -95,7 +95,7 @@ def schedule(subject: Subject) -> Iterator[Note]:
             f"{sequences} sequences over {subject.num_ranks} ranks do not come out even: some ranks wait for others",
             "choose data.train_batch_size x rollout.n as a multiple of the ranks",
         )
-    if config.data.val_files is None and trainer.test_freq > 0 and trainer.max_actor_ckpt_to_keep is not None:
+    if config.data.val_files is None:
         yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples; nothing is validated")
     else:
         yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples")

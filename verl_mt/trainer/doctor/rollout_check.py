@@ -49,7 +49,11 @@ def rollout(subject: Subject) -> Iterator[Note]:
             "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
         )
     stops = Counter(str(t.stop_reason) for t in found)
-    yield ok(f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}")
+    rewards = sorted({f"{t.reward:.4g}" for t in found if t.reward is not None})
+    yield ok(
+        f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}; "
+        f"reward of the scripted answer: {', '.join(rewards) or 'none'}"
+    )
 
 
 def _tools(subject: Subject, found: list[Trajectory]) -> Iterator[Note]:
