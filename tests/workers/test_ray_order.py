@@ -1,4 +1,5 @@
-"""Calls of two threads reach all ranks in one order: each is a collective, and ranks that differ wait for ever."""
+"""What goes to the ranks: calls of two threads in one order, since each is a collective and ranks that differ wait for
+ever; and of a batch all that they read."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import threading
 import time
 from types import SimpleNamespace
 
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from verl_mt.data import batch as columns
+from verl_mt.data.media import MediaInput
+from verl_mt.workers import ray_group
 from verl_mt.workers.ray_group import RayWorkerGroup
 
 
@@ -37,3 +44,14 @@ def test_an_update_and_weights_for_an_engine_that_comes_back_do_not_cross():
     first, *others = [worker.calls for worker in group._workers]
     assert len(first) == 60 and all(calls == first for calls in others)
     group._workers = []
+
+
+def test_a_worker_of_its_own_process_is_sent_the_images_of_the_rows(monkeypatch):
+    seen = columns.RowMedia((MediaInput("image", 0, 1, {"pixel_values": torch.ones(2, 2)}),))
+    batch = TensorDict({columns.INPUT_IDS: torch.zeros(2, 3, dtype=torch.int64)}, [2])
+    batch[columns.MEDIA] = NonTensorStack(seen, columns.RowMedia())
+    put = ray_group.ray.cloudpickle.dumps
+    monkeypatch.setattr(ray_group.ray, "put", lambda sent: ray_group.ray.cloudpickle.loads(put(sent)))
+    arrived = columns.media_of(RayWorkerGroup._sent(RayWorkerGroup.__new__(RayWorkerGroup), batch))
+    assert arrived is not None and [len(row.inputs) for row in arrived] == [1, 0]
+    assert arrived[0].inputs[0].tensors["pixel_values"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
