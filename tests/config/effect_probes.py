@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import effect_parts
@@ -342,39 +341,7 @@ def _told(trajectory: Any) -> Any:
     }
 
 
-# --- SGLang without SGLang: what it would be started with
-
-
-@refused
-def sglang(overrides: tuple[str, ...]) -> Any:
-    """Arguments of the server, and how weights would travel to it."""
-    from verl_mt.engines.sglang.options import SGLangOptions
-
-    class OnGPU(SGLangOptions):
-        @property
-        def on_gpu(self) -> bool:
-            return True
-
-    config = compose(["actor_rollout_ref.rollout.name=sglang", *overrides])
-    options = OnGPU.from_config(
-        config.actor_rollout_ref,
-        end_token_ids=[1],
-        max_model_len=config.actor_rollout_ref.rollout.max_model_len or 99,
-        seed=3,
-    )
-    sync = build._weight_sync(
-        config,
-        SimpleNamespace(runner=SimpleNamespace(context=SimpleNamespace(engine=None)), call=None),  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        SimpleNamespace(path=Path("run")),  # type: ignore[arg-type]
-    )
-    return {
-        "arguments": options.engine_arguments(),
-        "command": options.command_line(),
-        "servers": (options.servers, options.num_launched),
-        "timeout": options.timeout_s,
-        "transport": (options.transport, sync.transport.bucket_bytes, str(sync.transport.folder)),
-    }
+# --- the command that only looks
 
 
 def dry(overrides: tuple[str, ...]) -> Any:

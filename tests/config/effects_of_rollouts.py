@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import effect_parts as parts
 import effect_probes as probes
+from effect_engines import late_server, sglang
 from effect_kinds import GENERATES, MO, MT, NO_TOOLS, NOT_VALIDATED, RO, VALIDATES, Effect, tool, user
 from effect_probes import metric, talk
+
+
+def late() -> str:
+    return f"{RO}.servers=['{late_server()}']"
+
 
 ROLLOUT = {
     "name": Effect("scripted", "no engine from a command", probes.printed, NOT_VALIDATED, refused="needs its turns"),
@@ -24,18 +30,20 @@ ROLLOUT = {
     "request_timeout_s": Effect("0.1", "a slow request is given up", talk("answers", latency_s=0.3)),
     "max_concurrent": Effect("1", "one after the other", talk("answers", latency_s=0.05, n=3)),
     "max_retries": Effect("0", "an engine that fails once is not asked again", talk("answers", fail_at=(1,))),
-    "max_num_seqs": Effect("3", "how many are decoded at once", probes.sglang),
-    "tensor_model_parallel_size": Effect("2", "ranks of the server", probes.sglang),
-    "gpu_memory_utilization": Effect("0.3", "memory of the server", probes.sglang),
-    "free_cache_engine": Effect("False", "the server keeps its memory", probes.sglang),
-    "dtype": Effect("bfloat16", "weights of the server", probes.sglang),
-    "engine_kwargs": Effect("{quantization: fp8}", "its own arguments", probes.sglang),
-    "engine_timeout_s": Effect("9", "deadline of its start", probes.sglang),
-    "servers": Effect("['http://127.0.0.1:30000']", "which servers", probes.sglang),
-    "launch_servers": Effect("2", "how many servers", probes.sglang),
-    "weight_transport": Effect("disk", "how weights travel", probes.sglang),
-    "weight_sync_dir": Effect("/tmp/w", "where files lie", probes.sglang, (f"{RO}.weight_transport=disk",)),
-    "update_weights_bucket_megabytes": Effect("7", "pieces of weights", probes.sglang),
+    "max_num_seqs": Effect("3", "how many are decoded at once", sglang),
+    "tensor_model_parallel_size": Effect("2", "ranks of the server", sglang),
+    "gpu_memory_utilization": Effect("0.3", "memory of the server", sglang),
+    "free_cache_engine": Effect("False", "the server keeps its memory", sglang),
+    "dtype": Effect("bfloat16", "weights of the server", sglang),
+    "engine_kwargs": Effect("{quantization: fp8}", "its own arguments", sglang),
+    "engine_timeout_s": Effect("0.1", "a server that is slow is given up", sglang, (late,)),
+    "servers": Effect(lambda: f"['{late_server()}']", "who is asked instead of started", sglang),
+    "launch_servers": Effect("2", "how many servers", sglang),
+    "weight_transport": Effect("disk", "how weights travel", sglang),
+    "weight_sync_dir": Effect(
+        lambda: str(parts.folder() / "other"), "where files lie", sglang, (f"{RO}.weight_transport=disk",)
+    ),
+    "update_weights_bucket_megabytes": Effect("1", "pieces of weights", sglang),
     "agent_function_path": Effect(
         "effect_parts:agent",
         "who drives a conversation",
