@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
+import effect_probes as probes
 import pytest
+from effect_engines import sglang
+from effect_kinds import NOT_VALIDATED, RO, VALIDATES
 from key_effects import EFFECTS, Effect
 
 from verl_mt.config.tree import leaves
@@ -43,3 +47,30 @@ def test_another_value_of_the_key_makes_a_difference(key):
     said = [text for text in (refusal(before), refusal(after)) if text]
     assert bool(said) == bool(effect.refused), said
     assert not said or any(effect.refused in text for text in said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "probe",
+    [
+        *(probes.talk(script) for script in probes.SCRIPTS),
+        probes.talk("answers", latency_s=0.05, n=3),
+        probes.drawn,
+        probes.chat,
+        probes.model,
+        sglang,
+    ],
+)
+def test_without_another_value_a_probe_sees_no_difference(probe):
+    """Else every flip would make a difference, read or not."""
+    overrides = () if probe is not sglang else (f"{RO}.weight_transport=disk",)
+    assert probe(overrides) == probe(overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [NOT_VALIDATED, VALIDATES, ("trainer.logger=[console]", *NOT_VALIDATED)])
+def test_two_runs_of_the_same_values_leave_the_same_behind(context):
+    first, second = (probes.run.__wrapped__(context) for _ in range(2))
+    different = [f.name for f in dataclasses.fields(first) if getattr(first, f.name) != getattr(second, f.name)]
+    assert different == [] and first.error == "" and first.steps == 2
+    assert first.shapes and first.rows and first.weights
