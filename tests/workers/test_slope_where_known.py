@@ -45,3 +45,15 @@ def test_where_the_derivative_depends_on_log_probs_logits_are_made_again_for_the
     plain, tiled, again = update_in_tiles(monkeypatch, **options)
     assert again > 0
     torch.testing.assert_close(tiled[0], plain[0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_loss_of_the_users_own_sees_log_probs_of_the_policy_only(monkeypatch, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def loss(log_probs, old, advantages, mask):\n"
+        "    assert (log_probs[mask] < 0).all()\n"
+        "    return -advantages * log_probs.exp()\n"
+    )
+    plain, tiled, again = update_in_tiles(monkeypatch, policy_loss={"loss_mode": f"{path}:loss"})
+    assert again > 0
+    torch.testing.assert_close(tiled[0], plain[0], atol=1e-6, rtol=1e-4)

@@ -86,10 +86,12 @@ def slope_where_known(
     """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.
 
     Where ratios are taken to the current policy itself they are 1, whatever the log-probs are, and so every policy loss
-    has the slope that it has at any log-probs.
+    of ours has the slope that it has at any log-probs.
     """
     if config.use_kl_loss or config.entropy_coeff != 0 or correction is not None:
         return None
+    if names_code(read_policy_loss(config.policy_loss).loss_mode):
+        return None  # it may look at more than ratios, and is not asked about log-probs that no policy has
     if not bool((torch.isnan(old_BT) | ~micro[columns.LOSS_MASK]).all()):
         return None
     guess_BT = torch.zeros_like(old_BT).requires_grad_()
