@@ -123,7 +123,8 @@ class CollapseResponse:
         good = self._good_checkpoint(verdict, step)
         why = ""
         if self.mode == "rollback":
-            why = " (it was rolled back twice)" if self._rollbacks else " (there is no older checkpoint to go back to)"
+            used_up = self._rollbacks >= MAX_ROLLBACKS
+            why = " (it was rolled back twice)" if used_up else " (there is no older checkpoint to go back to)"
         back = "" if good is None else (
             f"; from before it began: trainer.resume_mode=resume_path trainer.resume_from_path={good}, with another "
             "learning rate or reward"
