@@ -25,7 +25,12 @@ from verl_mt.migrate.shell import Command, read_script
 from verl_mt.tools.registry import load_tools
 
 REPO = Path(__file__).resolve().parents[1]
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [
+    REPO / "README.md",
+    *sorted(REPO.glob("docs/*.md")),
+    *sorted(REPO.glob("recipes/*/README.md")),
+    *sorted(REPO.glob("benchmarks/*.md")),
+]
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _NOT_RUN = re.compile(r"<!-- not run: ([^\n]+?) -->\n\s*$")
 _PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+=[A-Z]+.*|\]|[A-Z_]{2,}\]?")
