@@ -76,8 +76,8 @@ def drifting(records: int):
     return batch
 
 
-def flat(result) -> torch.Tensor:
-    return torch.cat([g.flatten() for g in result["gradients"][0].values()])
+def flat(result, step: int = 0) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in result["gradients"][step].values()])
 
 
 @pytest.mark.slow
@@ -149,6 +149,17 @@ def test_how_far_the_sampler_is_from_the_policy_is_measured_in_every_update():
 
 
 @pytest.mark.slow
+def test_a_record_without_advantage_counts_in_gspos_ratio_though_it_moves_nothing():
+    batch = make_batch([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]], records=2, seed=3)
+    batch[col.ADVANTAGES][0] = 0.0  # of the two records of a trajectory
+    found = []
+    for skip in (True, False):
+        kwargs = {"skip_zero_advantage": skip, "ppo_epochs": 2, "grad_clip": 0.0, "clip_ratio": 0.5}
+        found.append(one_update(ALONE, batch.clone(), policy_loss={"loss_mode": "gspo"}, **kwargs))
+    assert found[0]["metrics"]["actor/skipped_zero_advantage_sequences"] == 1
+    torch.testing.assert_close(flat(found[0], step=1), flat(found[1], step=1), atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["gspo", "clip_cov", "kl_cov"])
 def test_what_is_taken_over_a_mini_batch_is_the_same_over_ranks(ranks, mode):
     """Records of one trajectory go to different ranks; tokens are chosen among those of all ranks."""

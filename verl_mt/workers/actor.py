@@ -150,6 +150,10 @@ class ActorWorker(Trainable):
         if not self.config.skip_zero_advantage or terms:
             return in_loss_B
         moved_B = (here[columns.ADVANTAGES] != 0).any(1)
+        if self._loss.loss_mode == "gspo":
+            # A trajectory's ratio is over all its records, and needs the old log-probs of each.
+            trajectory_B = here[columns.TRAJECTORY_INDEX]
+            moved_B = torch.isin(trajectory_B, trajectory_B[moved_B])
         metrics.num_skipped = int((in_loss_B & ~moved_B).sum())
         return in_loss_B & moved_B
 
