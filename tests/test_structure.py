@@ -154,6 +154,10 @@ def attributes_read() -> dict[str, set[tuple[str, str]]]:
     return read
 
 
+def _name(cls: type) -> str:
+    return cls.__name__
+
+
 def _sections_of(of: Type | None, section_fields: dict[str, set[str]]) -> Iterator[str]:
     """Class names of the sections that an object of this type may be."""
     known = get_proper_type(of)
@@ -161,8 +165,9 @@ def _sections_of(of: Type | None, section_fields: dict[str, set[str]]) -> Iterat
         for item in known.items:
             yield from _sections_of(item, section_fields)
     elif isinstance(known, Instance) and known.type.fullname.startswith("verl_mt."):
-        if known.type.name in section_fields:
-            yield known.type.name
+        if known.type.name in section_fields:  # and sections that add to it: who reads the base reads them
+            yield from (s.cls.__name__ for s in sections().values() if known.type.name in map(_name, s.cls.__mro__))
+            yield from ({"Config"} & {known.type.name})
         elif known.type.is_protocol:
             members = set(known.type.protocol_members)
             yield from (name for name, fields in section_fields.items() if members <= fields)

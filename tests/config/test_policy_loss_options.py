@@ -7,7 +7,7 @@ import re
 import pytest
 
 from verl_mt.config.compose import compose
-from verl_mt.config.policy_loss import USED_BY, PolicyLossOptions, read_policy_loss
+from verl_mt.config.policy_loss import USED_BY, PolicyLossOptions, idle_clips, read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, UnknownKeyError
 
@@ -51,3 +51,20 @@ def test_verls_other_names_of_an_estimator(theirs, ours):
 def test_what_is_not_offered_says_why(word, text):
     with pytest.raises((ConfigError, UnknownKeyError), match=re.escape(text)):
         compose([word])
+
+
+@pytest.mark.parametrize(
+    ("mode", "idle"),
+    [
+        ("vanilla", []),
+        ("my_losses.py:mine", []),
+        ("gspo", ["clip_ratio_c"]),
+        ("cispo", ["clip_ratio_c"]),
+        ("clip_cov", ["clip_ratio_c"]),
+        ("sapo", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
+        ("gpg", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
+        ("kl_cov", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
+    ],
+)
+def test_clip_ranges_that_a_loss_does_not_read_are_known(mode, idle):
+    assert list(idle_clips({"loss_mode": mode})) == idle

@@ -81,7 +81,6 @@ def test_flags_of_hydra_and_overrides_are_left_alone():
         ("load_debug_rollout_data=/x/{rollout_id}.pt", "trainer.debug_mode=train_only"),
         ("rm_type=math", "use reward.path"),
         ("metadata_key=meta", "only 'metadata' is possible"),
-        ("advantage_estimator=ppo", "see algorithm.adv_estimator"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_the_reason(word, text):

@@ -10,9 +10,12 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """Headless Chromium; skips with the reason where there is none."""
+    """Headless Chromium; skips with the reason where there is none.
+
+    Of one module: as long as it is open, Playwright's event loop runs in this thread, and no other test can start one.
+    """
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:

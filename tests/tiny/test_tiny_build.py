@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_the_builds_sampler_finds_the_tokens_that_generate_finds(monkeypatch):
         )
         for _ in range(6)
     ]
-    before, after = solver.observation_frame(tokenizer)
+    rendered = partial(demonstrations.render, tokenizer)
+    before, after = solver.observation_frame(demonstrations.demonstration(next(stream)), rendered)
     observation = tokenizer.encode(before + "12" + after, add_special_tokens=False)
     with torch.no_grad():
         decoder = solver.Decoder(model, len(prompts), tokenizer.pad_token_id, tokenizer.eos_token_id)

@@ -365,7 +365,7 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
         ("trainer.n_workers_per_node=2", ("trainer.n_workers_per_node", "placement=ray")),
         ("data.sampler=my.Sampler", ("data.sampler", "my")),
         ("data.sampler_kwargs={key:x}", ("data.sampler_kwargs", "data.sampler")),
-        ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator", "gae", "grpo")),
+        ("algorithm.adv_estimator=gea", ("algorithm.adv_estimator", "gea", "gae", "grpo")),
         (f"{MODEL}.lora_rank=-1", (f"{MODEL}.lora_rank=-1", "at least 0")),
         (f"{MODEL}.lora_rank=1.5", (f"{MODEL}.lora_rank", "1.5")),
     ],

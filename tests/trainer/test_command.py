@@ -79,7 +79,9 @@ class TestARun:
             assert sum(v for k, v in line.items() if k.startswith("stop/")) == 16
             assert line["rollout/logprob_diff_max"] < 1e-4
             assert line["sanity/mismatch_rate"] == 0
-            assert all(math.isfinite(v) for v in line.values())
+            words = {k for k, v in line.items() if isinstance(v, str)}
+            assert words == {"critical_path/holder", "critical_path/trajectory"}
+            assert all(math.isfinite(v) for k, v in line.items() if k not in words)
         validated = [line["step"] for line in lines if {"val/accuracy", "val/accuracy_greedy"} <= line.keys()]
         assert validated == [0, 2, 3]
 

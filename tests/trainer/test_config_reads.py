@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from command_lab import NO_VALIDATION, SMALL, small_trainer
@@ -12,7 +13,8 @@ from verl_mt.config.reads import recording
 from verl_mt.config.tree import leaves
 from verl_mt.errors import ConfigError
 from verl_mt.trainer.build import build_trainer
-from verl_mt.trainer.config_reads import ALLOWED, LATER
+from verl_mt.trainer.build_data import notes
+from verl_mt.trainer.config_reads import ALLOWED, LATER, readers
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,22 @@ def test_the_default_value_of_an_idle_key_and_keys_of_launch_scripts_pass(tmp_pa
     assert written["actor_rollout_ref.rollout.multi_turn.tool_timeout_s"] == ["verl_mt.tools.limits"]
     assert written["reward.overlong_buffer.len"] == []
     assert set(ALLOWED) <= set(written)
+
+
+@pytest.mark.parametrize(
+    ("mode", "idle"), [("vanilla", []), ("gspo", ["clip_ratio_c"]), ("gpg", ["clip_ratio_c", "clip_ratio"])]
+)
+def test_a_clip_range_that_the_loss_does_not_read_has_no_reader_and_is_said(mode, idle):
+    actor = "actor_rollout_ref.actor"
+    config = compose(
+        [*OWN, f"{actor}.policy_loss.loss_mode={mode}", f"{actor}.clip_ratio_c=10", f"{actor}.clip_ratio=0.3"]
+    )
+    with recording(config) as reads:
+        found = readers(reads)
+    assert [name for name in ("clip_ratio_c", "clip_ratio") if not found[f"{actor}.{name}"]] == idle
+    prompts = SimpleNamespace(num_filtered=0, num_truncated=0, rows=list)
+    said = [text for text in notes(config, prompts) if "clip_ratio" in text]
+    assert sorted(text.split()[0] for text in said) == sorted(f"actor.{name}" for name in idle)
 
 
 def test_what_is_said_to_be_read_later_is_read_then_and_nothing_else(tmp_path):

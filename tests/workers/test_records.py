@@ -96,5 +96,5 @@ def test_no_split_changes_the_gradient(mode, drawn, old, max_rows):
     whole = one_update(ALONE, batch_of(conversations, rewards, None), **kwargs)
     split = one_update(ALONE, batch_of(conversations, rewards, cuts), **kwargs)
     assert len(whole["gradients"]) == len(split["gradients"])
-    torch.testing.assert_close(split["gradients"], whole["gradients"], atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(split["gradients"], whole["gradients"], atol=5e-6, rtol=1e-4)
     assert split["metrics"]["actor/loss"] == pytest.approx(whole["metrics"]["actor/loss"], abs=1e-5)

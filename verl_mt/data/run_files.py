@@ -95,6 +95,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
         greedy_reward=row.get("greedy_reward"),
+        tool_calls=row.get("tool_calls", []),
         tool_reward_turns=row.get("tool_reward_turns", {}),
         turn_rewards={int(turn): reward for turn, reward in row.get("turn_rewards", {}).items()},
         stop_reason=None if stop_reason is None else StopReason(stop_reason),

@@ -163,7 +163,8 @@ def require_sglang() -> None:
     """Raises:
     ConfigError: SGLang, or on a machine without GPU the plug-in that it needs there, is not installed.
     """
-    if importlib.util.find_spec("sglang") is None:
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:  # a folder of that name somewhere on the path is no package
         raise ConfigError(
             f"{_KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
             "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md); or sample with rollout.name=local"
