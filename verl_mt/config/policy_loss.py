@@ -22,6 +22,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "ppo_kl_coef": ("kl_cov",),
 }
 """Key -> the losses that read it; given with another loss it is refused."""
+_WITHOUT_CLIP = ("sapo", "gpg", "kl_cov")
 
 
 @dataclass
@@ -66,3 +67,11 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLossOptions:
     if options.clip_cov_lb > options.clip_cov_ub:
         raise ConfigError(f"{KEY}.clip_cov_lb ({options.clip_cov_lb}) is above clip_cov_ub ({options.clip_cov_ub})")
     return options
+
+
+def idle_clips(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of `actor.clip_ratio...` that the loss of this mapping does not read."""
+    mode = read_policy_loss(given).loss_mode
+    if mode == "vanilla" or names_code(mode):
+        return ()
+    return ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")[0 if mode in _WITHOUT_CLIP else 3 :]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_mt.config.algorithm_checks import PER_TOKEN
+from verl_mt.config.policy_loss import idle_clips
 from verl_mt.config.reads import KeyReads, given_keys, recording
 from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves
@@ -78,6 +79,7 @@ _TOOLS = (f"{_ROLLOUT}tool_kwargs.tools_config_file", f"{_ROLLOUT}interaction_co
 _NEEDS = (
     _Need("critic.", "the critic", ("algorithm.adv_estimator",)),
     _Need(_REF, "the reference policy", (f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward")),
+    _Need(_ACTOR + "clip_ratio", "another loss", (f"{_ACTOR}policy_loss",)),
     _Need(_ACTOR + "kl_loss_", "the KL term", (f"{_ACTOR}use_kl_loss",)),
     _Need(_MODEL + "lora_", "low-rank adapters", (f"{_MODEL}lora_rank",)),
     _Need(_ROLLOUT + "multi_turn.", "tools or an interaction", (*_TOOLS, f"{_ROLLOUT}multi_turn.enable")),
@@ -160,6 +162,8 @@ def readers(reads: KeyReads) -> dict[str, list[str]]:
             for key in found:
                 if key.startswith(starts):
                     found[key].add(module)
+    for name in idle_clips(reads.config.actor_rollout_ref.actor.policy_loss):
+        found[_ACTOR + name].discard("verl_mt.workers")
     return {key: sorted(modules) for key, modules in found.items()}
 
 
