@@ -127,6 +127,14 @@ def test_a_group_has_a_signal_where_its_trained_members_differ_in_the_metric(mad
     assert kept(Selection(metric=metric, max_gen_batches=1).fill([made], Source(""), 1)) == (["a"] if stays else [])
 
 
+def test_where_rewards_are_compared_one_by_one_a_group_with_equal_sums_has_a_signal():
+    parts = [{"right": 1.0, "format": 0.0}, {"right": 0.0, "format": 1.0}]
+    apart, alike = group("a", [1.0, 1.0], parts=parts), group("b", [1.0, 1.0], parts=[parts[0], parts[0]])
+    by_sum, one_by_one = Selection("seq_final_reward"), Selection("seq_final_reward", several=("right", "format"))
+    assert [by_sum._has_signal(g) for g in (apart, alike)] == [False, False]
+    assert [one_by_one._has_signal(g) for g in (apart, alike)] == [True, False]
+
+
 def test_a_metric_that_the_reward_does_not_return_is_an_error_that_lists_what_it_returns():
     with pytest.raises(ConfigError, match=r"'accuracy', but the reward of 1\.0\.0 has only score: name one of"):
         Selection(metric="accuracy").fill(first("m"), Source(""), 1)

@@ -48,6 +48,8 @@ class Selection:
     max_length: int = 0
     """Of a response, in tokens, observations included."""
     filter_overlong: bool = False
+    several: tuple[str, ...] = ()
+    """The parts of a reward that advantages are made from one by one (GDPO); empty = they are made from their sum."""
     _counts: dict[str, float] = field(default_factory=dict)
     _warned: bool = False
 
@@ -62,6 +64,7 @@ class Selection:
             overlong_factor=buffer.penalty_factor,
             max_length=config.actor_rollout_ref.rollout.response_length,
             filter_overlong=config.algorithm.filter_overlong,
+            several=tuple(config.algorithm.gdpo_reward_weights),
         )
 
     def shape(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -103,7 +106,7 @@ class Selection:
             All groups that were sampled; those that are not to be trained on are marked (`TrajectoryGroup.filtered`).
 
         Raises:
-            ConfigError: no trajectory has the number that `metric` names.
+            ConfigError: a trajectory lacks the number that `metric` names.
         """
         self._counts = {}
         if self.metric is None:
@@ -152,23 +155,26 @@ class Selection:
         """Of any of the groups that roles make of a prompt's trajectories."""
         members = [t for t in group.trajectories if t.trainable and t.reward is not None]
         ids = {name: place for place, name in enumerate(dict.fromkeys(t.group_id for t in members))}
-        values = torch.tensor([self._value(t) for t in members], dtype=torch.float64)
-        return bool(has_signal(values, torch.tensor([ids[t.group_id] for t in members], dtype=torch.int64)).any())
+        groups = torch.tensor([ids[t.group_id] for t in members], dtype=torch.int64)
+        assert self.metric is not None
+        numbers = self.several if self.several and self.metric in _REWARD else (self.metric,)
+        values = (torch.tensor([self._value(t, number) for t in members], dtype=torch.float64) for number in numbers)
+        return any(bool(has_signal(of_one, groups).any()) for of_one in values)
 
-    def _value(self, trajectory: Trajectory) -> float:
-        assert self.metric is not None and trajectory.reward is not None
-        if self.metric in _REWARD:
+    def _value(self, trajectory: Trajectory, number: str) -> float:
+        assert trajectory.reward is not None
+        if number in _REWARD:
             return trajectory.reward
         parts = trajectory.reward_parts
-        if self.metric == "acc" and "acc" not in parts and "score" in parts:
+        if number == "acc" and "acc" not in parts and "score" in parts:
             return parts["score"]
-        if self.metric not in parts:
+        if number not in parts:
             raise ConfigError(
-                f"algorithm.filter_groups.metric is {self.metric!r}, but the reward of {trajectory.trajectory_id} has "
+                f"algorithm.filter_groups.metric is {number!r}, but the reward of {trajectory.trajectory_id} has "
                 f"only {', '.join(sorted(parts)) or 'no parts'}: name one of them, or seq_final_reward (what "
                 "advantages are made from)"
             )
-        return parts[self.metric]
+        return parts[number]
 
     def _warn_if_short(self, kept: int, wanted: int) -> None:
         if kept < wanted and not self._warned:
