@@ -80,6 +80,21 @@ def test_a_clip_range_that_the_loss_does_not_read_has_no_reader_and_is_said(mode
     assert sorted(text.split()[0] for text in said) == sorted(f"actor.{name}" for name in idle)
 
 
+@pytest.mark.parametrize(
+    ("key", "switch"),
+    [
+        ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.use_kl_loss=True"),
+        ("actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora_rank=4"),
+        ("critic.optim.lr", "algorithm.adv_estimator=gae"),
+    ],
+)
+def test_workers_of_other_processes_are_not_said_to_read_what_is_switched_off(key, switch):
+    for more, expected in (((), []), ((switch,), ["verl_mt.workers"])):
+        config = compose([*OWN, "trainer.placement=ray", *more])
+        with recording(config) as reads:
+            assert readers(reads)[key] == expected
+
+
 def test_what_is_said_to_be_read_later_is_read_then_and_nothing_else(tmp_path):
     """Two steps with updates, a validation and a checkpoint."""
     several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.logger=[]")

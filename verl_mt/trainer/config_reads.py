@@ -46,7 +46,7 @@ _LATER_IF: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = (
         "verl_mt.workers",
         (_ACTOR + "kl_loss_coef", _ACTOR + "kl_loss_type", _REF),
     ),
-    (lambda c: c.trainer.placement == "ray", "verl_mt.workers", (_MODEL, _ACTOR, _REF, "critic.")),
+    (lambda c: c.trainer.placement == "ray", "verl_mt.workers", (_MODEL, _ACTOR)),
     (lambda c: c.algorithm.adv_estimator == "gae", "verl_mt.workers", ("critic.",)),
     (
         lambda c: c.algorithm.adv_estimator in PER_TOKEN,
@@ -162,9 +162,20 @@ def readers(reads: KeyReads) -> dict[str, list[str]]:
             for key in found:
                 if key.startswith(starts):
                     found[key].add(module)
-    for name in idle_clips(reads.config.actor_rollout_ref.actor.policy_loss):
-        found[_ACTOR + name].discard("verl_mt.workers")
+    for key in _not_for_workers(reads.config):
+        found[key].discard("verl_mt.workers")
     return {key: sorted(modules) for key, modules in found.items()}
+
+
+def _not_for_workers(config: Config) -> list[str]:
+    """Of what workers may read, the keys that this configuration gives no use."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    keys = [_ACTOR + name for name in idle_clips(actor.policy_loss)]
+    if not actor.use_kl_loss:
+        keys += [_ACTOR + "kl_loss_coef", _ACTOR + "kl_loss_type"]
+    if not model.lora_rank:
+        keys += [_MODEL + "lora_alpha", _MODEL + "lora_target_modules"]
+    return keys
 
 
 def write_reads(folder: Path, found: dict[str, list[str]]) -> None:
