@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import effect_probes as probes
+import torch
 from effect_kinds import NOT_VALIDATED, PPO, TINY_ROWS, VALIDATES, Effect
 
 COLLAPSES = (
@@ -12,6 +16,14 @@ COLLAPSES = (
     "trainer.collapse_guard_thresholds={window: 1, entropy_rise: 1.0}",
     *NOT_VALIDATED,
 )
+
+
+def without_gpu(overrides: tuple[str, ...]) -> Any:
+    """What is printed; also where this machine has a GPU."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        return probes.printed(overrides)
+
+
 TRAINER = {
     "total_training_steps": Effect("1", "steps", probes.steps, NOT_VALIDATED),
     "total_epochs": Effect(
@@ -53,7 +65,7 @@ TRAINER = {
     "seed": Effect("7", "what is sampled", probes.rows, NOT_VALIDATED),
     "deterministic": Effect("False", "where timings are written", probes.files, NOT_VALIDATED),
     "num_threads": Effect("2", "threads of torch", probes.of_run("threads"), NOT_VALIDATED),
-    "device": Effect("cuda", "no such device here", probes.printed, NOT_VALIDATED, refused="no CUDA device"),
+    "device": Effect("cuda", "no such device here", without_gpu, NOT_VALIDATED, refused="no CUDA device"),
     "placement": Effect(
         "ray", "several ranks are possible", probes.placed, ("trainer.nnodes=2",), refused="needs trainer.placement=ray"
     ),
