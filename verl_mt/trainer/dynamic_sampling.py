@@ -57,6 +57,7 @@ class Selection:
     def from_config(cls, config: Config) -> Selection:
         """What `algorithm.filter_groups`, `algorithm.filter_overlong` and `reward.overlong_buffer` ask for."""
         groups, buffer = config.algorithm.filter_groups, config.reward.overlong_buffer
+        one_by_one = groups.enable and config.algorithm.adv_estimator == "gdpo"
         return cls(
             metric=groups.metric if groups.enable else None,
             max_gen_batches=groups.max_num_gen_batches,
@@ -64,7 +65,7 @@ class Selection:
             overlong_factor=buffer.penalty_factor,
             max_length=config.actor_rollout_ref.rollout.response_length,
             filter_overlong=config.algorithm.filter_overlong,
-            several=tuple(config.algorithm.gdpo_reward_weights),
+            several=tuple(config.algorithm.gdpo_reward_weights) if one_by_one else (),
         )
 
     def shape(self, groups: Sequence[TrajectoryGroup]) -> None:
