@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,18 +22,16 @@ SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / 
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite on up to four cores; single files and folders in this process, which starts sooner."""
+    """The whole suite on up to four cores; single files and folders in this process, which starts sooner.
+
+    Ray clusters and SGLang engines start one after the other, so who asks for them gets one process: two at once would
+    find each other, or no memory.
+    """
+    if re.search(r"(?<!not )\b(ray|sglang)\b", config.option.markexpr):
+        return 0
     whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(4, cores) if whole else 0
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray clusters and SGLang engines start one after the other: two at once would find each other, or no memory."""
-    for item in items:
-        if item.get_closest_marker("ray") or item.get_closest_marker("sglang"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 @pytest.fixture(scope="session")
