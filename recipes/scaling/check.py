@@ -6,7 +6,8 @@ The runs take turns, a step each; the first round warms up. Steps of the local e
 this process's own time only (`lab.OwnClock`; `--clock wall` for an ordinary one), SGLang's by an ordinary one: there,
 use a machine that does nothing else. Rates are fitted to the runs named `fit`; the others differ from those in what the
 last column of the table says, and their measured times are used for nothing but the comparison. What a run did (numbers
-of tokens, turns and calls) is taken from its rollout rows, medians of times are compared. Writes `machine.json`,
+of tokens, turns and calls) is taken from its rollout rows, medians of times are compared. Updates are padded passes
+(`use_remove_padding=False`): those the formula counts. Writes `machine.json`,
 `errors.json`, `steps.json`; the last line is `worst error of a held-out run: P %`, and the exit code is 1 where it is
 above 25 %.
 """
@@ -98,7 +99,8 @@ def build(run: Run, folder: Path, engine: str) -> Any:
     tools.write_text(yaml.safe_dump(declaration))
     overrides = [
         f"data.train_batch_size={run.prompts}", "data.val_files=null", "data.train_max_samples=1024",
-        f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.actor.optim.lr=0",
+        f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.optim.lr=0",
         f"{ROLLOUT}name={engine}", f"{ROLLOUT}n={run.n}", f"{ROLLOUT}response_length={run.response_length}",
         f"{ROLLOUT}max_concurrent={run.concurrency or 'null'}", f"{ROLLOUT}tool_kwargs.tools_config_file={tools}",
         f"{ROLLOUT}multi_turn.tokenization_sanity_check_mode=off", f"{ROLLOUT}engine_timeout_s=240",
