@@ -104,7 +104,8 @@ def test_without_sglang_or_its_cpu_platform_there_is_one_clear_error(monkeypatch
     monkeypatch.setattr(options_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"SGLang is not installed here.*install-sglang-cpu\.sh"):
         require_sglang()
-    monkeypatch.setattr(options_module.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="sglang/__init__.py"))
+    installed = SimpleNamespace(origin="sglang/__init__.py")
+    monkeypatch.setattr(options_module.importlib.util, "find_spec", lambda name: installed)
     monkeypatch.setattr(options_module, "entry_points", lambda group: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="the CPU platform that installing verl_mt registers"):
