@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from chat_toys import CHATML, PLAIN_ADDED, SPECIALS, byte_tokenizer
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -55,6 +55,7 @@ def test_the_scaffold_around_foreign_text_keeps_its_control_ids(first, second):
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_text_without_control_literals_keeps_its_usual_ids(text):
+    assume(not any(literal in text for literal in ENCODER.added))  # hypothesis draws strings of the source, too
     assert neutral(ENCODER, text) == ENCODER.encode(text)
 
 
