@@ -139,7 +139,7 @@ def check_pip(words: list[str]) -> None:
 def check_module(module: str, words: list[str]) -> None:
     words = [w for w in words if not _PLACEHOLDER.fullmatch(w) or w == "PATH"]
     if module == "verl_mt.migrate":
-        assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).library
+        assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).framework
         return
     if module in ("verl_mt.trainer", "verl_mt.doctor"):
         compose_words(words)

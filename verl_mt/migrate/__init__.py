@@ -44,7 +44,7 @@ _FILES = {
 class Migration:
     """A launch command of another library, read."""
 
-    library: Library
+    framework: Library
     env: dict[str, str] = field(default_factory=dict)
     wrapper: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def migrate(text: str) -> Migration:
     """
     script = read_script(text)
     launch = find_launch(script)
-    if launch.library is None:
+    if launch.framework is None:
         if launch.refused:
             raise ConfigError("; ".join(launch.refused))
         started = ", ".join(sorted({c.words[0] for c in script.commands if c.words})) or "nothing"
@@ -81,7 +81,7 @@ def migrate(text: str) -> Migration:
             "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
             f"slime (python train.py) found; the text starts {started}"
         )
-    return _migration(launch, launch.library)
+    return _migration(launch, launch.framework)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(found: Migration) -> str:
     """The command and, as comments, everything that is to be said about it: a script that runs as it is."""
-    parts = [f"# {found.library} -> verl_mt", found.command()]
+    parts = [f"# {found.framework} -> verl_mt", found.command()]
     for title, lines in (
         ("set because the other library means it without saying so", [f"{k}: {v}" for k, v in found.added.items()]),
         ("carried over with another meaning", found.changed),

@@ -46,7 +46,7 @@ _ENV_DROPPED = {
 class Launch:
     """The launch commands of one script, as words for `python -m verl_mt.trainer`."""
 
-    library: Library | None = None
+    framework: Library | None = None
     env: dict[str, str] = field(default_factory=dict)
     wrapper: list[str] = field(default_factory=list)
     """What stands before the command: `ray job submit ... --`."""
@@ -63,7 +63,7 @@ class Launch:
 def find_launch(script: Script) -> Launch:
     """The launch commands of a script; several (a rollout server and its trainer) become one.
 
-    A script without one has `library` None.
+    A script without one has `framework` None.
     """
     launch = Launch(notes=list(script.notes))
     for command in script.commands:
@@ -71,7 +71,7 @@ def find_launch(script: Script) -> Launch:
     for word in [w for w in launch.overrides if "$(" in w or "`" in w]:
         launch.overrides.remove(word)
         launch.refused.append(f"{word}: the shell computes it; write its value out")
-    if launch.library is not None:
+    if launch.framework is not None:
         _take_env(script.exported, launch)
     return launch
 
@@ -89,10 +89,10 @@ def _take(command: Command, launch: Launch) -> None:
     if name in _OTHERS or (library == "verl" and name != "verl.trainer.main_ppo"):
         launch.refused.append(f"{name}: {_OTHERS.get(name, 'only verl.trainer.main_ppo has a counterpart')}")
         return
-    if launch.library not in (None, library):
-        launch.refused.append(f"{name}: the script starts {launch.library} too; give one command at a time")
+    if launch.framework not in (None, library):
+        launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")
         return
-    launch.library = library
+    launch.framework = library
     launch.wrapper = wrapper or launch.wrapper
     _take_env(command.env, launch)
     {"verl": _verl, "ms-swift": _swift, "slime": _slime}[library](rest, name, launch)
