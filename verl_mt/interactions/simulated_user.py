@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import weakref
 from typing import Any
 from uuid import uuid4
 
 from verl_mt.data.conversation import Message
 from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.base import BaseInteraction
+from verl_mt.remote_model import CONNECTION, RemoteModel, Settings, import_openai, read_settings
 
 DEFAULT_PROMPT = """You play a person who talks to an assistant. Stay in your role; never say that you are a model.
 Who you are: {persona}
@@ -18,19 +16,15 @@ What you want: {goal}
 Write only your next message. Tell what you want little by little, as people do.
 Write {done} when you have got what you want, and {give_up} when you no longer expect to get it."""
 
-_SETTINGS: dict[str, tuple[type | tuple[type, ...], Any]] = {
-    "base_url": (str, None),
-    "model": (str, None),
-    "api_key_env": (str, ""),
+_SETTINGS: Settings = {
+    **CONNECTION,
     "system_prompt": (str, DEFAULT_PROMPT),
     "done_marker": (str, "[DONE]"),
     "give_up_marker": (str, "[GIVE UP]"),
     "temperature": ((int, float), 1.0),
     "max_tokens": (int, 256),
-    "request_timeout_s": ((int, float), 30.0),
     "max_retries": (int, 2),
     "max_concurrent": (int, 64),
-    "extra_body": (dict, {}),
 }
 
 
@@ -65,9 +59,8 @@ class SimulatedUser(BaseInteraction):
         super().__init__(config)
         self._set = _checked(self.name, {k: v for k, v in config.items() if k != "name"})
         self._scores: dict[str, float] = {}
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, asyncio.Semaphore]]
-        self._by_loop = weakref.WeakKeyDictionary()
-        _openai()
+        self._user = RemoteModel("SimulatedUser", self._set, max_retries=self._set["max_retries"])
+        import_openai("SimulatedUser")
 
     async def start_interaction(
         self, instance_id: str | None = None, persona: str | None = None, goal: str | None = None, **kwargs: Any
@@ -135,7 +128,7 @@ class SimulatedUser(BaseInteraction):
         return [{"role": "system", "content": prompt}, *turns]
 
     async def _ask(self, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
-        openai, (client, gate) = _openai(), self._client()
+        openai, (client, gate) = import_openai("SimulatedUser"), self._user.client()
         where = f"the simulated user at {self._set['base_url']}"
         try:
             async with gate:
@@ -160,45 +153,13 @@ class SimulatedUser(BaseInteraction):
         said = (reply.choices[0].message.content or "").rpartition("</think>")[2].strip()
         return said, {"user_tokens": counts}
 
-    def _client(self) -> tuple[Any, asyncio.Semaphore]:
-        """Connections belong to the loop that opened them, and a loop that hangs is replaced by another."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            key = os.environ.get(self._set["api_key_env"], "") if self._set["api_key_env"] else ""
-            client = _openai().AsyncOpenAI(
-                base_url=self._set["base_url"],
-                api_key=key or "none",
-                timeout=self._set["request_timeout_s"],
-                max_retries=self._set["max_retries"],
-            )
-            self._by_loop[loop] = client, asyncio.Semaphore(self._set["max_concurrent"])
-        return self._by_loop[loop]
-
 
 def _checked(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The settings with their defaults; all that is wrong in one error."""
-    problems = [f"unknown setting {key!r}; there are {', '.join(_SETTINGS)}" for key in config if key not in _SETTINGS]
-    settings = {key: config.get(key, default) for key, (_, default) in _SETTINGS.items()}
-    for key, (kind, default) in _SETTINGS.items():
-        value = settings[key]
-        if value is None and default is None:
-            problems.append(f"{key} is required")
-        elif not isinstance(value, kind) or isinstance(value, bool):
-            problems.append(f"{key} has the wrong type: got {value!r}")
-    key_env = settings["api_key_env"]
-    if key_env and key_env not in os.environ:
-        problems.append(f"api_key_env names {key_env}, which is not in the environment")
+    settings, problems = read_settings(config, _SETTINGS)
     if problems:
         raise ValueError(f"interaction {name!r}: " + "; ".join(problems))
     return settings
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ImportError as error:
-        raise ImportError('SimulatedUser needs the openai package: pip install "verl_mt[openai]"') from error
-    return openai
 
 
 def _text(message: Message) -> str:

@@ -6,15 +6,14 @@ import asyncio
 import hashlib
 import json
 import math
-import os
 import re
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_mt.errors import ConfigError
+from verl_mt.remote_model import CONNECTION, RemoteModel, Settings, import_openai, read_settings
 from verl_mt.rewards.contract import Reward, RewardFailure, RewardInput, Scores
 
 DEFAULT_PROMPT = """You grade the answer that another model gave. Apply the rubric and nothing else.
@@ -36,21 +35,18 @@ Score: <number>"""
 
 _REMINDER = "That reply held no score that I can read. Reply with one line: Score: <a number from {low} to {high}>"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_WHO = "the reward llm_judge"
 
-_SETTINGS: dict[str, tuple[type | tuple[type, ...], Any]] = {
-    "base_url": (str, None),
-    "model": (str, None),
-    "api_key_env": (str, ""),
+_SETTINGS: Settings = {
+    **CONNECTION,
     "rubric": (str, ""),
     "rubric_file": (str, ""),
     "prompt": (str, DEFAULT_PROMPT),
     "scale": ((list, tuple), (0, 10)),
     "temperature": ((int, float), 0.0),
     "max_tokens": (int, 512),
-    "request_timeout_s": ((int, float), 30.0),
     "max_asked": (int, 3),
     "max_concurrent": (int, 16),
-    "extra_body": (dict, {}),
 }
 
 
@@ -86,8 +82,7 @@ class LLMJudge(Reward):
     def __init__(self, **settings: Any):
         self._set = _checked(settings)
         self._low, self._high = (float(bound) for bound in self._set["scale"])
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, asyncio.Semaphore]]
-        self._by_loop = weakref.WeakKeyDictionary()
+        self._judge = RemoteModel(_WHO, self._set, max_retries=0)
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         return list(await asyncio.gather(*map(self._score_one, items)))
@@ -139,7 +134,7 @@ class LLMJudge(Reward):
         Raises:
             _Refused, _Unavailable: no score; says why.
         """
-        client, gate = self._client()
+        client, gate = self._judge.client()
         async with gate:
             give_up = time.monotonic() + self.timeout_s
             # Half of a surrogate pair, which a model may well write, has no UTF-8.
@@ -158,7 +153,7 @@ class LLMJudge(Reward):
 
     async def _ask(self, client: Any, messages: list[dict[str, str]], give_up: float) -> str:
         """One reply, with attempts until `give_up` (monotonic seconds)."""
-        openai, pause_s, problems = _openai(), _FIRST_PAUSE_S, []
+        openai, pause_s, problems = import_openai(_WHO), _FIRST_PAUSE_S, []
         while True:
             timeout_s = min(self._set["request_timeout_s"], max(0.01, give_up - time.monotonic()))
             try:
@@ -194,15 +189,6 @@ class LLMJudge(Reward):
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _client(self) -> tuple[Any, asyncio.Semaphore]:
-        """Connections belong to the loop that opened them."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            key = os.environ.get(self._set["api_key_env"], "") if self._set["api_key_env"] else ""
-            client = _openai().AsyncOpenAI(base_url=self._set["base_url"], api_key=key or "none", max_retries=0)
-            self._by_loop[loop] = client, asyncio.Semaphore(self._set["max_concurrent"])
-        return self._by_loop[loop]
 
 
 class _Refused(Exception):
@@ -301,16 +287,9 @@ def _text(message: Mapping[str, Any]) -> str:
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with their defaults; all that is wrong in one error."""
-    problems = [f"unknown setting {key!r}; there are {', '.join(_SETTINGS)}" for key in given if key not in _SETTINGS]
+    settings, problems = read_settings(given, _SETTINGS)
     if "api_key" in given:
         problems = ["the key comes from the environment: name its variable in api_key_env, and remove api_key"]
-    settings = {key: given.get(key, default) for key, (_, default) in _SETTINGS.items()}
-    for key, (kind, default) in _SETTINGS.items():
-        value = settings[key]
-        if value is None and default is None:
-            problems.append(f"{key} is required")
-        elif not isinstance(value, kind) or isinstance(value, bool):
-            problems.append(f"{key} has the wrong type: got {value!r}")
     for key in ("request_timeout_s", "max_tokens", "max_asked", "max_concurrent"):
         if isinstance(settings[key], int | float) and settings[key] <= 0:
             problems.append(f"{key} is {settings[key]}, must be positive")
@@ -318,8 +297,6 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     numbers = isinstance(scale, list | tuple) and len(scale) == 2 and all(isinstance(x, int | float) for x in scale)
     if not numbers or not scale[0] < scale[1]:
         problems.append(f"scale is {scale!r}: expected two numbers, the worst score and the best")
-    if settings["api_key_env"] and settings["api_key_env"] not in os.environ:
-        problems.append(f"api_key_env names {settings['api_key_env']}, which is not in the environment")
     if settings["rubric"] and settings["rubric_file"]:
         problems.append("rubric and rubric_file are both given: leave one of them out")
     elif isinstance(settings["rubric_file"], str) and settings["rubric_file"]:
@@ -330,13 +307,5 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(f"rubric_file is {settings['rubric_file']!r}: there is no such file")
     if problems:
         raise ConfigError("reward.kwargs of llm_judge: " + "; ".join(problems))
-    _openai()
+    import_openai(_WHO)
     return settings
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ImportError as error:
-        raise ConfigError('the reward llm_judge needs the openai package: pip install "verl_mt[openai]"') from error
-    return openai
