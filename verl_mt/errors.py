@@ -19,10 +19,15 @@
         └── DeadlineError        it did not answer in time
 
 Error text = what was wrong, what was got, what to do. Plug-in authors raise plain Python exceptions;
-one boundary wraps them in `UserCodeError`, which names the tool or function, the row and the turn.
+one boundary wraps them in `UserCodeError`, which names the tool or function, the row and the turn. What becomes text
+there goes through `error_text`, `traceback_text` and `value_text`, which never raise: foreign code's `__str__` may.
 """
 
 from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
 
 
 class VerlMTError(Exception):
@@ -103,3 +108,47 @@ class EngineGoneError(EngineError):
 
 class DeadlineError(EngineError):
     """The engine did not answer before the request's deadline."""
+
+
+def error_text(error: BaseException, *, named: bool = False) -> str:
+    """The text of any exception. Never raises, and can be written as UTF-8.
+
+    Args:
+        error: also one whose `__str__` raises; then the text says so.
+        named: with the type's name before it, as in `ValueError: no such row`.
+
+    Returns:
+        `str(error)`; the type's name where that is empty.
+    """
+    kind, text = type(error).__name__, _text(lambda: str(error))
+    if isinstance(text, BaseException):
+        return f"{kind} (its text is unknown: __str__ raised {type(text).__name__})"
+    if not text:
+        return kind
+    return f"{kind}: {text}" if named else text
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback that Python would print. Never raises, and can be written as UTF-8."""
+    text = _text(lambda: "".join(traceback.format_exception(error)))
+    if isinstance(text, str):
+        return text
+    where = "".join(traceback.format_tb(error.__traceback__))
+    return f"Traceback (most recent call last):\n{where}{error_text(error, named=True)}\n"
+
+
+def value_text(value: Any, limit: int = 200) -> str:
+    """`repr` of what foreign code returned, cut to `limit` characters. Never raises, and can be written as UTF-8."""
+    text = _text(lambda: repr(value))
+    if isinstance(text, BaseException):
+        return f"a {type(value).__name__} whose __repr__ raised {type(text).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _text(make: Callable[[], str]) -> str | BaseException:
+    try:
+        return str.encode(make(), "utf-8", "backslashreplace").decode()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a SystemExit in a `__str__` is no wish to end the run
+        return error

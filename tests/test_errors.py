@@ -1,0 +1,53 @@
+"""The text of what foreign code raised or returned can always be had."""
+
+from __future__ import annotations
+
+import pytest
+from hostile import EXCEPTIONS, Exits, Unshowable, Unspeakable
+
+from verl_mt.errors import error_text, traceback_text, value_text
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_an_exception_s_own_text_is_used_and_its_name_where_it_has_none():
+    assert error_text(ValueError("no such row")) == "no such row"
+    assert error_text(ValueError("no such row"), named=True) == "ValueError: no such row"
+    assert error_text(ValueError()) == error_text(ValueError(), named=True) == "ValueError"
+
+
+def test_an_exception_whose_text_raises_still_has_one():
+    assert error_text(Unspeakable()) == "Unspeakable (its text is unknown: __str__ raised AttributeError)"
+    assert error_text(Exits(), named=True) == "Exits (its text is unknown: __str__ raised SystemExit)"
+
+
+@pytest.mark.parametrize("error", EXCEPTIONS, ids=[type(e).__name__ for e in EXCEPTIONS])
+def test_a_traceback_can_always_be_had_also_of_a_cause_without_text(error):
+    outer = RuntimeError("outer")
+    outer.__cause__ = raised(error)
+    text = traceback_text(raised(outer))
+    assert type(error).__name__ in text and "RuntimeError: outer" in text and "test_errors.py" in text
+
+
+def test_a_value_whose_repr_raises_is_named_by_its_type_and_a_long_one_is_cut():
+    assert value_text(Unshowable()) == "a Unshowable whose __repr__ raised AttributeError"
+    assert value_text("x" * 100, limit=10) == "'xxxxxx..."
+
+
+def test_texts_can_be_written_as_utf_8():
+    assert error_text(ValueError("a\ud800b")) == "a\\ud800b"
+    assert error_text(ValueError("é")) == "é" and traceback_text(ValueError("a\ud800b")).encode()
+
+
+def test_ctrl_c_is_not_swallowed():
+    class Interrupted(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        error_text(Interrupted())
