@@ -18,6 +18,7 @@ settings.register_profile("verl_mt", max_examples=40, deadline=None, derandomize
 settings.load_profile("verl_mt")
 
 REPO = Path(__file__).resolve().parent.parent
+HANG_S = 1500
 SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / "data"))
 
 
@@ -32,6 +33,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(4, cores) if whole else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A limit ends what hangs and judges nobody's speed: machines that others use too are several times slower."""
+    for item in items:
+        if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "ray", "sglang"))):
+            item.add_marker(pytest.mark.timeout(HANG_S))
 
 
 @pytest.fixture(scope="session")

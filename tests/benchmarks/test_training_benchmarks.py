@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def last_lines(script: str, *words: str) -> list[str]:

@@ -81,7 +81,7 @@ def test_each_turn_takes_its_own_time(run_async):
         slow = asyncio.ensure_future(engine.generate(request([0])))
         await asyncio.sleep(0)
         await asyncio.gather(engine.generate(request([0])), engine.generate(request([0])))
-        assert time.monotonic() - start < 1.5 and not slow.done()
+        assert not slow.done()
         assert (await slow).token_ids == [1]
         assert time.monotonic() - start >= 2.0
 

@@ -160,7 +160,7 @@ def two_steps(placement: str, data: Path, run: Path, *overrides: str, **more: st
     words = ["bash", str(RECIPE / "run_qwen2.5-3b_interaction.sh"), *TINY, *overrides]
     words.append(f"trainer.default_local_dir={run}")
     variables = environment(PLACEMENT=placement, DATA_DIR=str(data), SECOND_NODE="localhost", **more)
-    done = subprocess.run(words, cwd=run.parent, env=variables, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, cwd=run.parent, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -191,14 +191,12 @@ def worst_difference_to_the_start(run: Path, step: int) -> float:
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(600)
 def test_two_steps_as_on_one_gpu(data, tmp_path):
     two_steps("1gpu", data, tmp_path / "run")
 
 
 @pytest.mark.sglang
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_two_steps_as_on_eight_gpus_with_two_ranks_and_two_servers(data, tmp_path):
     overrides = ("trainer.n_workers_per_node=2", "actor_rollout_ref.rollout.launch_servers=2")
     two_steps("8gpus", data, tmp_path / "run", *overrides)
@@ -207,7 +205,6 @@ def test_two_steps_as_on_eight_gpus_with_two_ranks_and_two_servers(data, tmp_pat
 
 @pytest.mark.sglang
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_two_steps_as_on_two_machines_with_a_rank_and_a_server_each(data, tmp_path):
     with two_machines() as address, two_servers(tmp_path) as urls:
         overrides = ("trainer.n_workers_per_node=1", f"actor_rollout_ref.rollout.servers=[{','.join(urls)}]")

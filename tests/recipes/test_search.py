@@ -265,7 +265,7 @@ def test_the_boxes_script_runs_from_data_to_new_weights(tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "DATA_DIR": str(tmp_path / "data"),
     }
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [
         json.loads(text) for text in (tmp_path / "runs" / "search-boxes" / "metrics.jsonl").read_text().splitlines()

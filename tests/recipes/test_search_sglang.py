@@ -20,7 +20,6 @@ RetrievalProcess = importlib.import_module("retrieval_process").RetrievalProcess
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(600)
 @pytest.mark.cap("V1", "V12", "C42", "C46", "C54")
 def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monkeypatch, shared_data):
     """The boxes' passages stand among thousands of real ones, and a wrong number finds one of those."""

@@ -85,7 +85,7 @@ def ran(tmp_path_factory) -> Path:
     """The folder of a job that went well; what it said is in `out`."""
     folder = tmp_path_factory.mktemp("ran")
     process = job_in(folder)("trainer.n_workers_per_node=4", "trainer.seed=3", SLURM_CPUS_ON_NODE="96")
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     (folder / "out").write_text(out)
     return folder
@@ -147,7 +147,7 @@ def test_every_step_has_all_cores_and_shares_them_and_one_task_per_machine(ran):
 
 def test_the_job_ends_as_the_trainer_ended(job, tmp_path):
     process = job(TRAINER_CODE="2")
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert process.returncode == 2 and len(commands(tmp_path, "ended")) == 2
 
 
@@ -157,7 +157,7 @@ def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_pat
     while ("n01", "python -m") not in commands(tmp_path, "begun") and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     ended = commands(tmp_path, "ended")
     assert ended[0] == ("n01", "python -m") and len(ended) == 3
     assert process.returncode == 0  # of the trainer, which ended by itself
@@ -165,7 +165,7 @@ def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_pat
 
 def test_machines_that_do_not_join_end_the_job_with_their_number(job, tmp_path):
     process = job(START_TIMEOUT="1", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "1 of 3 machines joined after 1 s" in err
     assert ("n01", "python -m") not in commands(tmp_path, "begun")
     assert len(commands(tmp_path, "ended")) == 2
@@ -193,7 +193,7 @@ def test_a_real_ray_head_and_a_real_trainer_on_one_machine(job, tmp_path):
         f"trainer.default_local_dir={tmp_path / 'run'}",
         **environment | {"SLURM_GPUS_ON_NODE": "0", "WORKERS_PER_NODE": "1", "RAY_PORT": str(port)},
     )
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate()
     assert process.returncode == 0, (out[-2000:], err[-2000:])
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert 1 in steps

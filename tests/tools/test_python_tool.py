@@ -86,9 +86,9 @@ def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_print
 
 def test_the_executors_deadline_ends_the_process_too(stateful):
     begun = time.monotonic()
-    results, counters = run(stateful, ["import time; time.sleep(30)"], timeout_s=0.3)
+    results, counters = run(stateful, ["import time; time.sleep(120)"], timeout_s=0.3)
     assert results[0].failure == "tool" and counters["tools/python/timeouts"] == 1
-    assert time.monotonic() - begun < 5 and not stateful._states
+    assert time.monotonic() - begun < 60 and not stateful._states
 
 
 @pytest.mark.slow

@@ -14,14 +14,12 @@ LAB = Path(__file__).with_name("kill_lab.py")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_twenty_kills_change_neither_weights_nor_optimizer_nor_metrics(tmp_path):
     result = subprocess.run(
         [sys.executable, str(LAB), str(tmp_path), "20", "1"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=850,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout.splitlines()[-1])

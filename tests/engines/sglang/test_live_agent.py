@@ -13,7 +13,7 @@ from verl_mt.rollout.agent_door import AgentDoor
 from verl_mt.rollout.runner import RolloutPlan
 
 pytest.importorskip("openai")
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "08_your_own_agent.py"
 

@@ -16,7 +16,7 @@ from verl_mt.errors import EngineError
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.weights import LiveWeights, weight_update_for
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")

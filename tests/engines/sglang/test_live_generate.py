@@ -15,7 +15,7 @@ from verl_mt.rollout.custom_generate import CustomGenerateDoor
 from verl_mt.rollout.generate_args import GenerateArgs, Runtime
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 REPO = Path(__file__).resolve().parents[3]
 
 

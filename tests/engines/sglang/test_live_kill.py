@@ -14,7 +14,7 @@ from live import ROLLOUT, START_S, processes_of_group
 from verl_mt.config.compose import compose
 from verl_mt.trainer.build import build_trainer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.cap("V1")

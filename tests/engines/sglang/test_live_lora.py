@@ -13,7 +13,7 @@ from verl_mt.config.actor import ModelConfig
 from verl_mt.modeling.lora import add_adapters, without_adapters
 from verl_mt.workers.weights import weight_update_for
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 
 def test_what_the_engine_computes_is_the_policy_with_its_adapters(colocated, lab, run):

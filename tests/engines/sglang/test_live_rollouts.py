@@ -11,7 +11,7 @@ from verl_mt.algorithms.advantages import by_name as advantage_estimators
 from verl_mt.data.batch import ADVANTAGES, build_batch, expand_to_tokens, trajectory_rewards
 from verl_mt.workers.weights import WeightSync
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.cap("C15")

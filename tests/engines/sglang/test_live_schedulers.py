@@ -12,7 +12,7 @@ from parity import compare
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.rollout.scheduler_door import SchedulerDoor
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.cap("C15", "C16", "C17", "C20")

@@ -22,7 +22,7 @@ from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.workers.weights import LiveWeights, Transport, weight_update_for
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_a_call_that_takes_too_long_costs_its_deadline_and_the_connection_stays(
     begun = time.monotonic()
     (late,), counters = run(tools, ("wait", {"seconds": 60}), timeout_s=0.3)
     assert late.failure == "tool" and late.text == "<error>Tool failed: timed out after 0.3 s</error>"
-    assert counters["tools/wait/timeouts"] == 1 and time.monotonic() - begun < 5
+    assert counters["tools/wait/timeouts"] == 1 and time.monotonic() - begun < 30
     assert run(tools, ("add", {"a": 2}))[0][0].text == "3" and connection(tools).num_connects == 1
 
 
@@ -192,7 +192,7 @@ def test_a_server_that_is_down_costs_little_and_comes_back(tmp_path):
         results, counters = run(tools, *[("add", {"a": 1})] * 8)
         assert all(r.failure == "tool" and "MCP server 'demo'" in r.text for r in results)
         assert counters["tools/add/errors"] == 8
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     with http_server(port):
         ends = time.monotonic() + 40
         while run(tools, ("add", {"a": 1}))[0][0].text != "2":
@@ -210,7 +210,7 @@ def test_a_server_that_never_answers_is_refused_at_start_in_bounded_time(tmp_pat
                 {"demo": {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"}},
                 connect_timeout_s=0.5,
             )
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
 
 
 def test_a_server_that_does_not_start_is_refused_with_what_it_wrote(tmp_path):

@@ -176,7 +176,7 @@ def test_code_that_does_not_end_well_costs_its_process_only(code, ending, detail
     interpreter = sandbox.open()
     begun = time.monotonic()
     result = interpreter.run(code)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert result.ending == ending and detail in result.detail and not interpreter.alive
     interpreter.close()
     assert not os.path.exists(interpreter.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -25,5 +26,22 @@ def cluster() -> Iterator[SimpleNamespace]:
         logging_level="ERROR",
     )
     dashboard = f"http://{context.dashboard_url}" if with_dashboard else None
+    if dashboard is not None:
+        wait_for_job_agent(dashboard)
     yield SimpleNamespace(address=context.address_info["address"], dashboard=dashboard)
     ray.shutdown()
+
+
+def wait_for_job_agent(dashboard: str, patience_s: float = 300.0) -> None:
+    """Jobs go through an agent that starts after the cluster; Ray itself waits 10 s for it, then fails the job."""
+    from ray.job_submission import JobSubmissionClient
+
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            JobSubmissionClient(dashboard).submit_job(entrypoint="true")
+            return
+        except (RuntimeError, ConnectionError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)

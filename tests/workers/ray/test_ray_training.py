@@ -90,7 +90,6 @@ MOVES = [
 
 @pytest.mark.sglang
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
-@pytest.mark.timeout(600)
 def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path):
     """After every update the engine's log-probs are those of the ranks' new weights, and far from those before."""
     trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang", *MOVES)
