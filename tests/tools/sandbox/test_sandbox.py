@@ -29,6 +29,25 @@ for handle in range(3, 256):
 """Writes an answer of its own to every pipe it finds."""
 
 
+HOLD = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+kept = []
+
+def hold(how, megabytes):
+    handle = os.open(".", os.O_RDWR | os.O_TMPFILE) if how == "tmpfile" else os.open("f", os.O_RDWR | os.O_CREAT)
+    os.write(handle, bytes(megabytes * 2**20))
+    if how != "tmpfile":
+        os.unlink("f")
+    if how == "mapped":
+        assert libc.mmap(None, 4096, 1, 1, handle, 0) != 2**64 - 1
+        os.close(handle)
+"""
+"""Files that are in no folder any more, but still there."""
+
+
 @pytest.fixture(scope="module")
 def sandbox():
     return Sandbox(SandboxLimits(timeout_s=10.0, memory_mb=256, disk_mb=2, output_kb=8), keeps_state=True)
@@ -198,12 +217,87 @@ def test_code_that_fakes_its_answer_does_not_go_on_off_the_clock(sandbox):
     interpreter.close()
 
 
+FORGED = WRITE_ANSWER.replace("b'{}\\n'", "answer")
+
+
+@pytest.mark.parametrize(
+    "answer", ["b'[' * 4000 + b'\\n'", "b'9' * 4000 + b'\\n'", "b'\\xff\\n'", "b'{\"ending\": []}\\n'", "b'x' * 5000"]
+)
+def test_a_forged_answer_that_cannot_be_read_ends_the_process(sandbox, answer):
+    interpreter = sandbox.open()
+    result = interpreter.run(f"answer = {answer}{FORGED}while True: pass")
+    assert result.ending == "died" and not interpreter.alive
+    interpreter.close()
+
+
+def test_code_that_answers_and_prints_for_ever_holds_nobody_up(sandbox):
+    interpreter = sandbox.open()
+    code = f"answer = b'{{\"raised\": false}}\\n'{FORGED}while True: os.write(1, bytes(65536))"
+    begun = time.monotonic()
+    result = interpreter.run(code)
+    assert time.monotonic() - begun < 2 and result.ending in ("ok", "died")
+    interpreter.close()
+
+
 def test_the_folder_has_a_limit_over_all_its_files(sandbox):
     interpreter = sandbox.open()
     result = interpreter.run("import os\nfor k in range(100):\n    open(f'f{k}', 'wb').write(bytes(2**20))")
     assert result.ending == "disk" and "2 MiB" in result.detail
     interpreter.close()
     assert not os.path.exists(interpreter.folder)
+
+
+@pytest.mark.parametrize("how", ["open", "tmpfile", "mapped"])
+@pytest.mark.parametrize("pause", ["", "; import time; time.sleep(5)"])
+def test_files_without_a_name_count_while_they_are_held(sandbox, how, pause):
+    interpreter = sandbox.open()
+    assert interpreter.run(f"{HOLD}\nhold({how!r}, 1)").ending == "ok"
+    begun = time.monotonic()
+    result = interpreter.run(f"hold({how!r}, 2)" + pause)
+    assert result.ending == "disk" and "deleted ones that it still uses included" in result.detail
+    assert time.monotonic() - begun < 3 and not interpreter.alive
+    interpreter.close()
+
+
+def test_ordinary_temporary_files_are_counted_once_and_no_longer_than_they_are_there(sandbox):
+    interpreter = sandbox.open()
+    code = """
+        import mmap, os, tempfile
+        for k in range(10):
+            with tempfile.TemporaryFile() as file:
+                file.write(bytes(2**20))
+                file.flush()
+                with mmap.mmap(file.fileno(), 0) as mapped:
+                    assert mapped[5] == 0
+        file = tempfile.TemporaryFile()
+        file.write(bytes(2**20))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0)
+        open("a", "wb").write(bytes(2**19))
+        os.link("a", "b")
+        open("a")
+    """
+    assert interpreter.run(textwrap.dedent(code)).ending == "ok"
+    interpreter.close()
+
+
+def test_moving_files_to_where_they_were_counted_does_not_hide_them(sandbox):
+    interpreter = sandbox.open()
+    code = """
+        import os
+        os.makedirs("a/big"), os.mkdir("b")
+        here, there, seen = "a/big", "b/big", 0
+        for k in range(200_000):
+            with open(f"{here}/{k // 16}", "ab") as file:
+                file.write(bytes(65536))
+            if (now := os.stat("a").st_atime_ns) != seen or k % 3 == 0:  # it was listed
+                os.rename(here, there)
+                here, there, seen = there, here, now
+    """
+    assert interpreter.run(textwrap.dedent(code)).ending == "disk"
+    written = sum(path.stat().st_size for path in Path(interpreter.folder).rglob("*") if path.is_file())
+    assert written < 1024 * 2**20
+    interpreter.close()
 
 
 def test_a_folder_that_cannot_be_looked_into_is_still_removed(sandbox):
@@ -292,6 +386,22 @@ def test_a_sandbox_with_a_hole_refuses_to_start(monkeypatch):
     everything = b"\x06\x00\x00\x00\x00\x00\xff\x7f"  # return ALLOW
     monkeypatch.setattr(module, "build_filter", lambda: everything)
     with pytest.raises(PluginError, match=r"should reach nothing, but ok .*network"):
+        Sandbox().verify()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_hole_that_only_older_kernels_have_is_found_there(monkeypatch, tmp_path, version):
+    from verl_mt.tools.sandbox import interpreter as module
+    from verl_mt.tools.sandbox import seccomp
+
+    older = tmp_path / "jail.py"
+    main = 'if __name__ == "__main__":'
+    text = Path(module._JAIL).read_text()
+    older.write_text(text.replace(main, f"landlock_version = lambda: {version}\n{main}"))
+    monkeypatch.setattr(module, "_JAIL", str(older))
+    Sandbox().verify()
+    monkeypatch.setattr(seccomp, "_OPENING", (*seccomp._OPENING, 3 | os.O_TRUNC))
+    with pytest.raises(PluginError, match=r"should reach nothing, but ok .*truncation on open, mode 3"):
         Sandbox().verify()
 
 

@@ -31,6 +31,11 @@ FORBIDDEN = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "truncate": (76, 45),
+    "open_tree": (428, 428),
+    "open_by_handle_at": (304, 265),
+    "pwritev2": (328, 287),
+    "removexattr": (197, 14),
+    "lchown": (94, None),
     "chown": (92, None),
     "fchownat": (260, 54),
     "setxattr": (188, 5),
@@ -95,6 +100,35 @@ def test_arguments_decide_where_one_call_can_do_good_and_harm(column, machine):
     assert call(sendto, 3, 4, 5, 0, 1) == call(sendto, 3, 4, 5, 0, 1 << 32) == DENY
     assert call(prlimit, 0, 7, 0) == ALLOW
     assert call(prlimit, 1, 7, 0) == call(prlimit, 0, 7, 1) == call(prlimit, 0, 7, 1 << 40) == DENY
+
+
+@pytest.mark.parametrize("column, machine", list(enumerate(MACHINES)))
+def test_only_a_file_opened_for_writing_can_be_emptied(column, machine):
+    program, architecture = build_filter(machine), MACHINES[machine]
+
+    def allowed(name, flags):
+        number, first = {"open": ((2, None), ()), "openat": ((257, 56), (2**32 - 100,))}[name]
+        arguments = (*first, 1, flags, 0o600)
+        return verdict(program, number=number[column], architecture=architecture, arguments=arguments) == ALLOW
+
+    other = os.O_CLOEXEC | os.O_CREAT | os.O_NONBLOCK | os.O_APPEND | 0o20000000
+    for name in ("open", "openat") if machine == "x86_64" else ("openat",):
+        for more in (0, other, 1 << 32):
+            assert all(allowed(name, mode | more) for mode in (0, 1, 2)), name
+            assert all(allowed(name, mode | more | os.O_TRUNC) for mode in (1, 2)), name
+            assert not any(allowed(name, mode | more) for mode in (3, os.O_TRUNC, 3 | os.O_TRUNC)), name
+    openat2 = verdict(program, number=437, architecture=architecture, arguments=(0, 1, 2, 24))
+    assert openat2 == UNKNOWN  # its flags lie behind a pointer, which a filter cannot read
+
+
+@pytest.mark.parametrize("column, machine", list(enumerate(MACHINES)))
+def test_no_call_makes_room_that_the_limit_of_a_files_size_does_not_see(column, machine):
+    program, architecture, fallocate = build_filter(machine), MACHINES[machine], (285, 47)[column]
+
+    def call(mode):
+        return verdict(program, number=fallocate, architecture=architecture, arguments=(3, mode, 0, 4096))
+
+    assert call(0) == ALLOW and call(1) == call(3) == call(16) == DENY  # FALLOC_FL_KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE
 
 
 def test_an_architecture_without_a_table_is_refused_by_name():

@@ -21,26 +21,29 @@ from pathlib import Path
 from typing import Literal
 
 from verl_mt.errors import PluginError
-from verl_mt.tools.sandbox.folders import new_folder, remove_folder
+from verl_mt.tools.sandbox.folders import new_folder, remove_folder, too_full
 from verl_mt.tools.sandbox.policy import SandboxLimits, environment, readable_paths
 from verl_mt.tools.sandbox.seccomp import build_filter
 
 _JAIL = str(Path(__file__).with_name("jail.py"))
 _START_S = 60.0
-_MAX_FILES = 10_000
-_LOOK_S = 0.1
-"""How often the folder's size is looked at while code runs."""
+_LOOK_S = 0.05
+"""How often the room that its files take is looked at while code runs. A look that takes long is a rare one."""
 _MAX_REPLY = 4096
 _FLOOD = 256
 """A process that prints this many times what is kept is killed: reading it would cost this process its time."""
 
 _ESCAPES = """
 import os, socket
+witness = os.getcwd() + ".witness"
 attempts = {
     "network": socket.socket,
     "process": lambda: os.fork() or os._exit(0),
     "file": lambda: os.open("../verl_mt_escaped", os.O_WRONLY | os.O_CREAT),
     "environment": lambda: open(f"/proc/{os.getppid()}/environ").read(),
+    "reading": lambda: open(witness).read(),
+    "truncation": lambda: os.truncate(witness, 0),
+    **{f"truncation on open, mode {k}": lambda k=k: os.open(witness, k | os.O_TRUNC) for k in range(4)},
 }
 escaped = []
 for name, attempt in attempts.items():
@@ -139,11 +142,15 @@ class Sandbox:
             PluginError: the isolation is not available, or something got out.
         """
         interpreter = self.open()
+        witness = Path(interpreter.folder + ".witness")
         try:
+            witness.write_text("whole")
             result = interpreter.run(_ESCAPES)
+            whole = witness.read_text() == "whole"
         finally:
             interpreter.close()
-        if result.ending != "ok" or result.output.strip() != "[]":
+            witness.unlink(missing_ok=True)
+        if result.ending != "ok" or result.output.strip() != "[]" or not whole:
             raise PluginError(
                 "model-written code cannot be isolated on this machine: of a network, a process, a file outside and "
                 f"the environment of this process, the code should reach nothing, but {result.ending} "
@@ -198,12 +205,14 @@ class Interpreter:
             if self._reply < 0:
                 raise RuntimeError("the interpreter is closed")
             self._process.send_signal(signal.SIGCONT)
-            said, output = self.exchange(code, self.limits.timeout_s)
-            # Code that wrote the answer itself would go on, off the clock.
-            self._process.send_signal(signal.SIGSTOP)
-            ending, detail = said.get("ending"), said.get("detail", "")
-            if ending is None and self._folder_is_full():
-                ending, detail = "disk", self._too_full()
+            try:
+                said, output = self.exchange(code, self.limits.timeout_s)
+                ending, detail = said.get("ending"), said.get("detail", "")
+                if ending is None:
+                    ending, detail = self._after_answer()
+            except BaseException:
+                self.kill()  # it must not go on
+                raise
             if ending is None:
                 return CodeResult(output, "raised" if said.get("raised") else "ok")
             self.kill()
@@ -235,7 +244,8 @@ class Interpreter:
         """
         outgoing = memoryview((json.dumps(message) + "\n").encode())
         output, answer = _Kept(self.limits.output_kb * 1024), b""
-        ends, next_look = time.monotonic() + timeout_s, 0.0
+        begun = time.monotonic()
+        ends, next_look = begun + timeout_s, begun + _LOOK_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._reply, selectors.EVENT_READ)
             selector.register(self._output, selectors.EVENT_READ)
@@ -255,47 +265,45 @@ class Interpreter:
                     else:
                         answer += (said := _read(self._reply))
                         if not said or b"\n" in answer or len(answer) > _MAX_REPLY:
+                            # Code that wrote the answer itself would go on, off the clock, and print for ever.
+                            self._stop()
                             output.drain(self._output)
                             return self._understand(answer), str(output)
                 if output.size > _FLOOD * self.limits.output_kb * 1024:
                     return {"ending": "output", "detail": f"it printed {output.size >> 10} KiB"}, str(output)
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + _LOOK_S
-                    if self._folder_is_full():
-                        return {"ending": "disk", "detail": self._too_full()}, str(output)
+                if (begun := time.monotonic()) >= next_look:
+                    if self._stop() and (full := too_full(self.folder, self._process.pid, self.limits.disk_mb)):
+                        return {"ending": "disk", "detail": full}, str(output)
+                    self._process.send_signal(signal.SIGCONT)
+                    next_look = begun + max(_LOOK_S, 5 * (time.monotonic() - begun))
+
+    def _stop(self) -> bool:
+        """Let the process stand still: a system call that it is in comes to its end. False if it has ended."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            seen = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return seen is not None and seen.si_code == os.CLD_STOPPED
+
+    def _after_answer(self) -> tuple[Ending | None, str]:
+        """What is wrong with a process that has answered, and what to say of it; (None, "") = nothing."""
+        if not self._stop():
+            return "died", "the interpreter ended while it answered"
+        full = too_full(self.folder, self._process.pid, self.limits.disk_mb)
+        return ("disk", full) if full else (None, "")
 
     def _understand(self, answer: bytes) -> dict:
         try:
             said = json.loads(answer)
             if isinstance(said, dict) and "ending" not in said:
                 return said
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # nothing was said: it died; or the code wrote there itself
         self.kill()
         code = self._process.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return {"ending": "died", "detail": f"the interpreter {how}"}
-
-    def _too_full(self) -> str:
-        return f"its files take more than {self.limits.disk_mb} MiB, or are more than {_MAX_FILES}"
-
-    def _folder_is_full(self) -> bool:
-        size, count, folders = 0, 0, [self.folder]
-        while folders:
-            try:
-                with os.scandir(folders.pop()) as entries:
-                    for entry in entries:
-                        count += 1
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
-                        if count > _MAX_FILES or size > self.limits.disk_mb * 1024 * 1024:
-                            return True
-            except FileNotFoundError:
-                continue
-            except OSError:
-                return True  # the code made a folder that cannot be looked into
-        return False
 
 
 class _Kept:
