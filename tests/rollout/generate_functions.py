@@ -312,3 +312,23 @@ async def own_prompt(args, sample, params):
     """`args.frame` around the prompt, or instead of it."""
     sample.prompt = args.frame.replace("PROMPT", sample.prompt)
     return fill(args, sample, await ask(args, sample, params, sample.prompt))
+
+
+SPOIL: list = []
+"""What `wrong_for_bad` does with the Sample of a conversation about `bad`."""
+REWARD: list = []
+"""What `reward_for_bad` says of it."""
+
+
+async def wrong_for_bad(args, sample, params):
+    bad = "bad" in sample.prompt
+    sample = await once(args, sample, params)
+    return SPOIL[0](sample) if bad else sample
+
+
+def reward_for_bad(args, sample, **kwargs):
+    return REWARD[0] if "bad" in sample.prompt else 1.0
+
+
+def rewards_for_bad(args, samples, **kwargs):
+    return [reward_for_bad(args, sample) for sample in samples]

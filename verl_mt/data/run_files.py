@@ -27,9 +27,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_mt.data.checks import MAX_DEPTH
 from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
-from verl_mt.errors import DataError
+from verl_mt.errors import DataError, value_text
 
 SCHEMA_VERSION = 1
 
@@ -177,8 +178,11 @@ def read_jsonl_tolerant(path: str | Path) -> list[dict[str, Any]]:
     return _parse_lines(path.read_bytes().splitlines(keepends=True), path)
 
 
-def to_json_value(value: Any) -> Any:
-    """Plain JSON data: NaN and infinities become null, tuples lists, arrays numbers, other objects their text."""
+def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
+    """Plain JSON data: NaN and infinities become null, tuples lists, arrays numbers, other objects their text.
+
+    Lists and dicts more than `levels` deep become a text too: no value may end the run that writes it.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):
@@ -189,17 +193,23 @@ def to_json_value(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): to_json_value(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json_value(v) for v in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_json_value(dataclasses.asdict(value))
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict | list | tuple | set | frozenset) and not levels:
+        return "(nested too deeply to be written)"
+    if isinstance(value, dict):
+        return {_key(k): to_json_value(v, levels - 1) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_value(v, levels - 1) for v in value]
     if is_image(value):
         return to_wire(value)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return to_json_value(value.tolist())
-    return repr(value)
+        return to_json_value(value.tolist(), levels)
+    return value_text(value, 10_000)
+
+
+def _key(key: Any) -> str:
+    return str(key) if key is None or isinstance(key, str | int | float) else value_text(key)
 
 
 def _record_to_row(

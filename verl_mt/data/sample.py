@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from verl_mt.data.checks import WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
 from verl_mt.data.trajectory import Status as _Status
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
-from verl_mt.errors import LedgerError
+from verl_mt.errors import LedgerError, value_text
 
 
 @dataclass
@@ -69,6 +70,33 @@ class Sample:
         """What the model wrote, its turns joined by a newline: the part of the response that may be scored."""
         return "\n".join(self.turn_texts) if self.turn_texts else self.response
 
+    def check_types(self) -> None:
+        """Verify what a generate function set; arrays become lists, and a status may be given by its value.
+
+        Raises:
+            LedgerError: names the field, what was expected and what was got.
+        """
+        try:
+            self.tokens = ids_of(self.tokens, "sample.tokens")
+            (self.response_length,) = ids_of([self.response_length], "sample.response_length")
+            text_of(self.response, "sample.response")
+            if self.loss_mask is not None:
+                self.loss_mask = bits_of(self.loss_mask, "sample.loss_mask")
+            if self.rollout_log_probs is not None:
+                self.rollout_log_probs = numbers_of(self.rollout_log_probs, "sample.rollout_log_probs")
+            self.remove_sample = bool_of(self.remove_sample, "sample.remove_sample")
+            self._check_metadata()
+        except WrongValue as error:
+            raise LedgerError(str(error)) from None
+        self.status = _status(self.status)
+
+    def _check_metadata(self) -> None:
+        if not isinstance(self.metadata, dict):
+            raise WrongValue(f"sample.metadata must be a dict, got {value_text(self.metadata, 100)}")
+        plain_of(self.metadata, "sample.metadata")
+        if self.metadata.get("role") is not None:
+            text_of(self.metadata["role"], "sample.metadata['role']")
+
     def check_lengths(self) -> None:
         """Verify that the columns fit each other.
 
@@ -98,15 +126,18 @@ class Sample:
         """
         names = {f.name for f in fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
-        try:
-            sample.status = _Status(sample.status)
-        except ValueError:
-            known = ", ".join(s.value for s in _Status)
-            raise LedgerError(f"sample.status is {sample.status!r}, expected one of {known}") from None
+        sample.status = _status(sample.status)
         for name, value in data.items():
             if name not in names:
                 setattr(sample, name, value)
         return sample
+
+
+def _status(value: Any) -> _Status:
+    known = [status.value for status in _Status]
+    if not isinstance(value, str) or value not in known:
+        raise LedgerError(f"sample.status is {value_text(value, 100)}, expected one of {', '.join(known)}")
+    return _Status(value)
 
 
 def fill_from_record(sample: Sample, record: TrajectoryRecord) -> None:

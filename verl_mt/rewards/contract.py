@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.sample import Sample
+from verl_mt.errors import value_text
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def as_scores(value: Any, label: str) -> Scores:
         raise InvalidScore(f"returned a dict without 'score'; it has {', '.join(map(str, parts)) or 'no keys'}")
     numbers_by_name = {str(name): _number(part) for name, part in parts.items()}
     if numbers_by_name["score"] is None:
-        raise InvalidScore(f"returned {parts['score']!r:.80} as the score; expected a finite number")
+        raise InvalidScore(f"returned {value_text(parts['score'], 80)} as the score; expected a finite number")
     for name, number in numbers_by_name.items():
         if number is None and (label, name) not in _warned:
             _warned.add((label, name))

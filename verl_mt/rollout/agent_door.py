@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
+from verl_mt.data.checks import plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError, UserCodeError, VerlMTError
@@ -65,7 +66,7 @@ class AgentDoor:
         try:
             result = await self._code.call("run", (copy.deepcopy(row.raw), url, "verl_mt"), {}, timeout_s=timeout_s)
             if result is not None:
-                session.trajectory.info["agent"] = result
+                session.trajectory.info["agent"] = plain_of(result, "what it returned")
         except DeadlineError:
             raise
         except Exception as error:

@@ -244,11 +244,19 @@ class RolloutRunner:
     async def _score(self, group: TrajectoryGroup, prompt: Prompt) -> None:
         """Reward every trajectory that was not aborted or failed, unless its door has scored it; a reward that raises
         fails its own trajectory."""
-        scored = [t for t in group.trajectories if t.status in ("completed", "truncated") and t.reward is None]
+        scored, inputs = [], []
+        for trajectory in group.trajectories:
+            if trajectory.status not in ("completed", "truncated") or trajectory.reward is not None:
+                continue
+            try:
+                inputs.append(self._reward_input(trajectory, prompt))
+                scored.append(trajectory)
+            except Exception as error:
+                self._fail(trajectory, error)
         if not scored:
             return
         begun = time.monotonic()
-        outcomes = await self.reward.score([self._reward_input(t, prompt) for t in scored])
+        outcomes = await self.reward.score(inputs)
         ended = time.monotonic()
         for trajectory, outcome in zip(scored, outcomes):
             trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from verl_mt.data.sample import Sample, fill_from_record
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
-from verl_mt.errors import LedgerError, UserCodeError
+from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.conversations import Conversation, Conversations
 from verl_mt.rollout.sample_check import adopt, align
@@ -34,7 +35,7 @@ def settle(result: Any, given: Sample, conversations: Conversations, path: str) 
         return [_lost(samples[0], conversations.main.trajectory, conversations)]
     outcome, unmatched, lost = [], list(conversations.items), 0
     for position, sample in enumerate(samples):
-        where = f"generate function {path}" + (f", Sample {position} of {len(samples)}" if len(samples) > 1 else "")
+        where = f"generate function {path}{_which(position, samples)}"
         found = conversations.conversation_of(sample, unmatched)
         if found is None and sample.status in _LOST:
             lost += 1
@@ -62,10 +63,19 @@ def _samples(result: Any, path: str) -> list[Sample]:
                 "(verl_mt.rollout.custom_generate.Sample)"
             )
     if not items:
-        raise UserCodeError(f"generate function {path} returned no Sample: {result!r}")
+        raise UserCodeError(f"generate function {path} returned no Sample: {value_text(result)}")
     if len(set(map(id, items))) < len(items):
         raise LedgerError(f"generate function {path} returned the same Sample object twice; copy.deepcopy it per agent")
+    for position, item in enumerate(items):
+        try:
+            item.check_types()
+        except LedgerError as error:
+            raise LedgerError(f"generate function {path}{_which(position, items)}: {error}") from None
     return items
+
+
+def _which(position: int, samples: Sequence[Sample]) -> str:
+    return f", Sample {position} of {len(samples)}" if len(samples) > 1 else ""
 
 
 def _kept(sample: Sample, conversation: Conversation, conversations: Conversations, where: str) -> Trajectory:
@@ -76,7 +86,7 @@ def _kept(sample: Sample, conversation: Conversation, conversations: Conversatio
     try:
         adopt(sample, trajectory, session.context.chat.decode)
         _take_reward(sample, trajectory)
-    except (LedgerError, InvalidScore) as error:
+    except LedgerError as error:
         raise LedgerError(f"{where}: {error}") from error
     trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
     _place(sample, trajectory)
@@ -110,7 +120,10 @@ def _place(sample: Sample, trajectory: Trajectory) -> None:
 def _take_reward(sample: Sample, trajectory: Trajectory) -> None:
     if sample.reward is None:
         return
-    trajectory.reward_parts = as_scores(sample.reward, "of the generate function")
+    try:
+        trajectory.reward_parts = as_scores(sample.reward, "of the generate function")
+    except InvalidScore as error:
+        raise LedgerError(f"sample.reward: {error}") from None
     trajectory.reward = trajectory.reward_parts["score"]
 
 

@@ -64,7 +64,10 @@ class MultiTurnScheduler:
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> bool:
-        """Whether the conversation is over; by default when the turn was cut by length, or `max_turns` is reached."""
+        """Whether the conversation is over; by default when the turn was cut by length, or `max_turns` is reached.
+
+        True or False; None counts as False, and anything else fails the trajectory.
+        """
         if response_choice.finish_reason == "length":
             return True
         return bool(self.max_turns and current_turn >= self.max_turns)
@@ -110,9 +113,9 @@ class MultiTurnScheduler:
     async def _is_over(
         self, infer_request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
     ) -> bool:
-        over = await current().hook("check_finished", infer_request, choice, turn)
+        over = current().is_over(await current().hook("check_finished", infer_request, choice, turn))
         # A check of one's own that forgets `max_turns` does not lift it.
-        return bool(over) or bool(self.max_turns and turn >= self.max_turns)
+        return over or bool(self.max_turns and turn >= self.max_turns)
 
 
 def append_completion(messages: list[Message], text: str) -> None:

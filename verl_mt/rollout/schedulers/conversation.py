@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.checks import WrongValue, bits_of, bool_of, ids_of, log_probs_of, messages_of, plain_of, tools_of
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import (
     ChatCompletionResponse,
@@ -25,7 +26,7 @@ from verl_mt.data.requests import (
     RolloutInferRequest,
 )
 from verl_mt.data.trajectory import StopReason
-from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError
+from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
 from verl_mt.rollout.schedulers.request import show_new_media
@@ -210,7 +211,7 @@ class Conversation:
         if isinstance(result, RolloutInferRequest):
             result = {"infer_request": result}
         if not isinstance(result, Mapping):
-            raise self.error("step", f"it must return a dict with infer_request, got {result!r:.200}")
+            raise self.error("step", f"it must return a dict with infer_request, got {value_text(result)}")
         for key in result:
             if key not in STEP_KEYS:
                 raise self.error(
@@ -221,8 +222,8 @@ class Conversation:
         if not isinstance(request, RolloutInferRequest):
             raise self.error(
                 "step",
-                f"it returned no request: infer_request is {request!r:.100} (keys: {listing(map(str, result))}); "
-                "return {'infer_request': infer_request}",
+                f"it returned no request: infer_request is {value_text(request, 100)} (keys: "
+                f"{listing(map(str, result))}); return {{'infer_request': infer_request}}",
             )
         self.request = request
         ids, mask = result.get("response_token_ids"), result.get("response_loss_mask")
@@ -239,34 +240,43 @@ class Conversation:
         """Ids and mask of the last turn, as the scheduler wants them recorded."""
         if ids is None:
             return
-        self._ids = [int(i) for i in ids]
+        self._ids = ids_of(ids, "response_token_ids")
         size = len(self.session.context.chat.tokenizer)
         unknown = [i for i in self._ids if not 0 <= i < size and i not in self.session.record.token_ids]
         if unknown:
             raise LedgerError(f"response_token_ids holds {unknown[0]}, but the vocabulary has {size} ids")
+        bits = [1] * len(self._ids) if mask is None else bits_of(mask, "response_loss_mask")
+        log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
         if mask is not None:
             self.session.mask_given = True
-            clear_bits(self.session, self._start, self._ids, [int(bool(bit)) for bit in mask])
-        num_trained = len(self._ids) if mask is None else sum(map(bool, mask))
-        if log_probs is not None and len(log_probs) not in (len(self._ids), num_trained):
-            raise LedgerError(
-                f"rollout_logprobs has {len(log_probs)} entries for {len(self._ids)} response_token_ids "
-                f"({num_trained} in the loss); leave it out, the engine's own are recorded"
-            )
+            clear_bits(self.session, self._start, self._ids, bits)
+
+    def is_over(self, said: Any) -> bool:
+        """What `check_finished` returned; nothing counts as no.
+
+        Raises:
+            UserCodeError: neither True nor False.
+        """
+        try:
+            return said is not None and bool_of(said, "the answer")
+        except WrongValue as error:
+            raise self.error("check_finished", str(error)) from None
 
     def add_infos(self, infos: Any, where: str) -> None:
         """Merge `rollout_infos`; later ones win. Media keys replace the row's media."""
         if infos is None:
             return
         if not isinstance(infos, Mapping):
-            raise self.error(where, f"rollout_infos must be a dict, got {infos!r:.100}")
+            raise self.error(where, f"rollout_infos must be a dict, got {value_text(infos, 100)}")
         plain = {str(key): value for key, value in infos.items() if key not in MEDIA}
         for key, value in plain.items():
             try:
-                json.dumps(value)
+                json.dumps(plain_of(value, f"rollout_infos[{key!r}]"))
+            except WrongValue as error:
+                raise self.error(where, str(error)) from None
             except (TypeError, ValueError) as error:
                 raise self.error(
-                    where, f"rollout_infos[{key!r}] cannot be written as JSON ({error}): {value!r:.100}"
+                    where, f"rollout_infos[{key!r}] cannot be written as JSON ({error}): {value_text(value, 100)}"
                 ) from error
         for key in MEDIA:
             if infos.get(key) is not None:
@@ -283,7 +293,7 @@ class Conversation:
 
     def _replace_media(self, kind: str, items: Any, where: str) -> None:
         if not isinstance(items, list | tuple):
-            raise self.error(where, f"rollout_infos[{kind!r}] must be a list, got {items!r:.100}")
+            raise self.error(where, f"rollout_infos[{kind!r}] must be a list, got {value_text(items, 100)}")
         if items and kind not in self.media:
             takes = f"takes {listing(self.media)}" if self.media else "takes text only"
             raise self.error(where, f"rollout_infos[{kind!r}] holds {len(items)} items, but this model {takes}")
@@ -340,14 +350,12 @@ class Conversation:
         return ChatCompletionResponse([choice], id=name, usage=usage)
 
     def _check_request(self, request: Any) -> None:
-        messages = getattr(request, "messages", None)
-        if not isinstance(messages, list) or not messages:
-            raise self.error("infer_async", f"expected a RolloutInferRequest with messages, got {request!r:.200}")
-        for place, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise self.error(
-                    "infer_async", f"message {place} must be a dict with role and content, got {message!r:.200}"
-                )
+        try:
+            messages_of(getattr(request, "messages", None), "the request's messages")
+            if request.tools is not None:
+                tools_of(request.tools, "the request's tools")
+        except WrongValue as error:
+            raise self.error("infer_async", str(error)) from None
 
     def _sampling(self, config: Any) -> tuple[int | None, tuple[str, ...]]:
         """(tokens at most, further stop strings); everything else belongs to the run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from verl_mt.data.checks import bool_of, number_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.errors import DataError
@@ -128,8 +129,8 @@ class GymScheduler(MultiTurnScheduler):
             observation, reward, done, info = await _call(env.step, messages)
         else:
             observation, reward, terminated, truncated, info = await _call(env.step, messages[-1]["content"])
-            done = bool(terminated or truncated)
-        return str(observation), float(reward), bool(done), dict(info or {})
+            done = bool_of(terminated, "terminated") or bool_of(truncated, "truncated")
+        return str(observation), number_of(reward, "the reward"), bool_of(done, "done"), dict(info or {})
 
 
 async def _call(method: Any, *args: Any) -> Any:

@@ -7,13 +7,14 @@ earlier output covers. What none covers (candidates that `run` threw away) is ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from verl_mt.data.checks import WrongValue, bits_of, bool_of, ids_of, is_nested, log_probs_of, messages_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import RolloutOutput
 from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
-from verl_mt.errors import LedgerError
+from verl_mt.errors import LedgerError, value_text
 from verl_mt.rollout.schedulers.conversation import Conversation
 
 
@@ -26,10 +27,11 @@ def take_outputs(conversation: Conversation, returned: Any) -> None:
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     wrong = [o for o in outputs if not isinstance(o, RolloutOutput)]
     if wrong or not outputs:
-        got = repr(wrong[0])[:100] if wrong else "an empty list"
+        got = value_text(wrong[0], 100) if wrong else "an empty list"
         raise conversation.error("run", f"it must return a RolloutOutput or a list of them, got {got}")
     last = 0
     for output in outputs:
+        _check(conversation, output)
         turn = _turn_of(conversation, output)
         if turn <= last:
             raise conversation.error(
@@ -44,12 +46,45 @@ def take_outputs(conversation: Conversation, returned: Any) -> None:
 
 
 def _turn_of(conversation: Conversation, output: RolloutOutput) -> int:
-    known = conversation.choices.get(getattr(output.response, "id", ""))
+    name = getattr(output.response, "id", None)
+    known = conversation.choices.get(name) if isinstance(name, str) else None
     if known is None:
-        raise conversation.error(
-            "run", f"the response of an output must be one that infer_async returned, got {output.response!r:.100}"
-        )
+        got = value_text(output.response, 100)
+        raise conversation.error("run", f"the response of an output must be one that infer_async returned, got {got}")
     return known[0]
+
+
+def _check(conversation: Conversation, output: RolloutOutput) -> None:
+    """The types of an output's fields; ids and masks become plain lists of the shape that they came in."""
+    ids, mask = output.response_token_ids, output.response_loss_mask
+    try:
+        output.whole = bool_of(output.whole, "whole")
+        if output.messages is not None:
+            output.messages = messages_of(output.messages, "messages")
+        if ids is not None:
+            output.response_token_ids = _each(ids_of, ids, "response_token_ids")
+        if mask is not None:
+            output.response_loss_mask = _each(bits_of, mask, "response_loss_mask")
+            if ids is not None and is_nested(ids) != is_nested(mask):
+                raise WrongValue("response_loss_mask must be flat, or a list per turn, as response_token_ids is")
+        num_ids, bits = len(_flat(output.response_token_ids)), _flat(output.response_loss_mask)
+        if ids is not None:
+            log_probs_of(output.rollout_logprobs, "rollout_logprobs", num_ids, num_ids if mask is None else sum(bits))
+        elif output.rollout_logprobs is not None:
+            raise WrongValue("rollout_logprobs needs response_token_ids; leave it out, the engine's own are recorded")
+    except WrongValue as error:
+        raise conversation.error("run", str(error)) from None
+
+
+def _each(check: Callable[[Any, str], list[int]], value: Any, what: str) -> list[Any]:
+    """A flat list, or one list per turn."""
+    if not is_nested(value):
+        return check(value, what)
+    return [check(part, f"{what}[{place}]") for place, part in enumerate(value)]
+
+
+def _flat(value: list[Any] | None) -> list[int]:
+    return [item for part in value or () for item in (part if isinstance(part, list) else (part,))]
 
 
 def _take(conversation: Conversation, output: RolloutOutput, after: int, turn: int) -> None:
@@ -89,7 +124,7 @@ def _mask(conversation: Conversation, record: TrajectoryRecord, own: Sequence[Tu
         start, _ = stretches.get(rounds[span.turn - 1], (span.start, 0))
         stretches[rounds[span.turn - 1]] = (start, span.end)
     ids, mask = output.response_token_ids or [], output.response_loss_mask
-    if any(isinstance(part, list | tuple) for part in ids):
+    if is_nested(ids):
         if len(ids) != len(stretches):
             raise LedgerError(f"response_token_ids has {len(ids)} lists for {len(stretches)} assistant messages")
         if mask is not None and [len(m) for m in mask] != [len(i) for i in ids]:
@@ -97,8 +132,7 @@ def _mask(conversation: Conversation, record: TrajectoryRecord, own: Sequence[Tu
                 f"response_loss_mask has lists of {[len(m) for m in mask]} entries for response_token_ids of "
                 f"{[len(i) for i in ids]}"
             )
-        ids = [token for part in ids for token in part]
-        mask = None if mask is None else [bit for part in mask for bit in part]
+        ids, mask = _flat(ids), None if mask is None else _flat(mask)
     if mask is not None and len(mask) != len(ids):
         raise LedgerError(f"response_loss_mask has {len(mask)} entries for {len(ids)} response_token_ids")
     positions = [p for start, end in stretches.values() for p in range(start, end)]
