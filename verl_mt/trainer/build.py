@@ -128,7 +128,7 @@ def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -
     """What the engine cannot show, or no reward scores."""
     for row in prompts.rows():
         require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
-        runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+        runner.reward.check(row)
 
 
 def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:

@@ -76,7 +76,7 @@ class Inference(AbstractContextManager["Inference"]):
             build_rollout.require_media(
                 self.runner.context.engine, row, rollout_name=self.config.actor_rollout_ref.rollout.name
             )
-            self.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+            self.runner.reward.check(row)
         self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
         return self.stream.collect(name, while_waiting)
 
