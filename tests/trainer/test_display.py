@@ -17,7 +17,7 @@ def display() -> tuple[Display, io.StringIO]:
 def test_a_validation_shows_an_accuracy_of_zero():
     screen, shown = display()
     screen.validation(3, {"val/accuracy": 0.0, "val/accuracy_greedy": 0.0, "val/truncated": 0.0, "val/failed": 0})
-    assert shown.getvalue().split() == "validation after step 3: accuracy 0.000 greedy 0.000".split()
+    assert shown.getvalue().split() == ["validation", "after", "step", "3:", "accuracy", "0.000", "greedy", "0.000"]
 
 
 def test_a_step_shows_the_share_of_tool_calls_that_failed():
