@@ -39,7 +39,7 @@ class Inference(AbstractContextManager["Inference"]):
         build.prepare_process(config)
         self.config = config
         self.num_filtered = 0
-        self.chat = build_rollout.build_chat(config)
+        self.chat = build_rollout.build_fitting_chat(config)
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
         build_rollout.check_parser(config, self.chat, self.tools)
         module = _load(config) if engine is None else None
