@@ -17,7 +17,7 @@ from verl_mt.diagnostics.collapse_guard import MAX_HISTORY, CollapseGuard, Verdi
 from verl_mt.errors import ConfigError
 
 GOOD = {
-    "reward/mean": 0.5, "reward/std": 0.5, "tools/use_rate": 0.92, "turns/mean": 2.0, "actor/entropy": 0.1,
+    "reward/mean": 0.5, "reward/std": 0.5, "tools/use_rate": 0.92, "turns/mean": 2.0, "rollout/entropy": 0.1,
     "group/zero_variance": 0.2, "group/solve_all": 0.1, "response/clip_ratio": 0.02, "rollout/sampler_kl": 1e-6,
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_tool_use_that_falls_with_the_reward_is_told_differently():
 
 
 def test_several_signs_are_one_sentence_with_the_cause_of_their_combination():
-    verdict = after({"actor/entropy": 0.5, "response/clip_ratio": 0.9, "reward/mean": 0.0, "reward/std": 0.0})
+    verdict = after({"rollout/entropy": 0.5, "response/clip_ratio": 0.9, "reward/mean": 0.0, "reward/std": 0.0})
     assert names(verdict) == ["entropy_rise", "truncation_rise", "reward_drop"]
     assert verdict.words.startswith(
         "entropy rose from 0.10 to 0.50 within 3 steps, conversations cut by a length limit "
@@ -85,8 +85,8 @@ def test_truncation_that_is_paid_for_is_suspected_of_it():
         ("tool_use_drop", {"tools/use_rate": 0.61}, {"tools/use_rate": 0.63}),
         ("turns_drop", {"turns/mean": 1.39}, {"turns/mean": 1.41}),
         ("turns_rise", {"turns/mean": 3.01}, {"turns/mean": 2.99}),
-        ("entropy_rise", {"actor/entropy": 0.21}, {"actor/entropy": 0.19}),
-        ("entropy_drop", {"actor/entropy": 0.019}, {"actor/entropy": 0.021}),
+        ("entropy_rise", {"rollout/entropy": 0.21}, {"rollout/entropy": 0.19}),
+        ("entropy_drop", {"rollout/entropy": 0.019}, {"rollout/entropy": 0.021}),
         ("truncation_rise", {"response/clip_ratio": 0.48}, {"response/clip_ratio": 0.46}),
         ("reward_drop", {"reward/mean": 0.14}, {"reward/mean": 0.16}),
         ("sampler_kl", {"rollout/sampler_kl": 0.021}, {"rollout/sampler_kl": 0.019}),
@@ -102,7 +102,7 @@ def test_each_sign_has_its_threshold_and_can_be_switched_off(sign, bad, nearly):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"turns/mean": 1.0}, {"turns/mean": 4.0}, {"actor/entropy": 0.01}], ids=lambda bad: next(iter(bad))
+    "bad", [{"turns/mean": 1.0}, {"turns/mean": 4.0}, {"rollout/entropy": 0.01}], ids=lambda bad: next(iter(bad))
 )
 def test_with_a_reward_that_rises_these_are_learning(bad):
     assert names(after(bad)) and not names(after(bad | {"reward/mean": 0.6}))
@@ -118,7 +118,7 @@ def test_groups_that_are_flat_because_they_are_solved_or_as_good_as_ever_are_no_
 
 
 def test_twice_next_to_no_entropy_is_no_sign():
-    assert names(run(*[{"actor/entropy": 0.01}] * 6, *[{"actor/entropy": 0.05}] * 3)[-1]) == []
+    assert names(run(*[{"rollout/entropy": 0.01}] * 6, *[{"rollout/entropy": 0.05}] * 3)[-1]) == []
 
 
 @given(scale=st.floats(0.01, 1000), shift=st.floats(-100, 100), drop=st.floats(0, 2))
@@ -137,7 +137,7 @@ def test_nothing_is_judged_before_there_are_two_windows():
 
 
 def test_a_single_bad_step_is_no_collapse():
-    assert not any(v.signs for v in run(*[{}] * 6, {"tools/use_rate": 0.2, "actor/entropy": 0.2}, *[{}] * 6))
+    assert not any(v.signs for v in run(*[{}] * 6, {"tools/use_rate": 0.2, "rollout/entropy": 0.2}, *[{}] * 6))
 
 
 # ---------------------------------------------------------------- what is there to see
@@ -151,7 +151,7 @@ def test_a_run_that_learned_is_silent():
 
 
 @settings(max_examples=10)
-@given(st.integers(10, 50), st.sampled_from([("tools/use_rate", 0.2), ("actor/entropy", 0.4), ("reward/mean", 0.1)]))
+@given(st.integers(10, 50), st.sampled_from([("tools/use_rate", 0.2), ("rollout/entropy", 0.4), ("reward/mean", 0.1)]))
 def test_a_collapse_is_seen_within_a_window_wherever_it_begins(begin, change):
     guard = CollapseGuard()
     stream = [n | ({change[0]: change[1]} if k >= begin else {}) for k, n in enumerate(HEALTHY, start=1)]
@@ -159,10 +159,15 @@ def test_a_collapse_is_seen_within_a_window_wherever_it_begins(begin, change):
     assert seen and begin <= seen[0] < begin + 3
 
 
+def test_what_is_trained_of_a_rollout_does_not_move_the_guard():
+    # Fewer groups with a signal: the same policy's entropy over the trained tokens alone is five times as high.
+    assert not any(v.signs for v in run(*[{"actor/entropy": 0.1}] * 6, *[{"actor/entropy": 0.5}] * 6))
+
+
 def test_numbers_that_are_missing_or_not_finite_are_not_judged():
     bare = CollapseGuard()
-    assert not any(bare.observe(k, {"reward/mean": 1.0 / k, "actor/entropy": math.nan}).signs for k in range(1, 12))
-    verdicts = run(*[{}] * 6, *[{"tools/use_rate": math.nan, "actor/entropy": math.inf}] * 4)
+    assert not any(bare.observe(k, {"reward/mean": 1.0 / k, "rollout/entropy": math.nan}).signs for k in range(1, 12))
+    verdicts = run(*[{}] * 6, *[{"tools/use_rate": math.nan, "rollout/entropy": math.inf}] * 4)
     assert not any(v.signs for v in verdicts)
 
 
@@ -178,8 +183,8 @@ def test_a_sign_whose_number_is_not_measured_any_more_does_not_become_new_again(
         return {k: v for k, v in GOOD.items() if k != name}
 
     guard = CollapseGuard()
-    stream = [GOOD] * 6 + [GOOD | {"actor/entropy": 0.5}] * 3 + [without("actor/entropy")] * 9
-    stream += [GOOD | {"actor/entropy": 0.5}] * 3
+    stream = [GOOD] * 6 + [GOOD | {"rollout/entropy": 0.5}] * 3 + [without("rollout/entropy")] * 9
+    stream += [GOOD | {"rollout/entropy": 0.5}] * 3
     assert [k for k, n in enumerate(stream, start=1) if guard.observe(k, n).new] == [7]
 
 

@@ -80,13 +80,12 @@ def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)
 
 
-def test_a_batch_of_which_nothing_survives_is_told_with_its_commonest_error():
+def test_a_batch_of_which_nothing_survives_is_told_with_its_first_error():
     lost, gone = trajectory(None, StopReason.ERROR), trajectory(None, StopReason.ENGINE)
     lost.error = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nKeyError: "x"\nand more\n'
     assert total_failure([group(lost, gone), group(gone)]) == (
-        "not one of 3 trajectories survived (1 failed, 2 aborted); 2 of them, first t: no error was recorded"
+        'not one of 3 trajectories survived (1 failed, 2 aborted); t: KeyError: "x"\nand more'
     )
-    assert str(total_failure([group(lost, lost, gone)])).endswith('2 of them, first t: KeyError: "x"\nand more')
     assert total_failure([group(lost, trajectory(0.0))]) is None
     assert total_failure([]) is None
 
@@ -148,3 +147,22 @@ def test_groups_that_solve_all_and_none_are_told_apart():
         0.25,
         0.5,
     )
+
+
+def test_the_entropy_of_the_rollouts_does_not_depend_on_which_groups_have_a_signal():
+    sure = trajectory(1.0)
+    sure.records[0].append_given([9], kind="observation", turn=1)
+    sure.records[0].append_sampled([6], [-1.5], [0], turn=2)
+    sure.records[0].clear_mask([3])
+    for rewards in ((1.0, 0.0), (1.0, 1.0), (None, None)):
+        sure.reward, other = rewards[0], trajectory(rewards[1])
+        # -log p of all five sampled tokens, one of which is not trained; observations and prompts are none.
+        assert rollout_metrics([group(sure), group(other)])["rollout/entropy"] == pytest.approx(2.1 / 5)
+
+
+def test_an_engine_without_log_probs_leaves_the_entropy_out():
+    silent = trajectory(1.0)
+    silent.records = [TrajectoryRecord()]
+    silent.records[0].append_sampled([4, 5], None, [0, 0], turn=1)
+    assert "rollout/entropy" not in rollout_metrics([group(silent)])
+    assert rollout_metrics([group(silent, trajectory(0.0))])["rollout/entropy"] == pytest.approx(0.15)

@@ -43,6 +43,7 @@ PATIENT_TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s=600"
 STEP_KEYS = {
     "step", "reward/mean", "response/tokens_mean", "turns/mean", "tools/calculator/calls", "tools/calculator/errors",
     "tools/calculator/latency_s", "actor/loss", "actor/entropy", "actor/clipfrac", "actor/grad_norm",
+    "actor/token_share", "rollout/entropy",
     "rollout/tokens_per_s", "rollout/logprob_diff_max", "sanity/mismatch_rate",
     "time/step_s", "time/rollout_s", "time/update_s",
 }  # fmt: skip

@@ -23,9 +23,9 @@ class GuardThresholds(Section):
         0.3, "Fall of turns/mean as a share of it; only if the reward has not risen.", min=0
     )
     turns_rise: float | None = knob(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
-    entropy_rise: float | None = knob(2.0, "actor/entropy, in times its lowest (and 0.1 above it).", min=1)
+    entropy_rise: float | None = knob(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
     entropy_drop: float | None = knob(
-        0.2, "actor/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
+        0.2, "rollout/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
     )
     flat_groups: float | None = knob(
         0.9, "group/zero_variance, 0.3 above its lowest, where groups are not solved.", min=0, max=1

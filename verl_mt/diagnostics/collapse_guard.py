@@ -17,7 +17,7 @@ from typing import Any, Literal
 from verl_mt.config.collapse_guard import GuardThresholds
 
 REWARD, SPREAD = "reward/mean", "reward/std"
-TOOL_USE, TURNS, ENTROPY = "tools/use_rate", "turns/mean", "actor/entropy"
+TOOL_USE, TURNS, ENTROPY = "tools/use_rate", "turns/mean", "rollout/entropy"
 FLAT, SOLVED, TRUNCATED = "group/zero_variance", "group/solve_all", "response/clip_ratio"
 SAMPLER_KL = "rollout/sampler_kl"
 _WATCHED = (REWARD, SPREAD, TOOL_USE, TURNS, ENTROPY, FLAT, SOLVED, TRUNCATED, SAMPLER_KL)

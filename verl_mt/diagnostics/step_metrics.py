@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from math import fsum
 from statistics import fmean, pstdev
 
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
@@ -40,7 +41,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str]
             "reward/min": min(rewards),
         }
         metrics |= _reward_parts(scored)
-    metrics |= _shape(scored)
+    metrics |= _shape(scored) | _sampler_entropy(trajectories)
     metrics |= _outcomes(trajectories)
     metrics |= tool_metrics(trajectories, tool_names) | _tool_use(trajectories, tool_names)
     metrics |= _groups(groups)
@@ -73,16 +74,14 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
 
 
 def total_failure(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """Where every trajectory failed or was aborted: how many, and what most of them died of. Else None."""
+    """Where every trajectory failed or was aborted: how many, and what the first one died of. Else None."""
     trajectories = [t for g in groups for t in g.trajectories]
     lost = Counter(t.status for t in trajectories if t.status in (Status.FAILED, Status.ABORTED))
     if not trajectories or lost.total() < len(trajectories):
         return None
     kinds = ", ".join(f"{count} {status}" for status, count in lost.items())
-    reason, count = Counter(map(_reason, trajectories)).most_common(1)[0]
-    first = next(t for t in trajectories if _reason(t) == reason)
-    share = f"{count} of them, first {first.trajectory_id}"
-    return f"not one of {len(trajectories)} trajectories survived ({kinds}); {share}: {reason}"
+    first = trajectories[0]
+    return f"not one of {len(trajectories)} trajectories survived ({kinds}); {first.trajectory_id}: {_reason(first)}"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -173,6 +172,17 @@ def _shape(scored: Sequence[Trajectory]) -> dict[str, float]:
         "turns/mean": fmean(t.num_turns for t in scored),
         "turns/max": max(t.num_turns for t in scored),
     }
+
+
+def _sampler_entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout/entropy`: the mean of -log p, by the sampler, over ALL tokens that it sampled, whatever is trained of
+    them. Absent where the engine gave no log-probs; trajectories without them do not count."""
+    known = [r for t in trajectories for r in t.records if r.has_log_probs]
+    num_tokens = sum(sum(r.sampled) for r in known)
+    if not num_tokens:
+        return {}
+    # What was not sampled has log-prob 0.
+    return {"rollout/entropy": -fsum(fsum(r.rollout_log_probs) for r in known) / num_tokens}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -23,6 +23,8 @@ class UpdateMetrics:
     num_skipped: int = 0
     num_nonfinite: int = 0
     lr: float = 0.0
+    token_share: float = math.nan
+    """Of the batch's trained tokens that were sampled: those that go through the model, which the means are over."""
     grad_norms: list[Tensor] = field(default_factory=list)
     _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _token_sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -46,6 +48,11 @@ class UpdateMetrics:
         else:
             self.num_updates += 1
             self.grad_norms.append(grad_norm)
+
+    def covers(self, batch: TensorDict, rows_B: Tensor) -> None:
+        """The rows that go through the model."""
+        counted_B = (batch[columns.SAMPLED] & batch[columns.LOSS_MASK]).sum(1)
+        self.token_share = (counted_B[rows_B].sum() / counted_B.sum()).item()
 
     def log_prob_difference(self, batch: TensorDict) -> None:
         """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
@@ -85,6 +92,7 @@ class UpdateMetrics:
             "actor/num_updates": float(self.num_updates),
             "actor/skipped_zero_advantage_sequences": float(self.num_skipped),
             "actor/nonfinite_updates": float(self.num_nonfinite),
+            "actor/token_share": self.token_share,
         }
         sums, token_sums, tokens = self._over(ranks)
         for name, value in sums.items():

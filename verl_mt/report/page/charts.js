@@ -17,7 +17,7 @@ const Charts = (() => {
   const PANELS = [
     ["Reward", "mean over the step's rollouts", { "reward/mean": "mean" }],
     ["Validation", "share solved", { "val/accuracy": "sampled", "val/accuracy_greedy": "greedy" }],
-    ["Entropy", "nats per sampled token", { "actor/entropy": "entropy" }],
+    ["Entropy", "nats per token", { "rollout/entropy": "all sampled", "actor/entropy": "trained" }],
     ["KL to the sampler", "sampler against trainer, nats per token", { "rollout/sampler_kl": "KL" }],
     ["KL to the reference", "as in the loss, nats", { "actor/kl_loss": "KL" }],
     ["Length", "tokens per rollout", {
