@@ -68,3 +68,19 @@ def test_what_is_not_offered_says_why(word, text):
 )
 def test_clip_ranges_that_a_loss_does_not_read_are_known(mode, idle):
     assert list(idle_clips({"loss_mode": mode})) == idle
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ([], "token-mean"),
+        (["loss_mode=gspo"], "seq-mean-token-mean"),
+        (["loss_mode=sapo"], "seq-mean-token-mean"),
+        (["loss_mode=cispo"], "token-mean"),
+    ],
+)
+def test_how_tokens_become_one_number_goes_with_the_loss_and_is_shown(words, mode):
+    config = compose([f"{ACTOR}.policy_loss.{word}" for word in words])
+    assert config.actor_rollout_ref.actor.loss_agg_mode == mode
+    told = compose([*(f"{ACTOR}.policy_loss.{word}" for word in words), f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"])
+    assert told.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"

@@ -217,6 +217,17 @@ def test_groups_without_variance_are_skipped_and_still_counted_in_the_denominato
     torch.testing.assert_close(skipped, full, atol=1e-6, rtol=1e-5)
 
 
+def test_the_share_of_tokens_that_the_numbers_cover_is_told(policy):
+    flat = [1.0, 1.0, 1.0]
+    batch = make_batch([*REWARDS, flat])
+    tokens_B = (batch[col.LOSS_MASK] & batch[col.SAMPLED]).sum(1)
+    metrics = worker(policy).update(batch.clone())
+    assert metrics["actor/token_share"] == pytest.approx((tokens_B[:-3].sum() / tokens_B.sum()).item())
+    assert worker(policy, skip_zero_advantage=False).update(batch.clone())["actor/token_share"] == 1
+    # Where nothing has a signal, everything is measured.
+    assert worker(policy).update(make_batch([flat]))["actor/token_share"] == 1
+
+
 def test_when_everything_is_skipped_the_weights_stay_and_the_schedule_goes_on(policy):
     actor = worker(policy, total_steps=4, optim={"lr_scheduler_type": "linear"})
     before = weights(actor)

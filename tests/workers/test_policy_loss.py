@@ -12,6 +12,7 @@ from test_split_records import conversation, split_at
 
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.workers import actor
 from verl_mt.workers.ranks import ALONE
 
 FINISHED = StopReason.FINISHED
@@ -195,3 +196,51 @@ def test_a_token_that_a_correction_leaves_out_counts_as_not_moved():
     batch = drifted(2.0)
     one_update(ALONE, batch, correction={"rollout_rs": "token", "rollout_rs_threshold": 2.0})
     assert torch.equal(batch[col.CLIPPED] > 0, batch[col.LOSS_MASK] & (batch[col.ADVANTAGES] != 0))
+
+
+@pytest.mark.parametrize("mode", ["gspo", "sapo"])
+def test_losses_of_sequences_weigh_every_trajectory_the_same_unless_told_otherwise(mode):
+    batch = drifting(1)
+    default = flat(off_policy(mode, batch))
+    by_sequence, by_token = (
+        flat(off_policy(mode, batch, loss_agg_mode=agg)) for agg in ("seq-mean-token-mean", "token-mean")
+    )
+    torch.testing.assert_close(default, by_sequence, rtol=0, atol=0)
+    assert not torch.allclose(default, by_token, rtol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "cispo", "gpg", "clip_cov", "kl_cov"])
+def test_other_losses_weigh_every_token_the_same(mode):
+    batch = drifting(1)
+    default, by_token = off_policy(mode, batch), off_policy(mode, batch, loss_agg_mode="token-mean")
+    torch.testing.assert_close(flat(default), flat(by_token), rtol=0, atol=0)
+
+
+def test_clip_cov_leaves_out_tokens_that_ppo_moves():
+    """One that PPO clips has no gradient anyway: to leave it out would change nothing."""
+    batch = drifting(1)
+    share = off_policy("vanilla", batch, clip_ratio=0.1, clip_ratio_c=None)["metrics"]["actor/clipfrac"]
+    assert 0.1 < share < 0.9
+    every = {"loss_mode": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": -99.0, "clip_cov_ub": 99.0}
+    metrics = off_policy("clip_cov", batch, clip_ratio=0.1, policy_loss=every)["metrics"]
+    assert metrics["actor/clipfrac"] == pytest.approx(share)
+    assert metrics["actor/chosen_frac"] == pytest.approx(1 - share), "all of the others"
+
+
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_until_the_weights_change_kl_cov_has_no_penalty_whatever_is_rounded(monkeypatch, mode):
+    """The penalty |log ratio| has slope 1 or -1 beside 0: a log-prob that is off by a rounding would get all of it."""
+    exact, generator = actor.compute_log_probs, torch.Generator().manual_seed(5)
+
+    def rounded(*args, **kwargs):
+        found = exact(*args, **kwargs)
+        return found + 1e-6 * (torch.rand(found.shape, generator=generator) - 0.5)
+
+    monkeypatch.setattr(actor, "compute_log_probs", rounded)
+    kwargs = {"use_sampler_log_probs": mode, "ppo_mini_batch_size": 2, "ppo_epochs": 2, "grad_clip": 0.0}
+    every = {"loss_mode": "kl_cov", "kl_cov_ratio": 1.0}
+    without, heavy = (
+        one_update(ALONE, make_batch(REWARDS), policy_loss=every | {"ppo_kl_coef": c}, **kwargs) for c in (0.0, 9.0)
+    )
+    torch.testing.assert_close(flat(heavy), flat(without), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(flat(heavy, 1), flat(without, 1), rtol=1e-2), "then the ratios are others"

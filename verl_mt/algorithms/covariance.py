@@ -9,6 +9,8 @@ The choice of tokens is made once over a whole mini-batch, so no micro-batch spl
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,27 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return masked_fill_zero(centred, mask)
 
 
+def without_clipped(
+    covariances_BT: Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """-inf at tokens that PPO clips: they have no gradient that could be left out.
+
+    Args:
+        covariances_BT: [B, T].
+        log_probs, old_log_probs, advantages, clip_low, clip_high: as for `ppo_clip_loss`.
+    """
+    log_ratio = log_probs.detach() - old_log_probs
+    too_high = (advantages > 0) & (log_ratio > math.log1p(clip_high))
+    too_low = (advantages < 0) & (log_ratio.exp() < 1 - clip_low)
+    return covariances_BT.masked_fill(too_high | too_low, -math.inf)
+
+
 def choose_between(
     covariances_BT: Tensor,
     mask: Tensor,
@@ -46,7 +69,7 @@ def choose_between(
     """Clip-Cov's tokens: drawn without order among those whose covariance is in [lower, upper].
 
     Args:
-        covariances_BT: of the whole mini-batch.
+        covariances_BT: of the whole mini-batch; -inf = no candidate.
         mask: [B, T] tokens of the loss.
         fraction: of all tokens of the mask; at least one token is drawn where there is a candidate.
         lower, upper: the covariances of candidates.

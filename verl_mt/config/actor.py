@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.knob import Section, knob
+from verl_mt.config.policy_loss import default_aggregation
 
 
 @dataclass
@@ -87,10 +88,11 @@ class ActorConfig(Section):
         "arguments (docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
     )
     clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
-    loss_agg_mode: str = knob(
-        "token-mean",
-        "How token losses become one number.",
-        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    loss_agg_mode: str | None = knob(
+        None,
+        "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
+        "same) for gspo and sapo, token-mean for all others. A run's config.yaml has what became of it.",
+        choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = knob(False, "Add a KL term to the reference policy to the loss.")
@@ -116,6 +118,17 @@ class ActorConfig(Section):
         "Old log-probs: auto = recomputed unless on-policy; always = the sampler's; never = recomputed, on-policy too.",
         choices=("auto", "always", "never"),
     )
+
+    @property
+    def aggregation(self) -> str:
+        """`loss_agg_mode`, or that of the loss where it is null."""
+        return self.loss_agg_mode or default_aggregation(self.policy_loss)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(low, high): the ratio is trusted in [1 - low, 1 + high]."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        return low, self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
 @dataclass

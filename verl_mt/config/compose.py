@@ -85,6 +85,7 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
             f"{'it' if len(lost) == 1 else 'each'} again, as key=value or from the environment: ${{oc.env:NAME}}"
         )
     check(config)
+    config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
     return config
 
 

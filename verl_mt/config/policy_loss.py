@@ -22,6 +22,9 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "ppo_kl_coef": ("kl_cov",),
 }
 """Key -> the losses that read it; given with another loss it is refused."""
+_OF_SEQUENCES = ("gspo", "sapo")
+"""Losses that their papers define as the mean over sequences of each one's mean (arXiv:2507.18071,
+arXiv:2511.20347)."""
 _WITHOUT_CLIP = ("sapo", "gpg", "kl_cov")
 
 
@@ -67,6 +70,11 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLossOptions:
     if options.clip_cov_lb > options.clip_cov_ub:
         raise ConfigError(f"{KEY}.clip_cov_lb ({options.clip_cov_lb}) is above clip_cov_ub ({options.clip_cov_ub})")
     return options
+
+
+def default_aggregation(given: Mapping[str, Any]) -> str:
+    """What `actor.loss_agg_mode` is with the loss of this mapping, unless it is given."""
+    return "seq-mean-token-mean" if read_policy_loss(given).loss_mode in _OF_SEQUENCES else "token-mean"
 
 
 def idle_clips(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -66,6 +66,8 @@ class ActorWorker(Trainable):
         self.correction: RolloutCorrection | None = None
         """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
         self._loss = read_policy_loss(config.policy_loss)
+        # KL-Cov's |log ratio|; of a user's loss nobody knows.
+        self._kinked = self._loss.loss_mode == "kl_cov" or names_code(self._loss.loss_mode)
         self._temperature = temperature
         self._norm_constant = norm_constant
 
@@ -88,8 +90,8 @@ class ActorWorker(Trainable):
                 so is `clipped`.
 
         Returns:
-            `actor/*` and `rollout/logprob_diff_*`; means over the tokens that went through the model. A number that
-            could not be measured is absent.
+            `actor/*` and `rollout/logprob_diff_*`; means over the tokens that went through the model, which are
+            `actor/token_share` of those in the loss. A number that could not be measured is absent.
 
         Raises:
             DataError: a column is missing.
@@ -98,11 +100,14 @@ class ActorWorker(Trainable):
         here = self._prepare(batch)
         metrics = UpdateMetrics()
         active_B = self._active_rows(here, metrics)
+        metrics.covers(here, active_B if active_B.any() else here[columns.LOSS_MASK].any(1))
         first_old = self._old_log_probs(here, active_B)
         before = here[columns.OLD_LOG_PROBS]
         for mini, rows in enumerate(self._mini_batches(here)):
             metrics.lr = self._set_lr(mini)
-            self._update_once(here, rows, rows[active_B[rows]], first_old, before if mini == 0 else None, metrics)
+            # A loss with a kink at ratio 1 would make a gradient of full size of a rounding.
+            old = self._asked_old(here) if self._kinked and metrics.num_updates == 0 else first_old
+            self._update_once(here, rows, rows[active_B[rows]], old, before if mini == 0 else None, metrics)
         if not active_B.any():
             self._measure(here, first_old, metrics)
         self._num_batches += 1
@@ -145,8 +150,7 @@ class ActorWorker(Trainable):
     def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
         """Which rows go through the model."""
         in_loss_B = here[columns.LOSS_MASK].any(1)
-        moves_all = self._loss.loss_mode == "kl_cov" or names_code(self._loss.loss_mode)
-        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or moves_all
+        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or self._kinked
         if not self.config.skip_zero_advantage or terms:
             return in_loss_B
         moved_B = (here[columns.ADVANTAGES] != 0).any(1)
@@ -166,11 +170,7 @@ class ActorWorker(Trainable):
         whole = self.correction is not None and self.correction.needs_batch
         recompute = self.config.use_sampler_log_probs == "never"
         on_policy = not recompute and self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
-        old = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
-        by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
-        from_sampler = self.config.use_sampler_log_probs == "always"
-        if from_sampler:
-            old = torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], old)
+        old = self._asked_old(here)
         if on_policy and not whole:
             return old
         needed_BT = here[columns.LOSS_MASK] & (active_B.unsqueeze(1) | whole) & torch.isnan(old)
@@ -180,6 +180,14 @@ class ActorWorker(Trainable):
         if whole and self.correction is not None:
             here[columns.CORRECTION] = self.correction.factors(here[columns.OLD_LOG_PROBS], here)
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
+
+    def _asked_old(self, here: TensorDict) -> Tensor:
+        """[B, T]: the sampler's log-probs where ratios are to be taken to it; NaN elsewhere."""
+        nothing = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
+        if self.config.use_sampler_log_probs != "always":
+            return nothing
+        by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
+        return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
     def _compute_log_probs(self, here: TensorDict, rows: Tensor) -> Tensor:
         return compute_log_probs(
@@ -264,11 +272,11 @@ class ActorWorker(Trainable):
         weights_BT[rows] = token_weights(
             here[columns.LOSS_MASK][rows],
             here[columns.TRAJECTORY_INDEX][rows],
-            mode=self.config.loss_agg_mode,
+            mode=self.config.aggregation,
             norm_constant=self._norm_constant,
         )
         log_probs_of = partial(self._compute_log_probs, here)
-        mini = mini_batch(self._loss, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
+        mini = mini_batch(self.config, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
         return (
             mini if self.correction is None else replace(mini, drift_B=self.correction.drift(here, rows, log_probs_of))
         )

@@ -49,7 +49,7 @@ def filled_in(config: CriticConfig, actor: ActorConfig) -> CriticConfig:
         ppo_mini_batch_size=config.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         ppo_micro_batch_size=config.ppo_micro_batch_size or rows,
         ppo_max_token_len=config.ppo_max_token_len or actor.ppo_max_token_len,
-        loss_agg_mode=config.loss_agg_mode or actor.loss_agg_mode,
+        loss_agg_mode=config.loss_agg_mode or actor.aggregation,
     )
 
 

@@ -9,10 +9,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances
+from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
 from verl_mt.algorithms.losses import sequence_log_ratio
 from verl_mt.algorithms.masked import masked_fill_zero
-from verl_mt.config.policy_loss import PolicyLossOptions
+from verl_mt.config.actor import ActorConfig
+from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.data import batch as columns
 
 
@@ -36,7 +37,7 @@ class MiniBatch:
 
 
 def mini_batch(
-    options: PolicyLossOptions,
+    config: ActorConfig,
     batch: TensorDict,
     rows: Tensor,
     weights_BT: Tensor,
@@ -49,7 +50,7 @@ def mini_batch(
     Collective: every rank gives the same arguments and gets the same numbers.
 
     Args:
-        options: the loss.
+        config: the loss and its clip range.
         batch: the whole batch.
         rows: of the mini-batch, those without advantage too.
         weights_BT: of the batch's tokens, 0 outside of the mini-batch.
@@ -59,17 +60,21 @@ def mini_batch(
     """
     sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
     rows = rows[sampled_BT[rows].any(1)]
+    options = read_policy_loss(config.policy_loss)
     if options.loss_mode == "gspo":
         return MiniBatch(weights_BT, log_ratio_B=split_ratios(batch, rows, sampled_BT, old_BT, log_probs_of))
     if options.loss_mode not in ("clip_cov", "kl_cov") or len(rows) == 0:
         return MiniBatch(weights_BT)
     chosen_BT = torch.zeros_like(sampled_BT)
-    values = covariances(log_probs_of(rows)[rows], batch[columns.ADVANTAGES][rows], sampled_BT[rows])
+    log_probs, advantages = log_probs_of(rows)[rows], batch[columns.ADVANTAGES][rows]
+    values = covariances(log_probs, advantages, sampled_BT[rows])
     if options.loss_mode == "kl_cov":
         chosen_BT[rows] = choose_largest(values, sampled_BT[rows], fraction=options.kl_cov_ratio)
     else:
+        old = torch.where(torch.isnan(old_BT[rows]), log_probs, old_BT[rows])
+        low, high = config.clip_range
         chosen_BT[rows] = choose_between(
-            values,
+            without_clipped(values, log_probs, old, advantages, clip_low=low, clip_high=high),
             sampled_BT[rows],
             fraction=options.clip_cov_ratio,
             lower=options.clip_cov_lb,

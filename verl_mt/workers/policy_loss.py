@@ -127,7 +127,7 @@ def token_losses(
     """
     options = read_policy_loss(config.policy_loss)
     arguments = (log_probs_BT, old_BT, advantages_BT, mask_BT)
-    low, high = clip_range(config)
+    low, high = config.clip_range
     if options.loss_mode == "gspo":
         return gspo_loss(*arguments, clip_low=low, clip_high=high, log_ratio_B=mini.log_ratio_B)
     if options.loss_mode in ("clip_cov", "kl_cov"):
@@ -136,12 +136,6 @@ def token_losses(
             return clip_cov_loss(*arguments, chosen_BT, clip_low=low, clip_high=high)
         return kl_cov_loss(*arguments, chosen_BT, kl_coef=options.ppo_kl_coef)
     return _loss_of_tokens(config, options, *arguments)
-
-
-def clip_range(config: ActorConfig) -> tuple[float, float]:
-    """(low, high): the ratio is trusted in [1 - low, 1 + high]."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
 def _loss_of_tokens(
@@ -154,7 +148,7 @@ def _loss_of_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses in which each token stands for itself."""
     arguments = (log_probs_BT, old_BT, advantages_BT, mask_BT)
-    low, high = clip_range(config)
+    low, high = config.clip_range
     if names_code(options.loss_mode):
         return own_loss(options, arguments, {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c})
     if options.loss_mode == "cispo":
