@@ -90,6 +90,19 @@ def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
     assert metrics_in(tmp_path / "one")["val/accuracy"] == line["val/accuracy_greedy"]
 
 
+def fails(data_source, solution_str, ground_truth, extra_info):
+    raise KeyError("no such answer")
+
+
+def test_an_evaluation_in_which_all_failed_is_no_accuracy_of_zero(data, tmp_path, capsys):
+    words = ["--model", "verl_mt://tiny", "--data", str(data), "--out", str(tmp_path / "out"), *QUICK]
+    assert evaluate.main([*words, f"reward.path={__name__}:fails"]) == 2
+    shown = capsys.readouterr()
+    assert "all failed: not one of 8 trajectories survived (8 failed)" in shown.err and "no such answer" in shown.err
+    assert "accuracy" not in shown.out and "val/accuracy" not in metrics_in(tmp_path / "out")
+    assert len(answers_in(tmp_path / "out")) == 8
+
+
 def test_prompts_that_are_too_long_are_counted_not_forgotten(data, tmp_path, capsys):
     words = ["--model", "verl_mt://tiny", "--data", str(data), "--out", str(tmp_path), *QUICK]
     words.append("data.max_prompt_length=105")

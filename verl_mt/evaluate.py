@@ -26,8 +26,8 @@ from verl_mt.config_paths import TINY_MODEL
 from verl_mt.data.conversation import Message
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import num_right, pass_at_k, validation_metrics
-from verl_mt.errors import ConfigError, DataError, VerlMTError
+from verl_mt.diagnostics.step_metrics import num_right, pass_at_k, total_failure, validation_metrics
+from verl_mt.errors import ConfigError, DataError, UserCodeError, VerlMTError
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.trainer.build import validation_sampling
@@ -104,8 +104,11 @@ def _evaluate(config: Config, out: str | None) -> int:
         groups = policy.roll_out(
             prompts, n=validation.n, sampling=validation_sampling(config), while_waiting=show_progress
         )
-    metrics = validation_metrics(groups, "") | _pass_rates(groups) | {"val/prompts_left_out": policy.num_filtered}
-    _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
+    failure = total_failure(groups)
+    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
+    metrics["val/prompts_left_out"] = policy.num_filtered
+    if failure is None:
+        _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
     if policy.num_filtered:
         limit = config.data.max_prompt_length
         print(f"left out: {policy.num_filtered} prompt(s) longer than data.max_prompt_length={limit} tokens")
@@ -115,6 +118,8 @@ def _evaluate(config: Config, out: str | None) -> int:
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         write_rows(folder / "rollouts.jsonl", (trajectory_to_row(t, step=0) for g in groups for t in g.trajectories))
         print(f"written to {folder}")
+    if failure is not None:
+        raise UserCodeError(f"nothing could be measured, all failed: {failure}")
     return 0
 
 

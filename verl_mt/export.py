@@ -17,7 +17,7 @@ from verl_mt.config.schema import Config
 from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.load import export_hf, load_causal_lm
 from verl_mt.modeling.lora import adapter_of, add_adapters
-from verl_mt.trainer import build, checkpoint
+from verl_mt.trainer import build, build_rollout, checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.workers.worker_group import load_weights
 
@@ -65,7 +65,7 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
     )
     add_adapters(module, model, seed=config.trainer.seed)
     load_weights(module, state["workers"], folder)
-    tokenizer = build.tokenizer_as_trained(build.build_chat(config))
+    tokenizer = build.tokenizer_as_trained(build_rollout.build_chat(config))
     return export_hf(module, tokenizer, out, adapter=adapter_of(module))
 
 

@@ -122,7 +122,7 @@ def _train(args: argparse.Namespace, config: Config) -> int:
     console = Console()
     import_plugins(config.external_plugins)
     build.prepare_process(config)
-    chat = build_rollout.build_chat(config)
+    chat = build_rollout.build_fitting_chat(config)
     limit = config.actor_rollout_ref.rollout.max_model_len
     train = load_demonstrations(args.data, chat, "--data", min_reward=args.min_reward, max_tokens=limit)
     console.print(f"training on {train}", highlight=False)

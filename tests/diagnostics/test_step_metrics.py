@@ -80,12 +80,13 @@ def test_pass_at_k_is_the_unbiased_estimate(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)
 
 
-def test_a_batch_of_which_nothing_survives_is_told_with_its_first_error():
+def test_a_batch_of_which_nothing_survives_is_told_with_its_commonest_error():
     lost, gone = trajectory(None, StopReason.ERROR), trajectory(None, StopReason.ENGINE)
     lost.error = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\nKeyError: "x"\nand more\n'
     assert total_failure([group(lost, gone), group(gone)]) == (
-        'not one of 3 trajectories survived (1 failed, 2 aborted); t: KeyError: "x"\nand more'
+        "not one of 3 trajectories survived (1 failed, 2 aborted); 2 of them, first t: no error was recorded"
     )
+    assert str(total_failure([group(lost, lost, gone)])).endswith('2 of them, first t: KeyError: "x"\nand more')
     assert total_failure([group(lost, trajectory(0.0))]) is None
     assert total_failure([]) is None
 

@@ -56,7 +56,7 @@ def test_original_problems_become_rows_of_verls_schema(problems, tmp_path):
         assert [m["role"] for m in row.prompt] == ["system", "user"]
         assert row.prompt[1]["content"] == original["question"]
         assert row.data_source == "openai/gsm8k"
-        reward.check(row.data_source, "row")
+        reward.check(row)
         truth = row.ground_truth
         assert float(truth) == float(original["answer"].split("####")[1].replace(",", ""))
         assert row.extra_info["index"] == index and row.extra_info["answer"] == original["answer"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl_mt.data.dataset import DataRow
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.rewards import ORM, Reward, RewardFailure, RewardInput, load_reward, orms, rewards
 from verl_mt.rewards import base as rewards_base
@@ -18,6 +19,11 @@ from verl_mt.rewards.adapters import adapt
 def item(index: int = 0, text: str = "#### 42", truth="42", source: str = "gsm8k", **extra) -> RewardInput:
     extra = {"index": index, "trajectory_id": f"t{index}", "messages": [{"role": "assistant", "content": text}]} | extra
     return RewardInput(source, text, truth, extra, row={"problem": f"p{index}"}, completion=text)
+
+
+def row(source: str, reward_model: dict | None = None) -> DataRow:
+    raw = {"reward_model": reward_model} if reward_model else {}
+    return DataRow([], source, raw=raw, index=7, file="train.parquet")
 
 
 def score(reward: Reward, *items: RewardInput):
@@ -317,10 +323,18 @@ def test_an_unknown_data_source_names_the_row_and_what_is_known():
     assert bad.kind == "unknown_data_source"
     for part in ("row 7", "'openai/gsm9k'", "did you mean 'openai/gsm8k'", "verl_mt/arithmetic", "reward.path"):
         assert part in bad.error
-    reward.check("gsm8k", "train.parquet row 0")
-    with pytest.raises(ConfigError, match=r"train.parquet row 7: no scorer for data_source 'mine'"):
-        reward.check("mine", "train.parquet row 7")
-    load_reward("gsm8k").check("mine", "train.parquet row 7")
+    reward.check(row("gsm8k"))
+    with pytest.raises(ConfigError, match=r"train.parquet, row 7: no scorer for data_source 'mine'"):
+        reward.check(row("mine"))
+    load_reward("gsm8k").check(row("mine"))
+
+
+def test_a_row_that_a_model_is_to_score_is_not_scored_by_rule_in_silence():
+    wants_model = row("gsm8k", {"style": "model", "ground_truth": "4"})
+    with pytest.raises(ConfigError, match=r"row 7: reward_model.style is 'model'.*rule for 'gsm8k'.*reward.path"):
+        load_reward().check(wants_model)
+    load_reward().check(row("gsm8k", {"style": "rule", "ground_truth": "4"}))
+    load_reward("gsm8k").check(wants_model)  # the user has named what scores it
 
 
 def test_a_shipped_scorer_that_refuses_a_row_fails_that_row_only():

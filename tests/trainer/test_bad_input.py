@@ -216,6 +216,32 @@ def test_a_broken_line_in_a_data_file(refusal, tmp_path):
     says(refusal(f"data.train_files={file}"), f"{file}, line 3", "not JSON")
 
 
+def test_a_line_that_is_nested_too_deep(refusal, tmp_path):
+    file = jsonl(tmp_path / "rows.jsonl", good_rows(2))
+    file.write_text(file.read_text() + '{"prompt": ' + "[" * 3000 + "]" * 3000 + "}\n")
+    says(refusal(f"data.train_files={file}"), f"{file}, line 3", "nested too deep")
+    file = tmp_path / "rows.json"
+    file.write_text("[" * 3000 + "]" * 3000)
+    says(refusal(f"data.train_files={file}"), str(file), "nested too deep")
+
+
+def test_a_prompt_with_half_of_a_surrogate_pair(refusal, tmp_path):
+    rows = good_rows(2)
+    rows[1]["prompt"][-1]["content"] = "How much is \ud800?"
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    says(refusal(f"data.train_files={file}"), f"{file}, row 1", "half of a surrogate pair", "How much is ")
+
+
+def test_a_message_of_a_role_that_the_template_passes_over(refusal, tmp_path):
+    rows = good_rows(3)
+    rows[2]["prompt"] = [{"role": "human", "content": "Weight of seal in g?"}]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    template = tmp_path / "template.jinja"
+    template.write_text(CHATML.replace("for message in messages", "for message in messages if message.role != 'human'"))
+    text = refusal(f"data.train_files={file}", f"{MODEL}.custom_chat_template={template}")
+    says(text, f"{file}, row 2", "(role 'human') leaves no trace", "Weight of seal in g?", "did you mean 'user'?")
+
+
 @pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
 def test_a_column_that_is_missing(refusal, tmp_path, column):
     rows = good_rows(3)
@@ -332,6 +358,24 @@ def test_a_model_folder_without_weights(refusal, model_copy):
 def test_a_model_folder_whose_config_is_broken(refusal, model_copy):
     (model_copy / "config.json").write_text("{")
     says(refusal(f"{MODEL}.path={model_copy}"), str(model_copy))
+
+
+def test_weights_that_are_cut_short(refusal, model_copy):
+    file = model_copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    says(refusal(f"{MODEL}.path={model_copy}"), str(model_copy), "safetensors", "cut short")
+
+
+@pytest.mark.parametrize("vocab_size", [100, 764])  # below the padding's id, and above it
+def test_a_model_with_fewer_embeddings_than_tokens(refusal, model_copy, vocab_size):
+    config = json.loads((model_copy / "config.json").read_text())
+    (model_copy / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    says(refusal(f"{MODEL}.path={model_copy}"), str(model_copy), f"768 tokens, the model {vocab_size} embeddings")
+
+
+def test_a_model_folder_without_its_vocabulary(refusal, model_copy):
+    (model_copy / "tokenizer.json").unlink()
+    says(refusal(f"{MODEL}.path={model_copy}"), str(model_copy), "cannot write text: 'Hello world'", "tokenizer.json")
 
 
 # Reward, plug-ins, trackers, engine, keys

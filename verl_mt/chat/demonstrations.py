@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_mt.chat.message_traces import require_traces
 from verl_mt.chat.replaying import replay
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
@@ -35,7 +36,7 @@ def demonstration(
 
     Raises:
         DataError: no assistant turn, one without anything before it, or a weight that is neither 0 nor 1.
-        TemplateError: the template cannot render the conversation.
+        TemplateError: the template cannot render the conversation, or writes one of its messages nowhere.
     """
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
@@ -44,6 +45,7 @@ def demonstration(
         raise DataError("the conversation begins with an assistant message; it needs one before it")
     plain: list[Message] = [_without_weight(message) for message in messages[: turns[-1] + 1]]
     schemas = list(tools) if tools else None
+    require_traces(chat, plain[: turns[-1]], schemas)
     steps: list[Mapping[str, Any]] = []
     for i in range(turns[0], len(plain)):
         if plain[i].get("role") == "assistant":

@@ -109,6 +109,7 @@ class Encoder:
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
+        refuse_surrogates(text)
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -121,6 +122,7 @@ class Encoder:
     def encode_hidden(self, text: str, hidden: Hidden) -> list[int]:
         """Ids of a rendering whose foreign literals were hidden: those become plain text, all else is as usual."""
         text = hidden.unescape(text)
+        refuse_surrogates(text)
         if not hidden.find(text) and not (hidden.foreign and self._normalises):
             return self.encode(text)
         if self._backend is None:
@@ -198,6 +200,22 @@ def twin_of(tokenizer: Any, backend: Any) -> tuple[Any, str]:
             twin.add_special_tokens([AddedToken(anchor, normalized=False, special=True)])
             _TWINS[tokenizer] = (twin, anchor)
         return _TWINS[tokenizer]
+
+
+def refuse_surrogates(text: str) -> None:
+    """Half of a surrogate pair is no character: it has no UTF-8, and so no tokens.
+
+    Raises:
+        TemplateError: the text holds one; shows what stands before it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before, half = text[max(0, error.start - 40) : error.start], text[error.start]
+        raise TemplateError(
+            f"the text holds half of a surrogate pair ({half!r}) behind {before!r}: it is no character and cannot be "
+            "tokenized; remove it where the text is made (text.encode('utf-8', 'replace').decode() does)"
+        ) from error
 
 
 def compile_literals(literals: Iterable[str]) -> re.Pattern[str] | None:

@@ -32,7 +32,8 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     the plain fast tokenizer is used instead, with a warning.
 
     Raises:
-        TemplateError: no such folder, no tokenizer in it, or one that contradicts its `tokenizer.json`.
+        TemplateError: no such folder, no tokenizer in it, one whose ids do not spell the text that they were made of,
+            or one that contradicts its `tokenizer.json`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -47,6 +48,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
             f"{f' (revision {revision})' if revision else ''}: {type(error).__name__}: {str(error)[:500]}. "
             "Give a folder with tokenizer.json and tokenizer_config.json, or a hub name"
         ) from error
+    _check_writes_text(tokenizer, str(path))
     file = _tokenizer_file(where, revision)
     if file is None:
         return tokenizer
@@ -68,6 +70,30 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
         stacklevel=2,
     )
     return plain
+
+
+def _check_writes_text(tokenizer: Any, path: str) -> None:
+    """Refuse a tokenizer that loses most plain text: from a folder without `tokenizer.json` transformers may make one
+    with an empty vocabulary, and a run would train on nothing. Case and white space may change, and an alphabet may
+    lack some characters."""
+    ascii_texts = [text for text in PROBE_TEXTS if text.isascii()]
+    came_back = {}
+    for text in ascii_texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        came_back[text] = str(tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+    lost = [text for text, got in came_back.items() if _bare(got) != _bare(text)]
+    if 2 * len(lost) > len(ascii_texts):
+        raise TemplateError(
+            f"the tokenizer of {path!r} ({type(tokenizer).__name__}, {len(tokenizer)} tokens) cannot write text: "
+            f"{lost[0]!r} comes back as {came_back[lost[0]]!r}. Files of its vocabulary (tokenizer.json, or vocab and "
+            "merges) are missing or damaged: copy them from the model's repository, or name another folder in "
+            "actor_rollout_ref.model.tokenizer_path",
+            cause="P23",
+        )
+
+
+def _bare(text: str) -> str:
+    return "".join(text.lower().split())
 
 
 def contradictions(tokenizer: Any, tokenizer_file: str | Path) -> list[str]:

@@ -24,6 +24,7 @@ from verl_mt.errors import DataError, VerlMTError
 from verl_mt.plugins import listing, load_object, suggest
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
+_TOO_DEEP = "lists or objects are nested too deep to be read; flatten them, or keep them as text"
 
 
 @dataclass
@@ -248,6 +249,8 @@ def _read_jsonl(file: Path, num_rows: int) -> Iterator[Any]:
                 raise DataError(f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}") from error
             except UnicodeDecodeError as error:
                 raise DataError(f"{file}, line {number}: not UTF-8: {error}") from error
+            except RecursionError as error:
+                raise DataError(f"{file}, line {number}: {_TOO_DEEP}") from error
 
 
 def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
@@ -258,6 +261,8 @@ def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
         raise DataError(f"{file}, line {error.lineno}: not JSON: {error.msg}{hint}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{file}: {_TOO_DEEP}") from error
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a list of rows, got {type(content).__name__}")
     yield from content

@@ -74,14 +74,16 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
 
 
 def total_failure(groups: Sequence[TrajectoryGroup]) -> str | None:
-    """Where every trajectory failed or was aborted: how many, and what the first one died of. Else None."""
+    """Where every trajectory failed or was aborted: how many, and what most of them died of. Else None."""
     trajectories = [t for g in groups for t in g.trajectories]
     lost = Counter(t.status for t in trajectories if t.status in (Status.FAILED, Status.ABORTED))
     if not trajectories or lost.total() < len(trajectories):
         return None
     kinds = ", ".join(f"{count} {status}" for status, count in lost.items())
-    first = trajectories[0]
-    return f"not one of {len(trajectories)} trajectories survived ({kinds}); {first.trajectory_id}: {_reason(first)}"
+    reason, count = Counter(map(_reason, trajectories)).most_common(1)[0]
+    first = next(t for t in trajectories if _reason(t) == reason)
+    share = f"{count} of them, first {first.trajectory_id}"
+    return f"not one of {len(trajectories)} trajectories survived ({kinds}); {share}: {reason}"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

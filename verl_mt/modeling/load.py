@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import CheckpointError, ConfigError
@@ -58,7 +59,12 @@ def load_causal_lm(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except SafetensorError as error:
+        raise ConfigError(
+            f"model path {path!r}: its *.safetensors cannot be read ({error}): cut short or damaged; copy or download "
+            "the folder's weights again"
+        ) from error
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise _not_loadable(path, revision, error) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
@@ -122,8 +128,34 @@ def meta_causal_lm(
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise _not_loadable(path, revision, error) from error
+
+
+def check_vocabulary(
+    path: str, num_tokens: int, *, revision: str | None = None, trust_remote_code: bool = False
+) -> int:
+    """How many embeddings the model has; looked up before anything large is loaded.
+
+    Raises:
+        ConfigError: fewer than its tokenizer has tokens, or no such model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(
+            resolve_model_path(path), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loadable(path, revision, error) from error
+    rows = int(found.get_text_config().vocab_size)
+    if num_tokens > rows:
+        raise ConfigError(
+            f"model path {path!r}: the tokenizer has {num_tokens} tokens, the model {rows} embeddings (vocab_size), so "
+            "some tokens would be out of range; give the model its own tokenizer (actor_rollout_ref.model."
+            "tokenizer_path), or repair vocab_size in its config.json"
+        )
+    return rows
 
 
 def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:

@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
@@ -19,6 +19,9 @@ from verl_mt.rewards.contract import (
     Scores,
     as_scores,
 )
+
+if TYPE_CHECKING:
+    from verl_mt.data.dataset import DataRow
 
 __all__ = [
     "ORM",
@@ -147,9 +150,18 @@ class DataSourceReward(Reward):
             reward.bind(args)
             self.needs_samples = self.needs_samples or reward.needs_samples
 
-    def check(self, data_source: str, where: str) -> None:
-        if data_source not in self.scorers:
-            raise ConfigError(f"{where}: {self._unknown(data_source)}")
+    def check(self, row: DataRow) -> None:
+        where = f"{row.file}, row {row.index}"
+        if row.data_source not in self.scorers:
+            raise ConfigError(f"{where}: {self._unknown(row.data_source)}")
+        wanted = row.raw.get("reward_model")
+        style = wanted.get("style") if isinstance(wanted, dict) else None
+        if style not in (None, "rule"):
+            raise ConfigError(
+                f"{where}: reward_model.style is {style!r}, so a model is to score it, but without reward.path the "
+                f"rule for {row.data_source!r} would; name the scorer in reward.path (llm_judge asks a model), or set "
+                "the rows' style to rule"
+            )
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         results: list[Scores | RewardFailure | None] = [None] * len(items)

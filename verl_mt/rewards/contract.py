@@ -7,10 +7,13 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.data.sample import Sample
 from verl_mt.errors import value_text
+
+if TYPE_CHECKING:
+    from verl_mt.data.dataset import DataRow
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +78,8 @@ class Reward:
         """One result per item, in the order of `items`. Never raises for a single bad item."""
         raise NotImplementedError(f"{type(self).__name__} must implement async score(items)")
 
-    def check(self, data_source: str, where: str) -> None:
+    def check(self, row: DataRow) -> None:
         """Called at start for the rows of a data file, so that what cannot be scored is found before training.
-
-        Args:
-            data_source: the row's data source.
-            where: names file and row, for the error.
 
         Raises:
             ConfigError: this reward cannot score such rows.

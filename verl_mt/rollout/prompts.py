@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_mt.chat.message_traces import require_traces
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
@@ -51,8 +52,8 @@ class PromptBuilder:
         """The prompt of a row, or None if it is too long and over-long rows are filtered.
 
         Raises:
-            DataError: too long, and `data.truncation` is `error`; or it needs tools and none are configured.
-            TemplateError: the template cannot render it.
+            DataError: too long, and `data.truncation` is `error`; or it needs tools and none are configured; or the
+                template cannot render it, or drops a message. Names file and row.
         """
         known = self._cache.get(id(row))
         if known is not None:
@@ -98,10 +99,10 @@ class PromptBuilder:
         return [prompt.row for prompt in self._cache.values()]
 
     def _ids(self, row: DataRow, tools: list[dict[str, Any]]) -> list[int]:
-        if not has_media(row.prompt):
-            return self.chat.prompt_ids(row.prompt, tools or None)
         try:
-            return self.chat.prompt_ids(row.prompt, tools or None)
+            ids = self.chat.prompt_ids(row.prompt, tools or None)
+            require_traces(self.chat, row.prompt, tools or None)
+            return ids
         except (TemplateError, DataError) as error:
             raise DataError(f"{row.file}, row {row.index}: {error}") from error
 

@@ -37,7 +37,7 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build_advantages import advantage_estimator, algorithm_needs
 from verl_mt.trainer.build_data import load_data, notes
 from verl_mt.trainer.build_rollout import (
-    build_chat,
+    build_fitting_chat,
     build_runner,
     build_tools,
     check_parser,
@@ -76,7 +76,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     import_plugins(config.external_plugins)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
-    chat = build_chat(config)
+    chat = build_fitting_chat(config)
     tools = build_tools(config)
     check_parser(config, chat, tools)
     data = load_data(config, chat, tools)
@@ -128,7 +128,7 @@ def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -
     """What the engine cannot show, or no reward scores."""
     for row in prompts.rows():
         require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
-        runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+        runner.reward.check(row)
 
 
 def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:

@@ -22,6 +22,7 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
+from verl_mt.modeling import load
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.agent_door import AgentDoor
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
@@ -54,6 +55,25 @@ def build_chat(config: Config) -> ChatTemplate:
     rollout = config.actor_rollout_ref.rollout
     chat.require(tools=bool(rollout.tool_kwargs.tools_config_file), interaction=bool(rollout.interaction_config_file))
     return chat
+
+
+def build_fitting_chat(config: Config) -> ChatTemplate:
+    """`build_chat` for a model that is going to run: it has an embedding for every token of the tokenizer."""
+    chat = build_chat(config)
+    check_vocabulary(config, chat)
+    return chat
+
+
+def check_vocabulary(config: Config, chat: ChatTemplate) -> int:
+    """Refuse a model without an embedding for every token, before anything large is loaded. Returns how many it has.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    model = config.actor_rollout_ref.model
+    return load.check_vocabulary(
+        model.path, len(chat.tokenizer), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
 
 
 def build_tools(config: Config) -> ToolSet | None:

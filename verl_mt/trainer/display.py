@@ -20,6 +20,7 @@ from verl_mt.rollout.runner import RolloutProgress
 _COLUMNS = (
     ("reward/mean", "reward", "{:.3f}"),
     ("turns/mean", "turns", "{:.2f}"),
+    ("tools/failure_frequency", "failed calls", "{:.2f}"),
     ("response/tokens_mean", "tokens", "{:.0f}"),
     ("rollout/entropy", "entropy", "{:.3f}"),
     ("actor/clipfrac", "clip", "{:.3f}"),
@@ -29,7 +30,7 @@ _COLUMNS = (
     ("time/step_s", "s", "{:.2f}"),
 )
 
-_HIDDEN_AT_0 = ("actor/clipfrac",)
+_HIDDEN_AT_0 = ("actor/clipfrac", "tools/failure_frequency")
 _VALIDATION = (
     ("val/accuracy", "accuracy", "{:.3f}"),
     ("val/accuracy_greedy", "greedy", "{:.3f}"),
@@ -38,6 +39,8 @@ _VALIDATION = (
     ("val/failed", "failed", "{:.0f}"),
     ("val/mismatch_rate", "mismatch", "{:.3f}"),
 )
+_SHOWN_AT_0 = ("val/accuracy", "val/accuracy_greedy")
+"""Of a validation: what is nothing at 0 is left out, but an accuracy of 0 is the news."""
 
 
 class Display(AbstractContextManager["Display"]):
@@ -122,7 +125,11 @@ class Display(AbstractContextManager["Display"]):
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """One line for a validation pass."""
-        cells = [f"{head} [bold]{form.format(metrics[key])}[/]" for key, head, form in _VALIDATION if metrics.get(key)]
+        cells = [
+            f"{head} [bold]{form.format(metrics[key])}[/]"
+            for key, head, form in _VALIDATION
+            if key in metrics and (metrics[key] or key in _SHOWN_AT_0)
+        ]
         self.note(f"[cyan]validation after step {step}:[/]  " + "  ".join(cells))
 
     def summary(self, title: str, rows: list[tuple[str, str]]) -> None:

@@ -39,7 +39,7 @@ class Inference(AbstractContextManager["Inference"]):
         build.prepare_process(config)
         self.config = config
         self.num_filtered = 0
-        self.chat = build_rollout.build_chat(config)
+        self.chat = build_rollout.build_fitting_chat(config)
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
         build_rollout.check_parser(config, self.chat, self.tools)
         module = _load(config) if engine is None else None
@@ -76,7 +76,7 @@ class Inference(AbstractContextManager["Inference"]):
             build_rollout.require_media(
                 self.runner.context.engine, row, rollout_name=self.config.actor_rollout_ref.rollout.name
             )
-            self.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+            self.runner.reward.check(row)
         self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
         return self.stream.collect(name, while_waiting)
 

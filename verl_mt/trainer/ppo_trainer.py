@@ -293,7 +293,7 @@ class PPOTrainer:
                 )
             for row in rows:
                 if not self.prompts.knows(row):
-                    self.stream.runner.reward.check(row.data_source, f"{row.file}, row {row.index}")
+                    self.stream.runner.reward.check(row)
                 if (prompt := self.prompts.build(row)) is not None:
                     prompts.append(prompt)
         counts = {

@@ -57,7 +57,7 @@ def prompts(subject: Subject) -> Iterator[Note]:
         )
     assert subject.reward is not None
     for prompt in subject.prompts:
-        subject.reward.check(prompt.row.data_source, f"{prompt.row.file}, row {prompt.row.index}")
+        subject.reward.check(prompt.row)
 
 
 def schedule(subject: Subject) -> Iterator[Note]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 from verl_mt.modeling.load import meta_causal_lm
+from verl_mt.trainer import build_rollout
 from verl_mt.trainer.doctor import estimate
 from verl_mt.trainer.doctor.estimate import GB, Demand
 from verl_mt.trainer.doctor.findings import Note, error, ok, warning
@@ -47,14 +48,8 @@ def model(subject: Subject) -> Iterator[Note]:
 
 def vocabulary(subject: Subject) -> Iterator[Note]:
     """No token without an embedding."""
+    rows = build_rollout.check_vocabulary(subject.config, subject.known_chat)
     tokens = len(subject.known_chat.tokenizer)
-    rows = subject.module.get_input_embeddings().weight.shape[0]
-    if tokens > rows:
-        yield error(
-            f"the tokenizer has {tokens} tokens, the model {rows} embeddings: some tokens would be out of range",
-            "actor_rollout_ref.model.tokenizer_path must be the model's own tokenizer",
-        )
-        return
     yield ok(f"{tokens} tokens, {rows} embeddings")
 
 
