@@ -25,7 +25,7 @@ from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.data.checks import plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import StopReason
-from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError, UserCodeError, VerlMTError
+from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError, UserCodeError, VerlMTError, error_text
 from verl_mt.plugins import load_object
 from verl_mt.rollout.agent_messages import ChatRequest, RequestError, chunks, completion, likeness, read_request
 from verl_mt.rollout.agent_server import AgentServer, error_body
@@ -120,6 +120,9 @@ class AgentConversation:
                 return 503, error_body(str(error), "engine_gone")
             except VerlMTError as error:
                 return 400, error_body(str(error), "invalid_request_error")
+            except Exception as error:  # an answer all the same: the server would close the client's connection
+                log.exception("%s: a request could not be answered", self.session.trajectory.trajectory_id)
+                return 500, error_body(error_text(error, named=True), "internal_error")
 
     async def close(self) -> None:
         """Wait for a request that is under way, and refuse later ones."""
@@ -132,11 +135,16 @@ class AgentConversation:
         if self._closed or self.lost is not None:
             return 404, error_body("this conversation is over", "conversation_over")
         self._tell(request)
+        turn = None
         if not session.ended:
-            self._continue(request)
-            turn = await session.generate(max_tokens=request.max_tokens, stop=request.stop)
-        else:
-            turn = None
+            shown = dict(self._shown)
+            try:
+                with session.unless_refused():
+                    self._continue(request)
+                    turn = await session.generate(max_tokens=request.max_tokens, stop=request.stop)
+            except Exception:
+                self._shown = shown
+                raise
         if turn is None:
             reason = session.trajectory.stop_reason
             assert reason is not None

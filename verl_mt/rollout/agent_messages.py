@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mt.data.checks import WrongValue, bool_of, messages_of, plain_of, text_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import TrajectoryRecord
+from verl_mt.errors import value_text
 from verl_mt.rollout.session import AssistantTurn
 
 _SET_BY_THE_RUN = (
@@ -56,11 +58,20 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """Understand a body.
+    """Understand a body, whatever JSON it is.
 
     Raises:
         RequestError: names the field, what was got, and what to do.
     """
+    try:
+        plain_of(body, "the body")
+        text_of(json.dumps(body, ensure_ascii=False), "the body")
+        return _read(body)
+    except WrongValue as error:
+        raise RequestError(str(error)) from None
+
+
+def _read(body: Any) -> ChatRequest:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise RequestError("messages: expected a list of messages with at least one")
     given = {key: value for key, value in body.items() if value is not None}
@@ -68,51 +79,72 @@ def read_request(body: Any) -> ChatRequest:
     if unknown:
         raise RequestError(f"{', '.join(unknown)}: not offered by this endpoint; leave it out")
     if given.get("n", 1) != 1:
-        raise RequestError(f"n is {given['n']}: one choice per request; the run samples several whole trajectories")
+        raise RequestError(
+            f"n is {value_text(given['n'])}: one choice per request; the run samples several whole trajectories"
+        )
     if given.get("top_logprobs"):
         raise RequestError("top_logprobs: only the sampled token's own log-prob is known; leave it out")
-    if given.get("response_format", {"type": "text"}).get("type") != "text":
+    if _mapping(given, "response_format").get("type", "text") != "text":
         raise RequestError("response_format: constrained decoding would change the policy's distribution; leave it out")
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise RequestError(f"tool_choice is {choice!r}: a policy is not forced to call; use auto or none")
-    stop = given.get("stop", ())
-    options = given.get("stream_options") or {}
+        raise RequestError(f"tool_choice is {value_text(choice)}: a policy is not forced to call; use auto or none")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body["messages"])]
+    tools = _tools(given.get("tools", []))
     return ChatRequest(
-        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(body["messages"])],
-        tools=_tools(given.get("tools", ())) if choice != "none" else [],
+        messages=messages_of(messages, "messages"),
+        tools=tools if choice != "none" else [],
         max_tokens=_positive(given, "max_completion_tokens") or _positive(given, "max_tokens"),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stream=bool(given.get("stream", False)),
-        include_usage=bool(options.get("include_usage", False)),
-        logprobs=bool(given.get("logprobs", False)),
+        stop=_stop(given.get("stop", [])),
+        stream=bool_of(given.get("stream", False), "stream"),
+        include_usage=bool_of(_mapping(given, "stream_options").get("include_usage", False), "include_usage"),
+        logprobs=bool_of(given.get("logprobs", False), "logprobs"),
         set_by_the_run=tuple(key for key in _SET_BY_THE_RUN if key in given),
     )
+
+
+def _mapping(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = given.get(key, {})
+    if not isinstance(value, dict):
+        raise RequestError(f"{key} is {value_text(value)}, must be an object")
+    return value
 
 
 def _positive(given: Mapping[str, Any], key: str) -> int | None:
     value = given.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise RequestError(f"{key} is {value!r}, must be a whole number of at least 1")
+        raise RequestError(f"{key} is {value_text(value)}, must be a whole number of at least 1")
     return value
 
 
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RequestError(f"stop is {value_text(value)}, must be a text or a list of texts, none of them empty")
+    return tuple(stops)
+
+
 def _tools(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise RequestError(f"tools is {value_text(value)}, must be a list of functions")
     for index, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") != "function" or "name" not in tool.get("function", {}):
-            raise RequestError(f"tools[{index}]: expected a function with a name, got {json.dumps(tool)[:80]}")
-    return list(value)
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools[{index}]: expected a function with a name, got {value_text(tool, 80)}")
+    return value
 
 
 def _message(value: Any, where: str) -> Message:
     """A message with the keys that templates know; typed text parts become one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise RequestError(f"{where}: expected a message with a role, got {json.dumps(value)[:80]}")
+        raise RequestError(f"{where}: expected a message with a role, got {value_text(value, 80)}")
     message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
     if message["role"] == "developer":
         message["role"] = "system"
     message["content"] = _text(value.get("content"), where)
     if "tool_calls" in message:
+        if not isinstance(message["tool_calls"], list):
+            raise RequestError(f"{where}.tool_calls: expected a list, got {value_text(message['tool_calls'], 80)}")
         message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return message
 
@@ -121,24 +153,30 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise RequestError(f"{where}.content: expected a text or a list of parts, got {json.dumps(content)[:80]}")
+        raise RequestError(f"{where}.content: expected a text or a list of parts, got {value_text(content, 80)}")
     odd = [part.get("type") for part in content if part.get("type") != "text"]
     if odd:
-        raise RequestError(f"{where}.content: parts of type {odd[0]} are not offered by this endpoint; send text")
-    return "".join(part.get("text", "") for part in content)
+        kind = odd[0] if isinstance(odd[0], str) else value_text(odd[0], 80)
+        raise RequestError(f"{where}.content: parts of type {kind} are not offered by this endpoint; send text")
+    return "".join(text_of(part.get("text", ""), f"{where}.content") for part in content)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "name" not in function:
-        raise RequestError(f"{where}.tool_calls: expected functions with a name, got {json.dumps(call)[:80]}")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.tool_calls: expected functions with a name, got {value_text(call, 80)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what is no JSON stays the text that somebody else wrote
-            arguments = json.loads(arguments)
+        # What is no JSON, or none that can be encoded, stays the text that somebody else wrote.
+        with contextlib.suppress(ValueError, RecursionError):
+            read = plain_of(json.loads(arguments), "arguments")
+            text_of(json.dumps(read, ensure_ascii=False), "arguments")
+            arguments = read
     return {
-        "id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": arguments}
-    }  # fmt: skip
+        "id": text_of(call.get("id") or "", f"{where}.tool_calls: id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def likeness(message: Message) -> tuple[Any, ...]:

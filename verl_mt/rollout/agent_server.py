@@ -73,25 +73,30 @@ class AgentServer:
             await asyncio.sleep(0.005)
 
     async def _models(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse
-
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "verl_mt"}]})
+        return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "verl_mt"}]})
 
     async def _complete(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
         answer = self._answers.get(request.path_params["key"])
         if answer is None:
-            return JSONResponse(error_body("this conversation is over", "conversation_over"), 404)
+            return _json(error_body("this conversation is over", "conversation_over"), 404)
         try:
             body = await request.json()
-        except ValueError as error:
-            return JSONResponse(error_body(f"the body is not JSON: {error}", "invalid_request_error"), 400)
+        except (ValueError, RecursionError) as error:
+            return _json(error_body(f"the body is not JSON that can be read: {error}", "invalid_request_error"), 400)
         # Shielded: a client that hangs up does not leave half a turn in the record.
         status, content = await asyncio.shield(asyncio.ensure_future(answer(body)))
         if isinstance(content, list):
             return StreamingResponse(_events(content), media_type="text/event-stream")
-        return JSONResponse(content, status)
+        return _json(content, status)
+
+
+def _json(content: Any, status: int = 200) -> Any:
+    """Signs beyond ASCII are escaped: half of a surrogate pair, which a model may write into a call, has no UTF-8."""
+    from starlette.responses import Response
+
+    return Response(json.dumps(content), status, media_type="application/json")
 
 
 async def _events(content: list[Any]) -> Any:

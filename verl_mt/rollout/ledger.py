@@ -7,8 +7,10 @@ next turn begins, if there is room for it.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,12 @@ from verl_mt.data.media import has_media
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError
 from verl_mt.rollout.session_context import SessionContext
+
+_QUEUED = (
+    "message_rounds", "message_prefix", "_pending", "_tail_ids", "_prefill", "_prefill_ids", "_new_prompt",
+    "_continues", "_num_given",
+)  # fmt: skip
+"""Fields that say what the next turn will read."""
 
 
 @dataclass
@@ -113,6 +121,23 @@ class Ledger:
         """The trajectory is over. The first reason stands."""
         if self.trajectory.stop_reason is None:
             self.trajectory.stop_reason = reason
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """What is queued in the block is taken back if it raises before anything was recorded (a template that refuses
+        a role, say): the conversation then stands where it stood."""
+        trajectory, record = self.trajectory, self.record
+        queued = {name: copy.copy(getattr(self, name)) for name in _QUEUED}
+        told = (list(trajectory.messages), trajectory.tools, record.messages, record.tools)
+        stood = (len(trajectory.records), len(record.token_ids))
+        try:
+            yield
+        except BaseException:
+            if (len(trajectory.records), len(self.record.token_ids)) == stood and self.record is record:
+                trajectory.messages, trajectory.tools, record.messages, record.tools = told
+                for name, value in queued.items():
+                    setattr(self, name, value)
+            raise
 
     def extend(self, messages: Sequence[Message]) -> None:
         """Queue what the environment says; rendered with the next turn's generation prompt.
