@@ -52,7 +52,7 @@ def converse(turns, answers, *, fork=True, limits=None) -> tuple[RolloutSession,
         session.end(StopReason.FINISHED)
 
     asyncio.run(go())
-    session.finish()
+    asyncio.run(session.finish())
     return session, engine
 
 

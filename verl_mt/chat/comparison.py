@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.full_rendering import CutPrompt, sampled_runs, text_between
 from verl_mt.chat.mismatch_causes import (
     Cause,
+    KnownTexts,
     TurnTexts,
     cause_of_given,
     causes_of_turn,
@@ -131,14 +134,15 @@ class Comparison:
         sampled: Sequence[int],
     ) -> None:
         self.chat = chat
-        self.messages = messages
+        self.assistants = [m for m in messages if m.get("role") == "assistant"]
         self.ends = chat.end_token_ids
         self.cut_prompt = rendered if isinstance(rendered, CutPrompt) else None
         full = rendered.rendered if isinstance(rendered, CutPrompt) else rendered
         cut = end_of_last_turn(full, recorded[-1], self.ends, self._is_blank)
         self.recorded, self.rendered, self.sampled = recorded, full[:cut], list(sampled[: len(recorded)])
         self.end_texts = tuple(chat.decode([token]) for token in sorted(self.ends))
-        self.known_texts = _known_texts(messages, tools)
+        self.run_starts = [start for start, _ in sampled_runs(self.sampled)]
+        self.known = _known_texts(messages, tools)
 
     def finding(self, *, ignore_blanks: bool, neutralised: bool, stop_length: bool) -> Finding | None:
         """All mismatches as one finding; None where none is left."""
@@ -186,7 +190,7 @@ class Comparison:
 
     @property
     def _num_prompt(self) -> int:
-        return sampled_runs(self.sampled)[0][0]
+        return self.run_starts[0]
 
     def _of_cut_prompt(self) -> list[Mismatch]:
         """What was cut out of the prompt, where it is known; placed where it is missing in both streams."""
@@ -199,6 +203,10 @@ class Comparison:
         theirs = self._text(whole, core.rendered_start, core.rendered_end)
         place = DiffSpan(core.start, core.end, core.start, core.end)
         return [_mismatch(Cause.TRUNCATION, place, mine, theirs, in_budget=False)]
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        return frozenset(getattr(self.chat.tokenizer, "added_tokens_decoder", ()))
 
     def _is_blank(self, token: int) -> bool:
         return not squeeze(self.chat.decode([token]))
@@ -215,9 +223,8 @@ class Comparison:
     def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
         by_model = any(self.sampled[core.start : core.end])
-        control = frozenset(getattr(self.chat.tokenizer, "added_tokens_decoder", ()))
         # The full rendering trusts all text; what arrived during the rollout was written as plain text.
-        plain = not by_model and (neutralised or control.isdisjoint(mine) != control.isdisjoint(theirs))
+        plain = not by_model and (neutralised or self._control.isdisjoint(mine) != self._control.isdisjoint(theirs))
         return _mismatch(
             Cause.NEUTRALISED_TEXT if plain else Cause.RETOKENIZED,
             core,
@@ -230,7 +237,7 @@ class Comparison:
     def _other_text(self, chunk: DiffSpan, recorded: str, rendered: str, stop_length: bool) -> list[Mismatch]:
         core = chunk.core(self.recorded, self.rendered)
         sampled_at = [i for i in range(chunk.start, chunk.end) if self.sampled[i]]
-        turn = TurnTexts(recorded, rendered, ends=self.end_texts, known_texts=self.known_texts)
+        turn = TurnTexts(recorded, rendered, ends=self.end_texts, known=self.known)
         if not sampled_at:
             causes = [cause_of_given(turn)]
         elif stop_length and chunk.end == len(self.recorded) and self.recorded[-1] not in self.ends:
@@ -245,11 +252,10 @@ class Comparison:
 
     def _call_offset(self, position: int, recorded: str) -> int | None:
         """Where the call begins in `recorded`, if the message sampled at `position` holds calls."""
-        turns_behind = sum(start > position for start, _ in sampled_runs(self.sampled))
-        assistants = [m for m in self.messages if m.get("role") == "assistant"]
-        if turns_behind >= len(assistants):
+        turns_behind = len(self.run_starts) - bisect_right(self.run_starts, position)
+        if turns_behind >= len(self.assistants):
             return None
-        message = assistants[-1 - turns_behind]
+        message = self.assistants[-1 - turns_behind]
         if not message.get("tool_calls"):
             return None
         content = message.get("content")
@@ -271,7 +277,7 @@ def _mismatch(cause: Cause, core: DiffSpan, mine: str, theirs: str, *, in_budget
     )
 
 
-def _known_texts(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[str, ...]:
+def _known_texts(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> KnownTexts:
     texts: list[Any] = []
     for message in messages:
         content = message.get("content")
@@ -279,7 +285,7 @@ def _known_texts(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | 
         texts.append(message.get("reasoning_content"))
     texts += [tool.get("function", tool).get("name") for tool in tools or ()]
     stripped = (text.strip() for text in texts if isinstance(text, str))
-    return tuple(text for text in stripped if len(text) >= _MIN_KNOWN_CHARS)
+    return KnownTexts(tuple(dict.fromkeys(text for text in stripped if len(text) >= _MIN_KNOWN_CHARS)))
 
 
 def _short(text: str) -> str:

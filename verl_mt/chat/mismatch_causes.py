@@ -6,13 +6,13 @@ written in one canonical way; what is left decides the rest. So one turn can hav
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import html
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from verl_mt.chat.token_diff import common_prefix
@@ -56,7 +56,25 @@ _ONLY_TAGS = re.compile(rf"(?:\s*(?:{_REASONING_TAG}))+\s*")
 _TAG = re.compile(_REASONING_TAG + r"|<\|(?:channel|message|end|start)\|>")
 _CONTROL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
 """What looks like a control token or a tag."""
+_MAX_READS = 8
+"""How often a text is read through in search of JSON before what is left of it counts as plain."""
+_MAX_NESTED = 1000
 _BLANKS = str.maketrans("", "", " \n\t\r")
+
+
+@dataclass(frozen=True)
+class KnownTexts:
+    """Contents of messages and names of tools; text unlike all of them is the template's own."""
+
+    texts: tuple[str, ...] = ()
+
+    def explain(self, text: str) -> bool:
+        """Whether one of them holds `text`, or the other way round."""
+        return text in self._joined or any(known in text for known in self.texts)
+
+    @cached_property
+    def _joined(self) -> str:
+        return "\0".join(self.texts)
 
 
 @dataclass(frozen=True)
@@ -69,8 +87,7 @@ class TurnTexts:
     """The head of `recorded` that was not sampled (separator, role header, prefilled reasoning)."""
     ends: tuple[str, ...] = ()
     """Texts of the end-of-turn tokens."""
-    known_texts: tuple[str, ...] = ()
-    """Contents of messages and names of tools; text unlike all of them is the template's own."""
+    known: KnownTexts = KnownTexts()
     call_starts_at: int | None = None
     """Where, in `recorded`, the text behind the message's content begins, if the message holds tool calls."""
 
@@ -165,7 +182,7 @@ def _cause_of_rest(turn: TurnTexts, recorded: str, rendered: str) -> Cause:
     if _only_ends(mine, turn.ends) and _only_ends(theirs, turn.ends):
         return Cause.TURN_SEPARATOR
     added = theirs.strip()
-    if added and not squeeze(mine) and not any(added in text or text in added for text in turn.known_texts):
+    if added and not squeeze(mine) and not turn.known.explain(added):
         return Cause.TEMPLATE_DEFAULT_TEXT
     return Cause.REWRITES_HISTORY
 
@@ -187,16 +204,24 @@ def _json_texts(text: str) -> list[str]:
 
 
 def _json_pieces(text: str) -> Iterator[tuple[str, str]]:
-    """`(as it stands, in one way)` for each JSON value; single characters stand for themselves."""
+    """`(as it stands, in one way)` for each JSON value; single characters stand for themselves.
+
+    Text that is no JSON, or is nested too deeply to be a call, stays as it is. So does the rest of a text in which
+    openings that lead nowhere (`[[[[`) have been read through many times over.
+    """
     decoder = json.JSONDecoder()
     at = 0
+    left_to_read = _MAX_READS * len(text) + _MAX_NESTED
     while at < len(text):
         end, written = at + 1, text[at]
-        if text[at] in "{[" or text.startswith(('"{', '"['), at):
-            # Text that is no JSON, or is nested too deeply to be a call, stays as it is.
-            with contextlib.suppress(ValueError, RecursionError):
+        if (text[at] in "{[" or text.startswith(('"{', '"['), at)) and left_to_read > 0:
+            try:
                 value, stop = decoder.raw_decode(text, at)
                 written, end = json.dumps(_decoded(value), sort_keys=True, separators=(",", ":")), stop
+            except json.JSONDecodeError as error:
+                left_to_read -= error.pos - at
+            except (ValueError, RecursionError):
+                left_to_read -= _MAX_NESTED
         yield text[at:end], written
         at = end
 

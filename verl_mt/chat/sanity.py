@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.comparison import Comparison, Finding, Mismatch, combine, describe, render_failure
@@ -136,6 +137,9 @@ class SanityMonitor:
         """`max_mismatch_rate`: the share of a step's trajectories that may mismatch; None = only warn."""
         self.mode = mode
         self.max_mismatch_rate = max_mismatch_rate
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="sanity")
+        """Where an event loop has conversations checked: one after the other, so that the loop keeps half of the
+        interpreter's time however many end at once. Begins with the first one."""
         self._warned: set[Cause] = set()
         self._lock = threading.Lock()
         self._start_step()

@@ -1,15 +1,26 @@
 """Where two token streams of the same conversation differ: pure functions on lists of ids.
 
 Both streams are cut into chunks after each end-of-turn token (a chunk is a message in most templates); chunks
-are aligned, tokens are compared only inside chunks that differ, so the cost stays linear in practice.
+are aligned, and tokens are compared only inside chunks that differ. A conversation in which every turn differs costs
+in proportion to its length: chunks that both sides hold equally often are the fixed points of the alignment, and only
+what stands between them and holds none is compared chunk by chunk.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+
+_Gap = tuple[int, int, int, int]
+"""Chunks `[i, i_end)` of one side stand where `[j, j_end)` of the other stand."""
+_MAX_PRODUCT = 1024
+"""Numbers of chunks, multiplied, up to which a gap without fixed points is searched for the longest equal runs."""
+_MAX_DEPTH = 16
+_KEY_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -71,10 +82,12 @@ def differing_chunks(
     left_edges = [0, *itertools.accumulate(map(len, left))]
     right_edges = [0, *itertools.accumulate(map(len, right))]
     spans: list[DiffSpan] = []
-    for tag, i1, i2, j1, j2 in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        if tag == "equal":
-            continue
-        for i, i_end, j, j_end in _paired([decode(c) for c in left[i1:i2]], [decode(c) for c in right[j1:j2]]):
+    for i1, i2, j1, j2 in _gaps(left, right, (0, len(left), 0, len(right))):
+        if i2 - i1 == j2 - j1 == 1:
+            pairs = [(0, 1, 0, 1)]
+        else:
+            pairs = _paired([decode(c) for c in left[i1:i2]], [decode(c) for c in right[j1:j2]])
+        for i, i_end, j, j_end in pairs:
             a, b = left_edges[i1 + i], left_edges[i1 + i_end]
             c, d = right_edges[j1 + j], right_edges[j1 + j_end]
             if recorded[a:b] != rendered[c:d]:
@@ -82,13 +95,64 @@ def differing_chunks(
     return spans
 
 
-def _paired(left: list[str], right: list[str]) -> list[tuple[int, int, int, int]]:
+def _gaps(left: Sequence[object], right: Sequence[object], window: _Gap, depth: int = 0) -> Iterator[_Gap]:
+    """What stands between the chunks that the two sides share, in order, inside a window."""
+    i1, i2, j1, j2 = window
+    while i1 < i2 and j1 < j2 and left[i1] == right[j1]:
+        i1, j1 = i1 + 1, j1 + 1
+    while i1 < i2 and j1 < j2 and left[i2 - 1] == right[j2 - 1]:
+        i2, j2 = i2 - 1, j2 - 1
+    if i1 == i2 and j1 == j2:
+        return
+    fixed = _fixed_points(left, right, (i1, i2, j1, j2)) if depth < _MAX_DEPTH else []
+    if fixed:
+        for i, j in [*fixed, (i2, j2)]:
+            yield from _gaps(left, right, (i1, i, j1, j), depth + 1)
+            i1, j1 = i + 1, j + 1
+    elif (i2 - i1) * (j2 - j1) > _MAX_PRODUCT:
+        yield i1, i2, j1, j2
+    else:
+        matcher = SequenceMatcher(None, left[i1:i2], right[j1:j2], autojunk=False)
+        for tag, i, i_end, j, j_end in matcher.get_opcodes():
+            if tag != "equal":
+                yield i1 + i, i1 + i_end, j1 + j, j1 + j_end
+
+
+def _fixed_points(left: Sequence[object], right: Sequence[object], window: _Gap) -> list[tuple[int, int]]:
+    """Equal chunks that belong together, `(i, j)`, rising on both sides.
+
+    A chunk that the window holds as often on the left as on the right pairs in order of appearance; of these pairs the
+    longest rising sequence is taken, so a message that moved is not one of them.
+    """
+    i1, i2, j1, j2 = window
+    places: dict[object, tuple[list[int], list[int]]] = {}
+    for i in range(i1, i2):
+        places.setdefault(left[i], ([], []))[0].append(i)
+    for j in range(j1, j2):
+        if left_and_right := places.get(right[j]):
+            left_and_right[1].append(j)
+    pairs = sorted(p for mine, theirs in places.values() if len(mine) == len(theirs) for p in zip(mine, theirs))
+    ends: list[int] = []  # the smallest j at which a rising sequence of that length can end
+    last_of: list[int] = []
+    before: list[int | None] = []
+    for k, (_, j) in enumerate(pairs):
+        length = bisect_left(ends, j)
+        ends[length : length + 1], last_of[length : length + 1] = [j], [k]
+        before.append(last_of[length - 1] if length else None)
+    rising, at = [], last_of[-1] if last_of else None
+    while at is not None:
+        rising.append(pairs[at])
+        at = before[at]
+    return rising[::-1]
+
+
+def _paired(left: list[str], right: list[str]) -> list[_Gap]:
     """Which chunks of two differing groups belong together: ranges `(i, i_end, j, j_end)`.
 
     A chunk on the left may be several on the right: an end token that was neutralised on one side splits the other.
     Equal texts are the fixed points; between them chunks are paired one by one if there are as many on both sides.
     """
-    pairs: list[tuple[int, int, int, int]] = []
+    pairs: list[_Gap] = []
     i = j = 0
     fixed = [*_equal_texts(left, right), (len(left), len(right), len(right))]
     for at, start, end in fixed:
@@ -104,14 +168,23 @@ def _paired(left: list[str], right: list[str]) -> list[tuple[int, int, int, int]
 
 def _equal_texts(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int]]:
     """`(i, j, j_end)` for each left text that right texts `[j, j_end)` spell together."""
+    joined = "".join(right)
+    edges = [0, *itertools.accumulate(map(len, right))]
+    starts: dict[int, dict[str, list[int]]] = {}  # by length of key: how the text at each edge begins
     first = 0
     for i, text in enumerate(left):
-        for j in range(first, len(right)):
-            end, spelled = j, ""
-            while end < len(right) and len(spelled) < len(text):
-                spelled += right[end]
-                end += 1
-            if text and spelled == text:
+        if not text:
+            continue
+        size = min(_KEY_CHARS, 1 << (len(text).bit_length() - 1))
+        if size not in starts:
+            starts[size] = defaultdict(list)
+            for j in range(len(right)):
+                starts[size][joined[edges[j] : edges[j] + size]].append(j)
+        candidates = starts[size].get(text[:size], [])
+        for j in itertools.islice(candidates, bisect_left(candidates, first), None):
+            stop = edges[j] + len(text)
+            end = bisect_left(edges, stop, lo=j + 1)
+            if end < len(edges) and edges[end] == stop and joined.startswith(text, edges[j]):
                 yield i, j, end
                 first = end
                 break

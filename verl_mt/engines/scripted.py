@@ -238,7 +238,9 @@ class ScriptedEngine(InferenceEngine):
             text = turn.text if share >= 1.0 else turn.text[: int(len(turn.text) * share)]
             return GenerationOutput(None, None, turn.finish_reason, timings=timings, text=text)
         old = self._streams.get(request.session_id, [])
-        cached = next((i for i, (a, b) in enumerate(zip(old, request.input_ids)) if a != b), None)
+        cached = None
+        if request.input_ids[: len(old)] != old:
+            cached = next((i for i, (a, b) in enumerate(zip(old, request.input_ids)) if a != b), None)
         self._streams[request.session_id] = [*request.input_ids, *ids]
         return GenerationOutput(
             token_ids=ids,

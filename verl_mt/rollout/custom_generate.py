@@ -211,7 +211,7 @@ class CustomGenerateDoor:
             await conversations.close()
         if conversations.lost is not None:
             raise conversations.lost
-        episode.outcome = settle(result, sample, conversations, self._function.path)
+        episode.outcome = await settle(result, sample, conversations, self._function.path)
 
     def _shown_prompt(self, episode: Episode) -> str | list[dict[str, Any]]:
         """What `sample.prompt` is."""

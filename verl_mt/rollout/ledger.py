@@ -242,7 +242,7 @@ class Ledger:
             history = self.trajectory.messages[: len(self.trajectory.messages) - len(self._pending)]
             if self.context.use_inference_chat_template and self._production_differs(tools):
                 return self._fork(tools)
-            delta = chat.delta_ids(self._pending, history=history, tools=tools, last_ids=[*record.token_ids, *ids])
+            delta = chat.delta_ids(self._pending, history=history, tools=tools, last_ids=(ids or record.token_ids)[-1:])
             ids += delta.ids
             delta_ids, inserted_end = delta.ids, delta.inserted_end
         ids += self._prefill_ids

@@ -202,7 +202,7 @@ class RolloutRunner:
             await self.door.run(episode)
             if tools is not None and session.context.deterministic:
                 _refuse_timeouts(trajectory, tools)
-            session.finish()
+            await session.finish()
             return None, episode.outcome or [trajectory]
         except (asyncio.CancelledError, KeyboardInterrupt, DeadlineError):
             raise

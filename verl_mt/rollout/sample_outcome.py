@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _LOST = (Status.ABORTED, Status.FAILED)
 
 
-def settle(result: Any, given: Sample, conversations: Conversations, path: str) -> list[Trajectory]:
+async def settle(result: Any, given: Sample, conversations: Conversations, path: str) -> list[Trajectory]:
     """The trajectories of one call.
 
     Args:
@@ -42,7 +42,7 @@ def settle(result: Any, given: Sample, conversations: Conversations, path: str) 
             continue
         conversation = found or _refuse(sample, unmatched, conversations, where)
         unmatched.remove(conversation)
-        outcome.append(_kept(sample, conversation, conversations, where))
+        outcome.append(await _kept(sample, conversation, conversations, where))
     if not outcome:
         raise UserCodeError(
             f"generate function {path}: all {len(samples)} Samples were given up ({lost} without tokens)"
@@ -78,7 +78,7 @@ def _which(position: int, samples: Sequence[Sample]) -> str:
     return f", Sample {position} of {len(samples)}" if len(samples) > 1 else ""
 
 
-def _kept(sample: Sample, conversation: Conversation, conversations: Conversations, where: str) -> Trajectory:
+async def _kept(sample: Sample, conversation: Conversation, conversations: Conversations, where: str) -> Trajectory:
     session = conversation.session
     trajectory = session.trajectory
     if sample.status in _LOST:
@@ -91,7 +91,7 @@ def _kept(sample: Sample, conversation: Conversation, conversations: Conversatio
     trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
     _place(sample, trajectory)
     if session is not conversations.main:
-        session.finish()
+        await session.finish()
     return trajectory
 
 

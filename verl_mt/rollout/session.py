@@ -9,12 +9,13 @@ Loops (`tool_loop`, a scheduler, a custom function) decide what happens next; th
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from verl_mt.chat.sanity import check, combine
+from verl_mt.chat.sanity import Finding, SanityMode, check, combine
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
@@ -74,16 +75,33 @@ class RolloutSession(Ledger):
         self.trajectory.num_turns = turn
         return self._record_turn(turn, output, cut_reason)
 
-    def finish(self) -> None:
-        """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended."""
-        trajectory = self.trajectory
+    async def finish(self) -> None:
+        """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended.
+
+        A long conversation takes a second to render and compare: a thread does it, so that others go on meanwhile. In
+        a deterministic run all wait for each other anyway, and the order in which findings are counted may not depend
+        on a clock.
+        """
+        trajectory, sanity = self.trajectory, self.context.sanity
         if self._pending:
             trajectory.counters["unread_messages"] = len(self._pending)
+        for record in trajectory.records:
+            record.check()
+        if sanity.mode is SanityMode.OFF or self.context.deterministic:
+            found = self._checked()
+        else:
+            found = await asyncio.get_running_loop().run_in_executor(sanity.thread, self._checked)
+        self._set_masks()
+        sanity.observe(found)
+        trajectory.sanity = found.to_row() if found is not None else None
+
+    def _checked(self) -> Finding | None:
+        """The sanity check's finding; changes nothing."""
+        trajectory = self.trajectory
         seen = trajectory.messages[: len(trajectory.messages) - len(self._pending)]
         cut = trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated"
         findings = []
         for k, record in enumerate(trajectory.records):
-            record.check()
             finding = check(
                 self.context.chat,
                 messages=record.messages or seen,
@@ -95,10 +113,7 @@ class RolloutSession(Ledger):
                 prompt_truncated=self.prompt_truncated and k == 0,
             )
             findings.append(finding)
-        self._set_masks()
-        found = combine(findings)
-        self.context.sanity.observe(found)
-        trajectory.sanity = found.to_row() if found is not None else None
+        return combine(findings)
 
     def _set_masks(self) -> None:
         context, trajectory = self.context, self.trajectory

@@ -1,0 +1,109 @@
+"""What the tokenization sanity check adds to a long conversation, and how that grows with the number of turns.
+
+    python benchmarks/sanity_check.py [--turns 100 200 400 800] [--repeats 3]
+
+One conversation with a tool call per turn, written in another layout than the template's, so that every turn is a
+mismatch (`reserialized_arguments`): the worst case of the check. Prompt, deltas, parsing and ledger are the rollout's
+own; the engine is a script and costs nothing. CPU seconds of this process; the smallest of the repetitions counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_mt.chat import ChatTemplate, load_chat
+from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.sanity import SanityMode, SanityMonitor
+from verl_mt.config_paths import TINY_MODEL
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.session import RolloutSession, SessionContext
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up in the catalogue.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+RESULT_WORDS = 40
+MODES = tuple(SanityMode)
+
+
+def script_of(chat: ChatTemplate, num_turns: int) -> list[tuple[list[int], None, str, list[float]]]:
+    """Turns with a call whose JSON has no spaces, where the template writes some; the last turn answers."""
+    end = min(chat.stop_token_ids)
+    call = json.dumps({"name": "look_up", "arguments": {"word": "w{}"}}, separators=(",", ":"))
+    texts = [f"<tool_call>\n{call.replace('w{}', f'w{k}')}\n</tool_call>" for k in range(num_turns - 1)]
+    turns = [[*chat.encode_text(text, neutral=False), end] for text in [*texts, "That is all."]]
+    return [(ids, None, "stop", [-0.5] * len(ids)) for ids in turns]
+
+
+def converse(chat: ChatTemplate, num_turns: int, mode: SanityMode) -> tuple[float, Trajectory]:
+    """CPU seconds of one conversation, the check included; and what was recorded."""
+    engine = ScriptedEngine(script_of(chat, num_turns))
+    context = SessionContext(
+        chat=chat,
+        engine=engine,
+        limits=Limits(response_length=10**7, max_model_len=10**7),
+        parser=get_parser("hermes"),
+        sampling=SamplingParams(max_new_tokens=1),
+        sanity=SanityMonitor(mode),
+    )
+    prompt = [{"role": "user", "content": "Look these words up."}]
+    session = RolloutSession(context, Trajectory("t", "p", "p", "t"))
+
+    async def go() -> None:
+        for k in range(num_turns):
+            turn = await session.generate()
+            assert turn is not None
+            if turn.parsed.actions:
+                content = " ".join(f"{k}.{i} shelf {i + k}" for i in range(RESULT_WORDS))
+                session.extend([{"role": "tool", "content": content, "tool_call_id": turn.parsed.actions[0].id}])
+        session.end(StopReason.FINISHED)
+        await session.finish()
+
+    begun = time.process_time()
+    session.start(chat.prompt_ids(prompt, [TOOL]), prompt, [TOOL])
+    asyncio.run(go())
+    return time.process_time() - begun, session.trajectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, nargs="+", default=[100, 200, 400, 800])
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    chat = load_chat(TINY_MODEL)
+    for mode in MODES:
+        converse(chat, 4, mode)  # probes of the template, imports
+    table = Table("turns", "tokens", *(f"{mode}, CPU s" for mode in MODES), "strict / off", "ignore / off")
+    ratios = []
+    for num_turns in args.turns:
+        runs = {mode: [converse(chat, num_turns, mode) for _ in range(args.repeats)] for mode in MODES}
+        best = {mode: min(seconds for seconds, _ in found) for mode, found in runs.items()}
+        record = runs[SanityMode.OFF][0][1].records[0]
+        strict, ignore = (best[mode] / best[SanityMode.OFF] for mode in (SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE))
+        ratios.append(f"{num_turns} turns {strict:.2f}")
+        seconds = [f"{best[mode]:.2f}" for mode in MODES]
+        table.add_row(str(num_turns), str(len(record.token_ids)), *seconds, f"{strict:.2f}", f"{ignore:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"sanity check: strict / off at {', '.join(ratios)}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
