@@ -39,7 +39,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-RESULT_WORDS = 40
+RESULT_WORDS = 10
 MODES = tuple(SanityMode)
 
 

@@ -56,6 +56,8 @@ _ONLY_TAGS = re.compile(rf"(?:\s*(?:{_REASONING_TAG}))+\s*")
 _TAG = re.compile(_REASONING_TAG + r"|<\|(?:channel|message|end|start)\|>")
 _CONTROL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
 """What looks like a control token or a tag."""
+_JSON_OPENS = re.compile(r'"?[{\[]')
+_DECODER = json.JSONDecoder()
 _MAX_READS = 8
 """How often a text is read through in search of JSON before what is left of it counts as plain."""
 _MAX_NESTED = 1000
@@ -195,35 +197,35 @@ def _only_ends(text: str, ends: tuple[str, ...]) -> bool:
 
 def canonical_json(text: str) -> str:
     """`text` with every JSON object and array in it written in one way (sorted keys, nested JSON decoded)."""
-    return "".join(written for _, written in _json_pieces(html.unescape(text)))
+    text = html.unescape(text)
+    return "".join(text[at:end] if written is None else written for at, end, written in _json_pieces(text))
 
 
 def _json_texts(text: str) -> list[str]:
     """Every JSON object and array as it stands in `text`."""
-    return [raw for raw, written in _json_pieces(text) if len(raw) > 1]
+    return [text[at:end] for at, end, written in _json_pieces(text) if written is not None]
 
 
-def _json_pieces(text: str) -> Iterator[tuple[str, str]]:
-    """`(as it stands, in one way)` for each JSON value; single characters stand for themselves.
+def _json_pieces(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """`text` cut into `(start, end, value written in one way)`, None for what is no JSON object or array.
 
     Text that is no JSON, or is nested too deeply to be a call, stays as it is. So does the rest of a text in which
     openings that lead nowhere (`[[[[`) have been read through many times over.
     """
-    decoder = json.JSONDecoder()
-    at = 0
-    left_to_read = _MAX_READS * len(text) + _MAX_NESTED
-    while at < len(text):
-        end, written = at + 1, text[at]
-        if (text[at] in "{[" or text.startswith(('"{', '"['), at)) and left_to_read > 0:
-            try:
-                value, stop = decoder.raw_decode(text, at)
-                written, end = json.dumps(_decoded(value), sort_keys=True, separators=(",", ":")), stop
-            except json.JSONDecodeError as error:
-                left_to_read -= error.pos - at
-            except (ValueError, RecursionError):
-                left_to_read -= _MAX_NESTED
-        yield text[at:end], written
+    at, left_to_read = 0, _MAX_READS * len(text) + _MAX_NESTED
+    while (opening := _JSON_OPENS.search(text, at)) is not None and left_to_read > 0:
+        start, end, written = opening.start(), opening.start() + 1, None
+        try:
+            value, end = _DECODER.raw_decode(text, start)
+            written = json.dumps(_decoded(value), sort_keys=True, separators=(",", ":"))
+        except json.JSONDecodeError as error:
+            left_to_read -= error.pos - start
+        except (ValueError, RecursionError):
+            left_to_read -= _MAX_NESTED
+        yield at, start, None
+        yield start, end, written
         at = end
+    yield at, len(text), None
 
 
 def _decoded(value: Any) -> Any:

@@ -110,7 +110,7 @@ def check(
     """
     if mode is SanityMode.OFF or not any(sampled):
         return None
-    last = max(i for i, bit in enumerate(sampled) if bit)
+    last = next(i for i in range(len(sampled) - 1, -1, -1) if sampled[i])
     recorded = list(token_ids[: last + 1])
     turns = list(messages)
     while turns and turns[-1].get("role") != "assistant":

@@ -58,7 +58,7 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
 
 def split_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> list[tuple[int, int]]:
     """Half-open ranges that cover `ids`, each ending behind an end-of-turn token (the last one may not)."""
-    edges = [0, *(i + 1 for i, token in enumerate(ids) if token in end_token_ids)]
+    edges = [0, *itertools.compress(range(1, len(ids) + 1), map(end_token_ids.__contains__, ids))]
     if edges[-1] != len(ids):
         edges.append(len(ids))
     return list(itertools.pairwise(edges))
