@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.full_rendering import CutPrompt, sampled_runs, text_between
@@ -136,6 +136,7 @@ class Comparison:
         self.chat = chat
         self.assistants = [m for m in messages if m.get("role") == "assistant"]
         self.ends = chat.end_token_ids
+        self._token_text = cache(lambda token: chat.decode([token]))
         self.cut_prompt = rendered if isinstance(rendered, CutPrompt) else None
         full = rendered.rendered if isinstance(rendered, CutPrompt) else rendered
         cut = end_of_last_turn(full, recorded[-1], self.ends, self._is_blank)
@@ -209,7 +210,7 @@ class Comparison:
         return frozenset(getattr(self.chat.tokenizer, "added_tokens_decoder", ()))
 
     def _is_blank(self, token: int) -> bool:
-        return not squeeze(self.chat.decode([token]))
+        return not squeeze(self._token_text(token))
 
     def _texts(self, span: DiffSpan) -> tuple[str, str]:
         return (
@@ -218,7 +219,7 @@ class Comparison:
         )
 
     def _text(self, ids: list[int], start: int, end: int) -> str:
-        return text_between(self.chat, ids, start, end)
+        return text_between(self.chat, ids, start, end, self._token_text)
 
     def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)

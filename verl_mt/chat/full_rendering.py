@@ -6,7 +6,8 @@ generation prompt opened for the last turn, and a prompt that was cut to fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,18 @@ if TYPE_CHECKING:
 
 def sampled_runs(sampled: Sequence[int]) -> list[tuple[int, int]]:
     """Half-open ranges of adjacent sampled tokens, in order: the sampled turns of a record."""
-    edges = [i for i, (a, b) in enumerate(zip([0, *sampled], [*sampled, 0])) if bool(a) != bool(b)]
-    return list(zip(edges[::2], edges[1::2]))
+    return [run.span() for run in re.finditer(b"\x01+", bytes(map(bool, sampled)))]
 
 
-def text_between(chat: ChatTemplate, ids: Sequence[int], start: int, end: int) -> str:
-    """Text of `ids[start:end]`, decoded behind the token before it: sentencepiece drops a leading space otherwise."""
-    anchor = chat.decode(ids[start - 1 : start]) if start else ""
+def text_between(
+    chat: ChatTemplate, ids: Sequence[int], start: int, end: int, token_text: Callable[[int], str] | None = None
+) -> str:
+    """Text of `ids[start:end]`, decoded behind the token before it: sentencepiece drops a leading space otherwise.
+
+    `token_text`: text of one id, where a caller remembers those.
+    """
+    before = ids[start - 1 : start] if start else []
+    anchor = token_text(before[0]) if token_text and before else chat.decode(before) if before else ""
     text = chat.decode(ids[max(start - 1, 0) : end])
     return text[len(anchor) :] if text.startswith(anchor) else chat.decode(ids[start:end])
 
