@@ -1,4 +1,4 @@
-"""The alignment of two streams: the same as a search for longest equal runs, at a cost in proportion to their length."""
+"""Two streams align as a search for longest equal runs would align them, at a cost in proportion to their length."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ def test_findings_are_those_of_the_search_for_longest_runs(talk, mode):
             token_ids, sampled = token_ids + ids, sampled + [bit] * len(ids)
 
     def found():
-        return check(
-            ToyChat(rewrites), messages=said, tools=None, token_ids=token_ids, sampled=sampled, mode=mode
-        )
+        return check(ToyChat(rewrites), messages=said, tools=None, token_ids=token_ids, sampled=sampled, mode=mode)
 
     fast = found()
     with pytest.MonkeyPatch.context() as patch:
