@@ -186,6 +186,7 @@ def _row(file: Path) -> list[str]:
         text
         for holds, text in (
             (capabilities.append_only, "append-only"),
+            (capabilities.rewrites_calls, "rewrites turns with calls"),
             (capabilities.rewrites_prompt, "tools move to the last user turn"),
             (capabilities.drops_reasoning, "drops old reasoning"),
             (prefilled, "reasoning is prefilled"),
@@ -209,9 +210,15 @@ without tools) on a template that refuses them stops before its first step and n
 
 The three columns about calls concern full renderings only: in a rollout the model's own call is kept as it was sampled,
 so tool results follow it even where the template could not write the call again. *Arguments* is how call arguments
-are handed to the template; *tool parser* is the [one](tool_parsers.md) that reads the calls it writes. *Drops old
-reasoning* and *tools move* are about full renderings too: a rollout never rewrites what the model saw. For your own
-model: `python -m verl_mt.check_template --model PATH`.
+are handed to the template; *tool parser* is the [one](tool_parsers.md) that reads the calls it writes.
+
+*Append-only* is measured: what a rollout records of three plain turns without reasoning (`verl_mt.chat.replay`) is, id
+by id up to the last end of turn, what the template makes of the same messages. A template without this remark writes
+plain turns in another way than they were sampled, or cannot do without reasoning. *Drops old reasoning*, *rewrites
+turns with calls* and *tools move* are about full renderings too, and may stand beside it: a rollout never rewrites what
+the model saw. With `multi_turn.use_inference_chat_template: True` a conversation stays in one record only where none of
+this applies to it; `python -m verl_mt.doctor` says so for the run, `python -m verl_mt.check_template --model PATH` for
+your own model.
 
 ## Causes
 """

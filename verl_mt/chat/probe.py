@@ -65,7 +65,11 @@ class TemplateCapabilities:
     short_call_ids: bool = False
     """Call ids must be nine letters or digits; others are mapped."""
     append_only: bool = False
-    """Rendering a longer conversation never changes what was rendered before."""
+    """Measured: what a rollout records of three plain turns (`replay`) is what the template makes of their messages."""
+    rewritten: str = ""
+    """Where the two first differ; empty for an append-only template."""
+    rewrites_calls: bool = False
+    """Turns with calls, or their results, are written in another way once the conversation has gone on."""
     drops_reasoning: bool = False
     """Old reasoning disappears from a full rendering once a user turn follows. A rollout keeps what was sampled."""
     reasoning_content: Reasoning = "ignored"
@@ -76,6 +80,18 @@ class TemplateCapabilities:
     """The prompt holds the date: it is rendered once per trajectory."""
     rewrites_prompt: bool = False
     """Tools or system text move to the last user turn of a full rendering; a rollout leaves them where they were."""
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """What a full rendering writes in another way than a rollout records it, in words; empty: it only appends."""
+        dropped = self.drops_reasoning or self.reasoning_content == "dropped_after_user"
+        found = (
+            (not self.append_only, f"three plain turns come back changed ({self.rewritten})"),
+            (dropped, "reasoning of earlier turns is dropped"),
+            (self.rewrites_calls, "turns with tool calls come back changed"),
+            (self.rewrites_prompt, "tools move to the last user turn"),
+        )
+        return tuple(text for holds, text in found if holds)
 
     def supports(self, shape: str) -> bool:
         return shape not in self.problems
@@ -158,7 +174,7 @@ def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | N
 def probe(
     renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallShape, call: Problem | None
 ) -> TemplateCapabilities:
-    """Find out all of it. About thirty small renderings."""
+    """Find out all but `append_only`, which takes a whole chat. About thirty small renderings."""
     problems: dict[str, Problem] = {}
     _probe_prompt(renderer, problems)
     if isinstance(delta, TemplateError):
@@ -180,7 +196,7 @@ def probe(
         roles=frozenset(roles),
         arguments=None if call is not None else shape.arguments,
         short_call_ids=shape.short_ids,
-        append_only=_append_only(renderer, shape, problems) and not rewrites,
+        rewrites_calls=_rewrites_calls(renderer, shape, problems),
         drops_reasoning=inline,
         reasoning_content=key,
         merges_tool_messages=_merges(delta, problems),
@@ -257,21 +273,20 @@ def _probe_reasoning(renderer: Renderer) -> tuple[bool, Reasoning]:
     return not seen(inline, user(SHOWN)), key
 
 
-def _append_only(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> bool:
-    talks: list[list[Message]] = [[user(), said(), user(SHOWN), said()]]
-    if "tool_call" not in problems and "tool_result" not in problems:
-        talks.append(normalise([user(), caller(1), result(SHOWN, _CALL_ID), said(), user(SHOWN)], shape))
-    for talk in talks:
-        before = ""
-        for end in range(2, len(talk) + 1):
-            try:
-                text = _render(renderer, talk[:end])
-            except TemplateError:
-                return False
-            if not text.startswith(before):
-                return False
-            before = text
-    return True
+def _rewrites_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> bool:
+    if "tool_call" in problems or "tool_result" in problems:
+        return False
+    talk = normalise([user(), caller(1), result(SHOWN, _CALL_ID), said(), user(SHOWN)], shape)
+    before = ""
+    for end in range(2, len(talk) + 1):
+        try:
+            text = _render(renderer, talk[:end])
+        except TemplateError:
+            return True
+        if not text.startswith(before):
+            return True
+        before = text
+    return False
 
 
 def _merges(delta: DeltaRenderer | TemplateError, problems: dict[str, Problem]) -> bool:

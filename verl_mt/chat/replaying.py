@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.chat.text_delta import turn_ids
+from verl_mt.chat.token_diff import common_prefix
 from verl_mt.data.conversation import Message
-from verl_mt.errors import DataError
+from verl_mt.errors import DataError, TemplateError
 
+_SHOWN_TOKENS = 12
 _CACHE: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
 
 
@@ -72,6 +75,39 @@ def replay(
             sampled_before = True
             history.append(sample.get("message") or {"role": "assistant", "content": template.turn_text(ids)})
     return token_ids, mask
+
+
+def rewritten_turns(template: ChatTemplate, tools: Sequence[Any] | None) -> str:
+    """Whether the template only appends, measured: the replay of three plain turns against their rendering.
+
+    Args:
+        tools: for a template that renders nothing without any.
+
+    Returns:
+        Where the two first differ, or why they cannot be compared; empty where they are equal up to the last end of
+        turn.
+    """
+    history: list[Message] = [{"role": "user", "content": "One?"}]
+    steps: list[dict[str, Any]] = []
+    try:
+        for answer, question in (("Wordone", "Two?"), ("Wordtwo", "Three?"), ("Wordthree", "")):
+            said = {"role": "assistant", "content": answer}
+            steps.append({"type": "sample", "ids": turn_ids(template, history, said, tools=tools), "message": said})
+            history.append(said)
+            if question:
+                history.append({"role": "user", "content": question})
+                steps.append({"type": "env", "messages": history[-1:]})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a turn without an end of its own differs from none
+            recorded, _ = replay(template, history[:1], tools, steps)
+        rendered = template.full_ids(history, tools)
+    except TemplateError as error:
+        return f"it cannot write them: {error}"
+    at = common_prefix(recorded, rendered)
+    if at == len(recorded):
+        return ""
+    mine, theirs = (template.decode(ids[at : at + _SHOWN_TOKENS]) for ids in (recorded, rendered))
+    return f"at token {at} recorded {mine!r}, rendered {theirs!r}"
 
 
 def _grouped(steps: Sequence[Mapping[str, Any]]) -> list[tuple[list[Message], Mapping[str, Any] | None]]:

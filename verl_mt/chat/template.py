@@ -7,7 +7,7 @@ Sampled ids are never looked at again: the recorded stream is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from verl_mt.chat.probe import (
     generation_prompt,
     opens_reasoning,
     probe,
+    schema,
 )
 from verl_mt.chat.render import CallShape, Renderer, normalise
 from verl_mt.data.conversation import Message
@@ -155,6 +156,13 @@ class ChatTemplate:
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
         """What the template can render, probed once."""
+        from verl_mt.chat.replaying import rewritten_turns  # built on this class
+
+        rewritten = rewritten_turns(self, [schema()] if "no_tools" in self._probed.problems else None)
+        return replace(self._probed, append_only=not rewritten, rewritten=rewritten)
+
+    @cached_property
+    def _probed(self) -> TemplateCapabilities:
         return probe(self._renderer, self._delta, self._shape, self._call_problem)
 
     def require(self, *, tools: bool, interaction: bool) -> None:
@@ -375,7 +383,7 @@ class ChatTemplate:
 
     @cached_property
     def _turn_problems(self) -> dict[str, Problem]:
-        problems = self.capabilities.problems
+        problems = self._probed.problems
         shapes = {"user": "user_turn", "tool": "tool_result"}
         return {role: problems[shape] for role, shape in shapes.items() if shape in problems}
 

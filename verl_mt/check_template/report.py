@@ -67,6 +67,8 @@ def build_report(chat: ChatTemplate, model: str) -> Report:
     can = chat.capabilities
     facts = {
         "append_only": can.append_only,
+        "rewritten": can.rewritten,
+        "rewrites_calls": can.rewrites_calls,
         "rewrites_prompt": can.rewrites_prompt,
         "drops_reasoning": can.drops_reasoning,
         "reasoning_content": can.reasoning_content,

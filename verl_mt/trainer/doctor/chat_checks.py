@@ -18,7 +18,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 def template(subject: Subject) -> Iterator[Note]:
     """Tokenizer and chat template load, and can render what the run asks of them."""
     chat = subject.chat = build_rollout.build_chat(subject.config)
-    words = "only appends" if chat.capabilities.append_only else "rewrites history"
+    history = chat.capabilities.history
+    words = f"rewrites history: {', '.join(history)}" if history else "only appends (measured on three plain turns)"
     yield ok(f"{type(chat.tokenizer).__name__} with {len(chat.tokenizer)} tokens; the template {words}")
     if chat.capabilities.uses_clock:
         yield warning(

@@ -116,8 +116,11 @@ def splits(subject: Subject) -> Iterator[Note]:
     """Where a conversation becomes several records, ratios of whole sequences are of parts of it."""
     chat, rollout = subject.known_chat, subject.rollout
     reasons = []
-    if rollout.multi_turn.use_inference_chat_template and not chat.capabilities.append_only:
-        reasons.append("multi_turn.use_inference_chat_template=True with a template that rewrites history")
+    if rollout.multi_turn.use_inference_chat_template and chat.capabilities.history:
+        reasons.append(
+            "multi_turn.use_inference_chat_template=True with a template that rewrites history "
+            f"({', '.join(chat.capabilities.history)})"
+        )
     if rollout.custom_generate_function_path is not None:
         reasons.append("a generate function, which may return several Samples")
     if rollout.agent_function_path is not None:
