@@ -25,6 +25,7 @@ from conformance_table import (
 
 from verl_mt.chat import ChatTemplate, replay
 from verl_mt.chat.loading import load_tokenizer
+from verl_mt.chat.text_delta import turn_ids
 from verl_mt.errors import TemplateError
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
@@ -264,6 +265,40 @@ def test_the_page_of_templates_is_current(shared_data):
     assert PAGE.read_text(encoding="utf-8") == template_table(template_files(shared_data)), (
         "docs/templates.md is out of date: run python tests/chat/conformance_table.py"
     )
+
+
+def three_plain_turns_come_back(chat: ChatTemplate) -> bool:
+    """`replay` of three plain turns, against the tokenizer's own rendering of the same messages."""
+    tools = None if chat.capabilities.supports("no_tools") else [A_TOOL]
+    history, steps = [user("Aaa?")], []
+    try:
+        for said, asked in (("Bbb", "Ccc?"), ("Ddd", "Eee?"), ("Fff", None)):
+            steps.append(sample(turn_ids(chat, history, assistant(said), tools=tools), assistant(said)))
+            history.append(assistant(said))
+            if asked:
+                steps.append(env(user(asked)))
+                history.append(user(asked))
+        ids, _ = replay(chat, history[:1], tools, steps)
+        text = chat.tokenizer.apply_chat_template(history, tools=tools, tokenize=False)
+    except TemplateError:
+        return False
+    return chat.tokenizer.encode(text, add_special_tokens=False)[: len(ids)] == ids
+
+
+@pytest.mark.cap("P5", "P7")
+@pytest.mark.filterwarnings("ignore:sampled turn")
+def test_append_only_on_the_page_is_what_three_plain_turns_show(shared_data):
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    remarks = {row[1].strip(): row[-2] for row in rows}
+    wrong = []
+    for file in template_files(shared_data):
+        if _renders(file):
+            measured = three_plain_turns_come_back(generic_template(file))
+            if measured != ("append-only" in remarks[file.stem]):
+                wrong.append(file.stem)
+    assert not wrong
+    for name in ("Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek-ai-DeepSeek-V3.2"):
+        assert "append-only" not in remarks[name]
 
 
 @pytest.mark.cap("P16", "P24")

@@ -67,6 +67,22 @@ def test_memory_that_is_not_there_is_an_error_that_names_what_takes_it(monkeypat
     assert "ppo_max_token_len" in found.fix
 
 
+@pytest.mark.cap("P5", "P7")
+@pytest.mark.parametrize("name", ["Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "Kimi-K2-Thinking"])
+def test_a_template_that_forks_every_turn_makes_several_records(shared_data, name):
+    """The doctor measures what the template does with plain turns; it does not believe that its text only grows."""
+    file = shared_data / "templates" / f"{name}.jinja"
+    template = [
+        f"actor_rollout_ref.model.custom_chat_template={file}",
+        "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=null",
+    ]
+    forks = [*template, "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True"]
+    assert one(findings(template, "records"), "records", "ok").text == "one record per conversation"
+    found = findings(forks, "records")
+    assert one(found, "records", "ok").text.startswith("several records from ")
+    assert "rewrites history: three plain turns come back changed" in one(found, "chat template", "ok").text
+
+
 def test_dependants_of_a_failed_check_are_skipped_and_nobody_else():
     def fails(subject):
         raise ConfigError("no such thing")
