@@ -192,9 +192,7 @@ def test_runs_that_were_not_used_in_the_fit_are_predicted_within_25_percent(tmp_
     fitted = ["small batch", "default", "in turns", "wide", "one turn"]
     held_out = ["more samples", "slow tool", "larger model"]
     words = [sys.executable, str(RECIPE / "check.py"), "--rounds", "2", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*words, "--only", *fitted, *held_out], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([*words, "--only", *fitted, *held_out], capture_output=True, text=True, cwd=tmp_path)
     rows = {row["name"]: row for row in json.loads((tmp_path / "errors.json").read_text())}
     assert set(rows) == {*fitted, *held_out}
     errors = {name: round(rows[name]["error"], 3) for name in held_out}

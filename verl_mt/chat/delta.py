@@ -26,6 +26,18 @@ FILLER_NAME = "tool"
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What the environment adds to a recorded stream.
+
+    Example: `ids` of a user turn after `...<|im_end|>` begin with the newline that the template puts behind it.
+    """
+
+    ids: list[int]
+    inserted_end: int
+    """How many leading ids end a turn that was cut before it ended itself (0 or 1); mask 0 like the rest."""
+
+
+@dataclass(frozen=True)
 class DeltaText:
     """`end` closes the assistant's turn, `body` is everything the template writes after it."""
 

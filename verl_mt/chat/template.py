@@ -7,11 +7,11 @@ Sampled ids are never looked at again: the recorded stream is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
-from verl_mt.chat.delta import DeltaRenderer
+from verl_mt.chat.delta import Delta, DeltaRenderer
 from verl_mt.chat.encode import Encoder
 from verl_mt.chat.probe import (
     Problem,
@@ -31,18 +31,6 @@ ALWAYS_ENDS = ("<|return|>", "<|call|>", "<|eom_id|>")
 """Literals that only ever end a turn; templates do not always write them, vocabularies have them."""
 HARMONY = ("<|return|>", "<|call|>", "<|end|>", "<|channel|>", "<|message|>")
 """The vocabulary of gpt-oss, where `<|end|>` closes a message inside a turn and, in history only, the turn."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What the environment adds to a recorded stream.
-
-    Example: `ids` of a user turn after `...<|im_end|>` begin with the newline that the template puts behind it.
-    """
-
-    ids: list[int]
-    inserted_end: int
-    """How many leading ids end a turn that was cut before it ended itself (0 or 1); mask 0 like the rest."""
 
 
 class ChatTemplate:
@@ -163,7 +151,7 @@ class ChatTemplate:
 
     @cached_property
     def _probed(self) -> TemplateCapabilities:
-        return probe(self._renderer, self._delta, self._shape, self._call_problem)
+        return probe(self._renderer, self._delta, *self._shape_and_problem)
 
     def require(self, *, tools: bool, interaction: bool) -> None:
         """Check at start that the template can render what the run needs.
@@ -360,10 +348,6 @@ class ChatTemplate:
     @property
     def _shape(self) -> CallShape:
         return self._shape_and_problem[0]
-
-    @property
-    def _call_problem(self) -> Problem | None:
-        return self._shape_and_problem[1]
 
     @cached_property
     def _delta(self) -> DeltaRenderer | TemplateError:
