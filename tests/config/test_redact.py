@@ -10,7 +10,8 @@ from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_key
 @pytest.mark.parametrize(
     "name",
     ["api_key", "apiKey", "X-API-KEY", "hf_token", "token", "password", "db_password", "client_secret", "Authorization",
-     "wandb_api_key", "access_key", "secret_key", "bearer"],
+     "wandb_api_key", "access_key", "secret_key", "bearer", "private_key", "auth", "X-Auth", "Cookie", "Set-Cookie",
+     "basic_auth", "oauth", "passphrase", "ssh_key", "api_keys", "auth_key", "cookies", "aws_secret_access_key"],
 )  # fmt: skip
 def test_a_secrets_name_is_known(name):
     assert is_secret_name(name)
@@ -19,7 +20,8 @@ def test_a_secrets_name_is_known(name):
 @pytest.mark.parametrize(
     "name",
     ["max_tokens", "token_ids", "num_tokens", "eos_token", "pad_token", "prompt_key", "key", "tokenizer_path",
-     "max_new_tokens", "stop_token_ids", "ppo_max_token_len", "loss_agg_mode", "token_usage"],
+     "max_new_tokens", "stop_token_ids", "ppo_max_token_len", "loss_agg_mode", "token_usage", "author", "authors_file",
+     "tokenizer", "public_key", "answer_key", "api_key_file", "keys", "authority", "cookie_policy", "tokens", "bypass"],
 )  # fmt: skip
 def test_what_only_sounds_like_a_secret_stays(name):
     assert not is_secret_name(name)
@@ -67,3 +69,72 @@ def test_what_was_redacted_is_found_again_and_nothing_else():
     given = {"a": [{"api_key": ["k", "l"]}], "stop": ["***"], "url": "http://u:p@h", "token": {"name": "***"}}
     assert redacted_keys(given) == []
     assert redacted_keys(redact(given)) == ["a[0].api_key[0]", "a[0].api_key[1]", "url"]
+
+
+SECRET = "Zx81Qk77vW23pL90"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"api_key": SECRET}, {"api_key": "***"}),
+        ({"headers": {"Authorization": f"Bearer {SECRET}"}}, {"headers": {"Authorization": "***"}}),
+        (f"https://user:{SECRET}@host/v1", "https://user:***@host/v1"),
+        ({"passwd": SECRET}, {"passwd": "***"}),
+        ({"credential": SECRET}, {"credential": "***"}),
+        ({"dsn": f"postgres://me:{SECRET}@db/x"}, {"dsn": "postgres://me:***@db/x"}),
+        ({"aws_secret_access_key": SECRET}, {"aws_secret_access_key": "***"}),
+        ({"bearer": SECRET}, {"bearer": "***"}),
+        ({"private_key": SECRET}, {"private_key": "***"}),
+        ({"auth": ["user", SECRET]}, {"auth": ["***", "***"]}),
+        ({"headers": {"X-Auth": SECRET}}, {"headers": {"X-Auth": "***"}}),
+        ({"headers": {"Cookie": f"session={SECRET}; theme=dark"}}, {"headers": {"Cookie": "***"}}),
+        (f"https://h/v1?api_key={SECRET}&page=2", "https://h/v1?api_key=***&page=2"),
+        (f"https://h/v1?page=2&token={SECRET}#top", "https://h/v1?page=2&token=***#top"),
+        ({"note": f"sk-{SECRET}"}, {"note": "sk-***"}),
+        ({"note": f"hf_{SECRET}"}, {"note": "hf_***"}),
+        (["serve", f"--token={SECRET}", "--port=80"], ["serve", "--token=***", "--port=80"]),
+        (["serve", "--api-key", SECRET, "--port", "80"], ["serve", "--api-key", "***", "--port", "80"]),
+        (f"serve --port 80 --token {SECRET} --fast", "serve --port 80 --token *** --fast"),
+        ([f"reward.kwargs.api_key={SECRET}", "data.seed=3"], ["reward.kwargs.api_key=***", "data.seed=3"]),
+        ([f"X-Auth: {SECRET}", "Accept: text/plain"], ["X-Auth: ***", "Accept: text/plain"]),
+        (f"call failed: Bearer {SECRET} was refused", "call failed: Bearer *** was refused"),
+        (f"OpenAI said: key sk-proj-{SECRET} is wrong", "OpenAI said: key sk-*** is wrong"),
+        (f"host=db user=me password={SECRET} port=5", "host=db user=me password=*** port=5"),
+        (f"https://h/v1?key={SECRET}", "https://h/v1?key=***"),
+        ({"git": f"ghp_{SECRET}"}, {"git": "ghp_***"}),
+        ("sk-abcdefghijklmnopqrst", "sk-***"),
+        ("sk-abc123", "sk-***"),
+        ("hf_abc123", "hf_***"),
+    ],
+)
+def test_a_secret_is_hidden_wherever_it_stands(given, shown):
+    assert redact({"at": given}) == {"at": shown}
+    assert redact(redact({"at": given})) == {"at": shown}
+    assert redacted_keys({"at": given}) == [] and len(redacted_keys({"at": shown})) == (2 if "auth" in given else 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "max_tokens": "512",
+            "tokenizer": "Qwen/Qwen3-8B",
+            "author": "Ada",
+            "authors_file": "AUTHORS",
+            "eos_token": "</s>",
+        },
+        {"key": "prompt", "value": "answer", "prompt_key": "question", "columns": ["key", "value"], "sort_key": "id"},
+        {"path": "data/hf_Qwen3/sk-2025-train.parquet", "format": "hf_model", "cache": "/home/me/hf_cache2/x1y2z3"},
+        {"experiment_name": "hf_qwen3_8b_grpo", "project_name": "sk-learn-2", "model": "Qwen/Qwen2.5-0.5B-Instruct"},
+        {"backend": "hf_transfer", "locale": "sk-SK", "library": "sk-learn", "name": "hf_mistral7b"},
+        {"url": "http://host:8000/v1?max_tokens=5&key=prompt&page=2#key=3", "mail": "a@b.org"},
+        {"prompt": "Write the answer as token=<answer>. The bearer of this key: none.", "text": "Password: "},
+        {"custom_chat_template": "{% set image_token=x1 %}{{ bos_token }}{%- set auth='abc' %} --token abc"},
+        {"api_key": "${oc.env:KEY}", "url": "https://h?token=${oc.env:T}", "words": ["--token=${oc.env:T}"]},
+        {"words": ["--tokenizer=a/b", "--max-tokens", "5", "--token", "--fast", "tokens=3", "--author", "Ada"]},
+        {"stop": ["***", "a: ***", "x=***"], "rule": "***", "token": 7, "auth": None, "cookie": True, "secret": ""},
+    ],
+)
+def test_what_is_no_secret_stays_readable(given):
+    assert redact(given) == given and redacted_keys(given) == []
