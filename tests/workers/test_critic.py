@@ -12,8 +12,10 @@ from critic_toys import batch_with_values, critic, value_head, value_model
 
 from verl_mt.algorithms.value_loss import explained_variance
 from verl_mt.data import batch as col
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling.values import ValueModel
+from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.workers.critic import update_policy_and_critic
 
 
@@ -201,3 +203,25 @@ def test_a_loss_that_is_not_finite_three_times_in_a_row_stops_the_run():
     with pytest.raises(VerlMTError, match=r"lower critic\.optim\.lr"):
         worker.update(batch)
     assert worker.num_updates == 0
+
+
+def test_a_last_mini_batch_of_fewer_prompts_weighs_less_for_the_critic_too():
+    batch = batch_with_values(critic(), [[1.0, 0.0]] * 3)
+    found = gradients(critic(lr=0.0, grad_clip=0.0, ppo_mini_batch_size=2, loss_agg_mode="seq-mean-token-mean"), batch)
+    (whole,) = gradients(critic(lr=0.0, grad_clip=0.0, loss_agg_mode="seq-mean-token-mean"), batch)
+    for name, gradient in whole.items():
+        torch.testing.assert_close((found[0][name] + found[1][name]) * 2 / 3, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_trajectories_that_a_limit_cut_teach_the_critic_as_little_as_the_policy():
+    cut = Trajectory("g0s1", "g0", "g0", "g0s1", stop_reason=StopReason.RESPONSE_LENGTH)
+    found = []
+    for earned in (0.0, 1e4):
+        batch = batch_with_values(critic())
+        batch[col.RETURNS][1] = earned
+        Selection(filter_overlong=True).mask_overlong(batch, [TrajectoryGroup("g0", "g0", [cut])])
+        learner = critic()
+        metrics = learner.update(batch)
+        found.append((metrics, [p.detach().clone() for p in learner.module.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))

@@ -244,3 +244,14 @@ def test_until_the_weights_change_kl_cov_has_no_penalty_whatever_is_rounded(monk
     )
     torch.testing.assert_close(flat(heavy), flat(without), rtol=1e-4, atol=1e-6)
     assert not torch.allclose(flat(heavy, 1), flat(without, 1), rtol=1e-2), "then the ratios are others"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_prompt_weighs_the_same_however_they_fall_into_mini_batches(size):
+    batch = make_batch([[1.0, 0.0, 0.5]] * 5)
+    still = {"lr": 0.0, "grad_clip": 0.0, "loss_agg_mode": "seq-mean-token-mean", "optim": {"weight_decay": 0.0}}
+    whole = one_update(ALONE, batch.clone(), **still)
+    split = one_update(ALONE, batch.clone(), ppo_mini_batch_size=size, **still)
+    assert len(split["gradients"]) == -(-5 // size)
+    added = sum(flat(split, step) for step in range(len(split["gradients"])))
+    torch.testing.assert_close(added * size / 5, flat(whole), rtol=1e-3, atol=1e-6)

@@ -66,7 +66,8 @@ class ActorConfig(Section):
     optim: OptimConfig = knob(OptimConfig, "The optimizer.")
     ppo_mini_batch_size: int | None = knob(
         None,
-        "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy).",
+        "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy). A last "
+        "step with fewer prompts has a loss as much smaller, so that every prompt of the batch weighs the same.",
         min=1,
     )
     ppo_epochs: int = knob(1, "Passes over a rollout batch.", min=1)

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.policy_loss import read_policy_loss
@@ -78,8 +77,8 @@ class ActorWorker(Trainable):
         the current ones, detached (ratio exactly 1), and one forward pass does everything. Otherwise the old
         log-probs are computed once, before the first change of the weights.
 
-        Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. With
-        `skip_zero_advantage` and no term beside the policy gradient (KL, entropy, KL-Cov's), rows whose advantages are
+        Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. A last
+        mini-batch of fewer prompts weighs as much less (`_token_weights`). With `skip_zero_advantage` and no term beside the policy gradient (KL, entropy, KL-Cov's), rows whose advantages are
         all 0 add exactly nothing to the gradient and skip the forward pass; the denominators still count them. If a
         mini-batch has nothing else, the optimizer does not step, while the schedule advances. If the whole batch has
         nothing else, one pass without gradient measures what a step reports.
@@ -268,13 +267,8 @@ class ActorWorker(Trainable):
         return loss, seen_BT
 
     def _over_mini_batch(self, here: TensorDict, rows: Tensor, old_BT: Tensor) -> MiniBatch:
-        weights_BT = torch.zeros_like(here[columns.ADVANTAGES], dtype=torch.float32)
-        weights_BT[rows] = token_weights(
-            here[columns.LOSS_MASK][rows],
-            here[columns.TRAJECTORY_INDEX][rows],
-            mode=self.config.aggregation,
-            norm_constant=self._norm_constant,
-        )
+        mode = self.config.aggregation
+        weights_BT = self._token_weights(here, rows, mode=mode, norm_constant=self._norm_constant)
         log_probs_of = partial(self._compute_log_probs, here)
         mini = mini_batch(self.config, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
         return (

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 from verl_mt.algorithms.value_loss import explained_variance, value_loss
 from verl_mt.config.actor import ActorConfig
@@ -138,13 +137,8 @@ class CriticWorker(Trainable):
         if len(active) == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        weights_BT = torch.zeros_like(here[columns.RETURNS])
-        weights_BT[rows] = token_weights(
-            here[columns.LOSS_MASK][rows],
-            here[columns.TRAJECTORY_INDEX][rows],
-            mode=self.config.loss_agg_mode or "token-mean",
-            norm_constant=self._schedule.norm_constant,
-        )
+        mode = self.config.loss_agg_mode or "token-mean"
+        weights_BT = self._token_weights(here, rows, mode=mode, norm_constant=self._schedule.norm_constant)
         total = torch.zeros(2, device=self.device)
         with self._training_mode():
             for part in self._micro_batches(here, active):

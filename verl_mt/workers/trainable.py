@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.actor import OptimConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
@@ -125,6 +126,25 @@ class Trainable:
                 order = prompts[torch.randperm(len(prompts), generator=self._generator)]
             for chosen in order.split(size):
                 yield torch.isin(prompt_B, chosen.to(prompt_B.device)).nonzero().squeeze(1)
+
+    def _token_weights(self, batch: TensorDict, rows: Tensor, *, mode: str, norm_constant: float | None) -> Tensor:
+        """float32 [B, T]: the weight of each token in the loss of a mini-batch; 0 outside of it.
+
+        The last mini-batch may have fewer prompts than the others. Its loss is then scaled by their share of a full
+        one: a mean over fewer prompts would make each of them weigh more.
+        """
+        weights_BT = torch.zeros(batch[columns.LOSS_MASK].shape, device=self.device)
+        weights_BT[rows] = token_weights(
+            batch[columns.LOSS_MASK][rows],
+            batch[columns.TRAJECTORY_INDEX][rows],
+            mode=mode,
+            norm_constant=norm_constant,
+        )
+        size = self._plan.ppo_mini_batch_size
+        num_prompts = len(torch.unique(batch[columns.PROMPT_INDEX]))
+        if size is None or num_prompts <= size:
+            return weights_BT  # one mini-batch, whatever it lost on the way
+        return weights_BT * min(1.0, len(torch.unique(batch[columns.PROMPT_INDEX][rows])) / size)
 
     def _step(self, loss: Tensor) -> Tensor | None:
         """Clip and step; or drop a gradient that is not finite. Returns the gradient's norm; None if it was dropped.
