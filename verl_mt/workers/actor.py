@@ -78,11 +78,12 @@ class ActorWorker(Trainable):
         log-probs are computed once, before the first change of the weights.
 
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. A last
-        mini-batch of fewer prompts weighs as much less (`_token_weights`). With `skip_zero_advantage` and no term beside
-        the policy gradient (KL, entropy, KL-Cov's), rows whose advantages are all 0 add exactly nothing to the gradient
-        and skip the forward pass; the denominators still count them. If a mini-batch has nothing else, the optimizer
-        does not step, while the schedule advances. If the whole batch has nothing else, one pass without gradient
-        measures what a step reports.
+        mini-batch of fewer prompts weighs as much less (`_token_weights`).
+
+        With `skip_zero_advantage` and no term beside the policy gradient (KL, entropy, KL-Cov's), rows whose advantages
+        are all 0 add exactly nothing to the gradient and skip the forward pass; the denominators still count them. If a
+        mini-batch has nothing else, the optimizer does not step, while the schedule advances. If the whole batch has
+        nothing else, one pass without gradient measures what a step reports.
 
         Args:
             batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
