@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chat_toys import CHATML, assistant, char_tokenizer, tool, user
+from chat_toys import CHATML, assistant, byte_tokenizer, call, char_tokenizer, tool, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,3 +72,45 @@ def test_adjacent_answers_are_two_turns(chat):
 def test_what_nothing_can_be_learned_from_is_refused(chat, messages, text):
     with pytest.raises(DataError, match=text):
         demonstration(chat, messages)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Looks up.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def qwen3(shared_data) -> ChatTemplate:
+    template = (shared_data / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    return ChatTemplate(byte_tokenizer(CHATML, eos="<|im_end|>"), chat_template=template)
+
+
+def test_qwen3_keeps_the_empty_think_block_that_its_template_writes(qwen3):
+    asks = call("f", {"x": "y"}, "c1")
+    messages = [user("q"), assistant("", asks), tool("4", "c1"), assistant("A2"), user("r"), assistant("A3")]
+    record = demonstration(qwen3, messages, [TOOL])
+    called = '<tool_call>\n{"name": "f", "arguments": {"x": "y"}}\n</tool_call>'
+    assert trained_text(qwen3, record) == "".join(f"{EMPTY_THOUGHT}{said}<|im_end|>" for said in (called, "A2", "A3"))
+    # The first turn as a rollout shows and samples it, and as the template writes the conversation that ends there.
+    prompt, first = record.turns[0].end, record.turns[1].end
+    assert record.token_ids[:prompt] == qwen3.prompt_ids(messages[:1], [TOOL])
+    assert qwen3.decode(record.token_ids[:first]) + "\n" == qwen3.full_text(messages[:2], [TOOL])
+    # What follows it is what a rollout appends: the template drops the blocks of old turns, the record does not.
+    result = qwen3.delta_ids(
+        messages[2:3], history=messages[:2], tools=[TOOL], last_ids=record.token_ids[first - 1 : first]
+    )
+    assert record.token_ids[first : record.turns[2].end] == result.ids
+
+
+def test_without_thinking_the_empty_block_belongs_to_the_prompt(qwen3):
+    chat = qwen3.with_kwargs({"enable_thinking": False})
+    record = demonstration(chat, [user("q"), assistant("A1"), user("r"), assistant("A2")])
+    assert trained_text(chat, record) == "A1<|im_end|>A2<|im_end|>"
+    assert chat.decode(record.token_ids).count(f"<|im_start|>assistant\n{EMPTY_THOUGHT}A") == 2
+    assert record.token_ids[: record.turns[0].end] == chat.prompt_ids([user("q")])

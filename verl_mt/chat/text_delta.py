@@ -15,7 +15,7 @@ of a turn (`<think>`) is prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.chat.mismatch_causes import without_empty_reasoning
@@ -64,9 +64,9 @@ def turn_ids(
         method: `auto` tries `prev_curr`, then `fixed_base`; if the template rewrites the turn in both, the
             engine's text is encoded as it is, with the end of turn that the template writes elsewhere.
         tools: the schemas that the prompt showed.
-        raw: `content` is the engine's text, and the result is held against it. False: a message from elsewhere; the
-            template's own writing is taken, without an empty reasoning block. Messages with `tool_calls` or
-            `reasoning_content` are never raw.
+        raw: `content` is the engine's text, and the result is held against it. Where calls were parsed out of it, the
+            template's writing is taken without an empty reasoning block, which the engine did not write. False: a
+            message from elsewhere; the template's own writing is taken whole.
         complete: False for a turn cut by a limit or from outside: it has no end of turn, and none is invented.
 
     Returns:
@@ -78,7 +78,7 @@ def turn_ids(
     text = _raw_text(message) if raw else None
     ways: dict[str, Callable[[], _Turn]] = {
         "prev_curr": lambda: _difference(chat, history, message, tools, text),
-        "fixed_base": lambda: _behind_fixed_base(chat, message, text),
+        "fixed_base": lambda: _first_base(lambda base: _difference(chat, base, message, None, text)),
     }
     if method != "auto" and method not in ways:
         raise TemplateError(f"unknown delta method {method!r}; use prev_curr, fixed_base or auto")
@@ -89,7 +89,10 @@ def turn_ids(
     refused: list[str] = []
     for name, way in ways.items():
         try:
-            return _encode(chat, way(), complete)
+            turn = way()
+            if raw and text is None and not message.get("reasoning_content"):
+                turn = replace(turn, text=without_empty_reasoning(turn.text))
+            return _encode(chat, turn, complete)
         except TemplateError as error:
             refused.append(f"{name}: {error}")
     raise TemplateError("no ids for an assistant turn from its text; " + "; ".join(refused))
@@ -121,7 +124,7 @@ def _difference(
         )
     delta = curr[len(prev) :]
     if text is None:
-        return _Turn(prev, delta if message.get("reasoning_content") else without_empty_reasoning(delta), "")
+        return _Turn(prev, delta, "")
     if not delta.startswith(text):
         at = common_prefix(delta, text)
         raise TemplateError(
@@ -129,10 +132,6 @@ def _difference(
             f"{delta[at : at + 40]!r}"
         )
     return _Turn(prev, text, delta[len(text) :])
-
-
-def _behind_fixed_base(chat: ChatTemplate, message: Message, text: str | None) -> _Turn:
-    return _first_base(lambda base: _difference(chat, base, message, None, text))
 
 
 def _as_written(chat: ChatTemplate, text: str) -> _Turn:

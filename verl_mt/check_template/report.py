@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_mt.chat import ChatTemplate, replay
+from verl_mt.chat.mismatch_causes import without_empty_reasoning
 from verl_mt.chat.parser_fit import suggest_parser
 from verl_mt.chat.sanity import SanityMode, check
 from verl_mt.chat.text_delta import turn_ids
@@ -168,7 +169,7 @@ def _model_ids(
     if message.get("tool_calls"):
         return turn_ids(chat, history, message, tools=tools)
     marked: Message = {"role": "assistant", "content": _MARKER}
-    written = chat.decode(turn_ids(chat, history, marked, tools=tools, raw=False))
+    written = without_empty_reasoning(chat.decode(turn_ids(chat, history, marked, tools=tools, raw=False)))
     opening = written.partition(_MARKER)[0] if _MARKER in written else ""
     return turn_ids(chat, history, {**message, "content": opening + message["content"]}, tools=tools)
 
