@@ -213,6 +213,17 @@ def test_the_first_screen_says_what_the_collapse_guard_saw(browser, tmp_path):
         assert note == "The collapse guard saw: entropy rise (2 steps, first 5, last 6)."
 
 
+def test_the_first_screen_says_that_a_run_is_dead_from_the_start(browser, tmp_path):
+    lab = small_run(tmp_path / "run", steps=1)
+    line = {"step": 3, "collapse/dead_start": 1.0, "collapse/words": "dead from the start: nothing was rewarded"}
+    with open(lab.folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    main([str(lab.folder)])
+    with Opened(browser, address(lab)) as page:
+        note = page.locator(".run .note.bad").inner_text()
+        assert "dead start (step 3)." in note and "Step 3: dead from the start: nothing was rewarded" in note
+
+
 def test_columns_sort_both_ways_and_the_table_has_pages(browser, run):
     with Opened(browser, address(run)) as page:
         page.get_by_role("link", name="Rollouts", exact=True).click()

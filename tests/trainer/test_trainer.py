@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from command_lab import NO_VALIDATION, SMALL, fit, metrics_of, rows_of, small_trainer
+from command_lab import NO_VALIDATION, SMALL, fit, interrupt_after, metrics_of, rows_of, small_trainer
 
 from verl_mt.chat.loading import load_chat, load_tokenizer
 from verl_mt.config.compose import compose
@@ -280,6 +280,30 @@ def test_a_step_in_which_nothing_survives_ends_the_run_with_one_error(tmp_path):
     again = small_trainer(run, *overrides, f"reward.path={__name__}:raises_later", "trainer.export_at_end=True")
     assert again.step_number == 2
     again.close()
+
+
+def never(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
+
+
+def test_a_run_that_is_dead_from_the_start_says_so_once_and_a_resumed_one_too(tmp_path, caplog):
+    overrides = (*TINY_STEPS, "data.val_max_samples=2", "trainer.total_training_steps=4", "trainer.save_freq=1")
+    overrides = (*overrides, "trainer.val_before_train=True", "trainer.export_at_end=False", "trainer.logger=[]")
+    overrides = (*overrides, f"reward.path={__name__}:never")
+    said = {}
+    for name, interrupted in (("whole", None), ("resumed", 2)):
+        trainer = small_trainer(tmp_path / name, *overrides)
+        if interrupted is not None:
+            interrupt_after(trainer, interrupted)
+            trainer.fit()
+            trainer = small_trainer(tmp_path / name, *overrides)
+        trainer.fit()
+        said[name] = {
+            line["step"]: line["collapse/words"] for line in metrics_of(tmp_path / name) if "collapse/words" in line
+        }
+    assert list(said["whole"]) == [3] and said["whole"] == said["resumed"]
+    assert "the validation before training and the first 3 steps nothing was rewarded (0 of " in said["whole"][3]
+    assert sum("dead from the start" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_a_validation_in_which_nothing_survives_is_no_accuracy_of_zero(tmp_path):

@@ -139,15 +139,20 @@ def _reward_parts(scored: Sequence[Trajectory]) -> dict[str, float]:
 def _tool_use(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:
     """`tools/use_rate` (share of trajectories in which a tool ran: a call that the model got wrong runs none), calls a
     trajectory, and the share of calls that failed, whoever was at fault. Absent where there are no tools."""
-    calls = [_count(t, "calls") for t in trajectories]
-    if not trajectories or not (any(calls) or tuple(tool_names)):
+    calls, failed = tool_calls_and_failures(trajectories)
+    if not trajectories or not (calls or tuple(tool_names)):
         return {}
-    failed = sum(_count(t, "model_errors") + _count(t, "errors") for t in trajectories)
     return {
-        "tools/use_rate": sum(tool_runs(t) > 0 for t in trajectories) / len(calls),
-        "tools/call_frequency": fmean(calls),
-        "tools/failure_frequency": failed / max(1.0, sum(calls)),
+        "tools/use_rate": sum(tool_runs(t) > 0 for t in trajectories) / len(trajectories),
+        "tools/call_frequency": calls / len(trajectories),
+        "tools/failure_frequency": failed / max(1.0, calls),
     }
+
+
+def tool_calls_and_failures(trajectories: Sequence[Trajectory]) -> tuple[float, float]:
+    """Calls of all tools, and how many of them failed, whoever was at fault."""
+    calls = sum(_count(t, "calls") for t in trajectories)
+    return calls, sum(_count(t, "model_errors") + _count(t, "errors") for t in trajectories)
 
 
 def tool_runs(trajectory: Trajectory) -> float:

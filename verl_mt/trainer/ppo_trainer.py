@@ -175,6 +175,7 @@ class PPOTrainer:
             "workers": self.workers.state_dict(),
             "advantages": self.estimate_advantages.state_dict(),
             "collapse": self.collapse.state_dict(),
+            "dead_start": self.log.dead_start.state_dict(),
             "sampler": self.sampler.state_dict(),
             "random": checkpoint.random_state(),
         }
@@ -185,6 +186,7 @@ class PPOTrainer:
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
+        self.log.dead_start.load_state_dict(state.get("dead_start", {}))
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)

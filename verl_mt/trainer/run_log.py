@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,15 @@ from types import TracebackType
 from tensordict import TensorDict
 
 from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.diagnostics.dead_start import DeadStart
 from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.straggler import Straggler, closing_words
 from verl_mt.trainer.tracking import JsonLines, Trackers
+
+log = logging.getLogger(__name__)
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -43,6 +47,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.debug = debug
         self._rollout_files = rollout_files
         self.straggler = Straggler()
+        self.dead_start = DeadStart()
         self._carried: dict[str, float] = {}
         self._over = False
         self._begun = (time.monotonic(), _cpu_s())
@@ -62,7 +67,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Write the numbers of one step."""
         metrics = metrics | self._carried | self._trackers.failures()
         self._carried = {}
-        self._json_lines.log(step, {**metrics, **self.straggler.take_words()})
+        words = self.straggler.take_words()
+        if dead := self.dead_start.words(step):
+            log.warning("step %d: %s", step, dead)
+            metrics["collapse/dead_start"] = 1.0
+            words["collapse/words"] = dead
+        self._json_lines.log(step, {**metrics, **words})
         self._trackers.log(step, metrics)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -77,6 +87,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
         """Show a validation and write the rollouts of its passes, a file `<name>_<step>.jsonl` each."""
         self.display.validation(step, metrics)
+        if step == 0:
+            self.dead_start.observe(step, passes["val"])
         for name, groups in passes.items():
             self.dump(f"{name.replace('val', 'eval', 1)}_{step}", groups)
             self._trackers.rollouts(step, name, groups)
@@ -93,6 +105,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
+        self.dead_start.observe(step, groups)
         if self._rollout_files is not None:
             self._rollout_files.training(step, groups, batch)
 

@@ -44,14 +44,15 @@ const App = (() => {
     const signs = new Map();
     for (const metrics of run.metrics) {
       for (const name of Object.keys(metrics)) {
-        const sign = name.match(/^collapse\/(?!signs$|rolled_back_to$)(.+)$/);
+        const sign = name.match(/^collapse\/(?!signs$|rolled_back_to$|words$)(.+)$/);
         if (sign && metrics[name]) signs.set(sign[1], [...(signs.get(sign[1]) ?? []), metrics.step]);
       }
     }
     if (!signs.size) return null;
     const words = [...signs].map(([sign, steps]) =>
       `${sign.replaceAll("_", " ")} (${steps.length > 1 ? `${steps.length} steps, first ${steps[0]}, last ${steps.at(-1)}` : `step ${steps[0]}`})`);
-    return el("p", { class: "note bad" }, el("strong", {}, "The collapse guard saw: "), `${words.join(", ")}.`);
+    return el("p", { class: "note bad" }, el("strong", {}, "The collapse guard saw: "), `${words.join(", ")}.`,
+      run.metrics.filter((m) => m["collapse/words"]).map((m) => el("div", {}, `Step ${m.step}: ${m["collapse/words"]}`)));
   }
 
   function about(node) {
