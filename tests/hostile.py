@@ -18,8 +18,6 @@ class Exits(Exception):
     def __str__(self) -> str:
         raise SystemExit(3)
 
-    __repr__ = __str__
-
 
 class Bare(BaseException):
     """No `Exception`: passes every `except Exception`."""
@@ -32,5 +30,10 @@ class Unshowable:
         raise AttributeError("no response")
 
 
-EXCEPTIONS = [Unspeakable(), Exits(), Bare("bare"), SystemExit(3)]
-"""One of each; ids for pytest: `[type(e).__name__ for e in EXCEPTIONS]`."""
+EXCEPTIONS: dict[str, BaseException] = {
+    "Unspeakable": Unspeakable(),
+    "Exits": Exits(),
+    "Bare": Bare("bare"),
+    "SystemExit": SystemExit(3),
+}
+"""One of each. Tests take the name: pytest shows the arguments of a test that fails, by their `repr`."""

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from hostile import EXCEPTIONS
 
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread, user_code_of
 
@@ -174,3 +175,110 @@ def test_code_that_hangs_forever_does_not_keep_the_process_alive():
     """)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split() == ["timeout", "timeout"] and "Traceback" not in done.stderr
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class ThirdBlocks(Base):
+    """Every third call blocks its loop; the others return at once, or after a moment in which they wait."""
+
+    def __init__(self, waits: bool, release: threading.Event, for_s: float = 20.0, nested: bool = False):
+        self.waits, self.release, self.for_s, self.nested = waits, release, for_s, nested
+        self.begun: list[int] = []
+        self.loops: set[asyncio.AbstractEventLoop] = set()
+
+    async def work(self, number):
+        self.begun.append(number)
+        self.loops.add(asyncio.get_running_loop())
+        if number % 3 == 2:
+            await (asyncio.gather(self.block()) if self.nested else self.block())
+        if self.waits:
+            await asyncio.sleep(0.01)
+        return number
+
+    async def block(self):
+        self.release.wait(self.for_s)
+
+
+def nine_calls(code, **keys):
+    async def main():
+        return await asyncio.gather(
+            *(code.call("work", (n,), {}, timeout_s=0.2) for n in range(9)), return_exceptions=True
+        )
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+    release = threading.Event()
+    yield release
+    release.set()
+
+
+@pytest.mark.parametrize(("waits", "nested"), [(True, False), slow(False, False), slow(True, True)])
+def test_of_nine_calls_of_which_three_block_three_fail_and_none_is_made_twice(quick, caplog, waits, nested):
+    plugin = ThirdBlocks(waits, quick, for_s=0.5, nested=nested)
+    code = UserCode(plugin, Base, "plug-in")
+    results = nine_calls(code)
+    assert [r if isinstance(r, int) else type(r) for r in results] == [
+        n if n % 3 != 2 else CallTimeout for n in range(9)
+    ]
+    assert sorted(plugin.begun) == list(range(9))
+    assert caplog.text.count("blocks its event loop") == 1
+    assert nine_calls(code)[:2] == [0, 1] and len(plugin.loops) > 9  # each call has a loop of its own now
+
+
+def test_calls_that_may_be_repeated_are_made_again_where_another_never_ends(quick):
+    plugin = ThirdBlocks(True, quick)
+    results = nine_calls(UserCode(plugin, Base, "plug-in", repeatable=True))
+    assert [type(r) for r in results].count(CallTimeout) == 3 and results[:2] == [0, 1]
+    assert sorted(plugin.begun) == sorted([*range(9), 0, 1]) and not quick.is_set()
+
+
+@pytest.mark.slow
+def test_a_call_that_was_under_way_beside_one_that_never_ends_is_late_and_not_made_twice(quick, monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._PATIENCE_S", 0.1)
+    plugin = ThirdBlocks(True, quick)
+    results = nine_calls(UserCode(plugin, Base, "plug-in"))
+    assert [type(r) for r in results[:3]] == [CallTimeout] * 3 and results[3:5] == [3, 4]
+    assert sorted(plugin.begun) == list(range(9))
+
+
+@pytest.mark.slow
+def test_the_loops_of_calls_that_are_over_end(quick):
+    plugin = ThirdBlocks(False, quick, for_s=0.5)
+    nine_calls(UserCode(plugin, Base, "ending"))
+    ends = time.monotonic() + 5
+    while time.monotonic() < ends and any(t.name == "ending" for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert not [t for t in threading.enumerate() if t.name == "ending"]
+    assert all(loop.is_closed() for loop in plugin.loops)
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+@pytest.mark.parametrize("kind", ["inline", "async", "sync"])
+def test_whatever_is_raised_comes_back_as_an_exception(kind, name):
+    error = EXCEPTIONS[name]
+
+    class Raises(Base):
+        runs_inline = kind == "inline"
+
+        async def wrong(self):
+            raise error
+
+    class RaisesInThread(Base):
+        def wrong(self):
+            raise error
+
+    async def main():
+        code = UserCode(RaisesInThread() if kind == "sync" else Raises(), Base, "plug-in")
+        with pytest.raises(Exception) as caught:
+            await code.call("wrong", (), {}, timeout_s=2)
+        return caught.value
+
+    found = asyncio.run(main())
+    assert isinstance(found, Exception) and error in (found, found.__cause__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from verl_mt.errors import PluginError
+from verl_mt.errors import PluginError, error_text
 
 T = TypeVar("T")
 
@@ -125,7 +125,10 @@ def import_file(path: str | Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {error!r}") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        text = error_text(error, named=True)
+        raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {text}") from error
     return module
 
 
@@ -150,8 +153,10 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
         raise PluginError(
             f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed"
         ) from error
-    except Exception as error:
-        raise PluginError(f"{what}: importing {name} failed: {error!r}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginError(f"{what}: importing {name} failed: {error_text(error, named=True)}") from error
 
 
 def _identity(value: Any) -> str:

@@ -1,8 +1,16 @@
 """Calling the code of plug-in authors, so that it can neither block nor outlive what waits for it.
 
-Async methods of one plug-in object run on one event loop in a daemon thread of its own: a tool that blocks inside
-`async def` (the usual mistake) holds up only itself, and what it binds to a loop (an HTTP client, a lock) stays valid
-however often the caller starts a new loop. Sync methods run in daemon threads, which never keep a process alive.
+Async methods of one plug-in object share one event loop in a daemon thread of its own, so that what they bind to a loop
+(an HTTP client, a lock) stays valid however often the caller starts a new loop. Sync methods run in daemon threads,
+which never keep a process alive.
+
+A call that blocks inside `async def` (the usual mistake) stops that shared loop. It fails alone, at its own deadline:
+
+- a call that had not begun runs elsewhere, and its time counts from there;
+- a call that was under way cannot be moved. It waits for the loop to come free (`_PATIENCE_S`), and then has its whole
+  time again. It is never made twice, for it may have had effects; only where the caller says that calls may be repeated
+  (rewards) is it made again;
+- from then on every call of that object has a loop and a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,21 +18,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from verl_mt.errors import error_text
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 0.5
 """A loop that does not answer for so long, after a deadline fired on it, is blocked."""
+_BEGIN_S = 60.0
+"""A call with a later deadline than this, or none, that has not begun by then asks whether its loop is blocked."""
+_PATIENCE_S = 60.0
+"""How long a call that is under way waits for a loop that another call blocks past its deadline."""
 
 
 class CallTimeout(Exception):
     """The deadline of a call fired. (A `TimeoutError` that the user's own code raised stays a `TimeoutError`.)"""
+
+
+class NotAnException(RuntimeError):
+    """Foreign code raised a `BaseException` (a SystemExit, a bare subclass); it is the `__cause__`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,11 @@ class _Outcome:
         return self.value
 
 
+def is_async_callable(function: Any) -> bool:
+    """True for `async def` functions and objects with an `async def __call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class UserCode:
     """Calls methods of one plug-in object.
 
@@ -48,96 +74,234 @@ class UserCode:
         target: the plug-in object.
         base: the base class of its kind (BaseTool, BaseInteraction).
         name: for thread names and the log.
+        repeatable: a call may be made twice; one that another call holds up is made again.
     """
 
-    def __init__(self, target: object, base: type, name: str):
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._target, self._base, self._name = target, base, name
+    def __init__(self, target: object, base: type, name: str, *, repeatable: bool = False):
+        self._target, self._base, self._name, self._repeatable = target, base, name, repeatable
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._lane: _Lane | None = None
+        self._blocks = False
+        """A call has blocked the shared loop."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and loops stay in their process; a copy starts its own.
-        return {**self.__dict__, "_lock": None, "_loop": None, "_thread": None}
+        return {**self.__dict__, "_lock": None, "_lane": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def __del__(self) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        if (lane := self.__dict__.get("_lane")) is not None:
+            lane.retire()
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float) -> Any:
         """`target.method(*args, **kwargs)`, awaited where it is awaitable.
 
         Raises:
             CallTimeout: after `timeout_s` seconds. Async code is cancelled; a thread cannot be, it is left behind.
-            Exception: what the method raised (a SystemExit or KeyboardInterrupt comes back as RuntimeError).
+            Exception: what the method raised (what is no Exception, such as SystemExit, comes as `NotAnException`).
         """
         function = getattr(self._target, method)
         if self._inline(method):
             return (await _with_deadline(_run(function, args, kwargs), timeout_s)).unwrap()
-        if inspect.iscoroutinefunction(inspect.unwrap(function)):
-            return await self._on_loop(function, args, kwargs, timeout_s)
+        return await self.run(function, args, kwargs, timeout_s=timeout_s)
+
+    async def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float
+    ) -> Any:
+        """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does."""
+        if is_async_callable(function) or inspect.iscoroutinefunction(inspect.unwrap(function)):
+            work = functools.partial(function, *args, **kwargs)
+            return await self._on_loop(work, timeout_s, repeatable=self._repeatable)
         outcome = await _with_deadline(_in_thread(function, args, kwargs, self._name), timeout_s)
         value = outcome.unwrap()
         if inspect.isawaitable(value):
-            return await self._on_loop(lambda: value, (), {}, timeout_s)
+            return await self._on_loop(lambda: value, timeout_s, repeatable=False)
         return value
 
     def _inline(self, method: str) -> bool:
         own, inherited = getattr(type(self._target), method, None), getattr(self._base, method, None)
         return own is inherited or bool(getattr(self._target, "runs_inline", False))
 
-    async def _on_loop(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
-    ) -> Any:
-        there, reply = self._running_loop(), _Reply()
-        context, task = contextvars.copy_context(), None
-
-        def start() -> None:
-            nonlocal task
-            if not reply.future.done():
-                task = there.create_task(_run(function, args, kwargs), context=context)
-                task.add_done_callback(lambda done: None if done.cancelled() else reply.send(done.result()))
-
-        there.call_soon_threadsafe(start)
+    async def _on_loop(self, work: Callable[[], Any], timeout_s: float, *, repeatable: bool) -> Any:
+        call, late = self._begin(work), CallTimeout(f"timed out after {timeout_s:g} s")
+        patient = True
         try:
-            return (await _with_deadline(reply.future, timeout_s)).unwrap()
-        except CallTimeout:
-            await self._replace_if_blocked(there)
-            raise
+            while not await call.replies_within(timeout_s):
+                if await call.lane.answers():
+                    if call.is_late(timeout_s):
+                        raise late
+                    continue
+                if not call.lane.shared:
+                    raise late
+                self._replace(call.lane)
+                if call.withdraw() or (repeatable and call.is_held_up()):
+                    call.end()
+                    call = self._begin(work)
+                elif not (patient and call.is_held_up() and await call.comes_free(timeout_s)):
+                    raise late
+                else:
+                    patient = False
+            return call.reply.future.result().unwrap()
         finally:
-            with contextlib.suppress(RuntimeError):  # that loop was replaced and is closed
-                there.call_soon_threadsafe(lambda: task.cancel() if task is not None else None)
+            call.end()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _begin(self, work: Callable[[], Any]) -> _Call:
         with self._lock:
+            lane = self._lane
             # After a fork the thread object is there but not alive.
-            if self._loop is None or self._thread is None or not self._thread.is_alive():
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), daemon=True, name=self._name)
-                self._thread.start()
-            return self._loop
+            if lane is None or not lane.is_alive():
+                lane = _Lane(self._name, shared=not self._blocks)
+                self._lane = lane if lane.shared else None
+            call = _Call(lane, work)
+        if not lane.shared:
+            lane.retire()
+        return call
 
-    async def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        beat = _Reply()
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(beat.send, _Outcome())
-        with contextlib.suppress(CallTimeout):
-            await _with_deadline(beat.future, _GRACE_S)
-            return
+    def _replace(self, lane: _Lane) -> None:
+        """That lane is blocked: no call is to begin on it any more, or to share another one."""
         with self._lock:
-            if loop is not self._loop:
+            if lane is not self._lane:
                 return
-            self._loop = self._thread = None
-        loop.call_soon_threadsafe(loop.stop)
+            self._lane, self._blocks = None, True
+        lane.retire()
         logger.warning(
-            "%s blocks its event loop inside async code; later calls get a new one. "
+            "%s blocks its event loop inside async code; from now on each of its calls gets a loop of its own. "
             "Write the method as a plain `def` (it then runs in a thread), or await asyncio.to_thread(...).",
             self._name,
         )
+
+
+_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("verl_mt_user_call", default=None)
+
+
+class _Lane:
+    """An event loop in a daemon thread. It ends when it is retired and its last call is over."""
+
+    def __init__(self, name: str, *, shared: bool):
+        self.shared = shared
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._new_task)
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[_Call]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._num_calls, self._retired = 0, False
+        self._thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, callback: Callable[..., Any], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended: nobody waits any more
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def enter(self) -> None:
+        with self._lock:
+            self._num_calls += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_calls -= 1
+        self._stop_if_over()
+
+    def retire(self) -> None:
+        with self._lock:
+            self._retired = True
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        if self._retired and self._num_calls == 0:
+            self.post(self.loop.stop)
+
+    async def answers(self) -> bool:
+        beat = _Reply()
+        self.post(beat.send, _Outcome())
+        await asyncio.wait({beat.future}, timeout=_GRACE_S)
+        return beat.future.done()
+
+    def running(self) -> _Call | None:
+        """The call whose code the loop executes now, in whatever task that call has made."""
+        task = asyncio.current_task(self.loop)
+        owner = None if task is None else self._owners.get(task)
+        return None if owner is None else owner()
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        if (call := _CALL.get()) is not None:
+            self._owners[task] = weakref.ref(call)
+        return task
+
+
+class _Call:
+    """One call on a lane."""
+
+    def __init__(self, lane: _Lane, work: Callable[[], Any]):
+        self.lane, self.reply, self._work = lane, _Reply(), work
+        self._context = contextvars.copy_context()
+        self._task: asyncio.Task[_Outcome] | None = None
+        self._lock = threading.Lock()
+        self._begun_s: float | None = None
+        self._over = False
+        lane.enter()
+        lane.post(self._context.run, self._start)
+
+    def _start(self) -> None:
+        if not self._over:
+            _CALL.set(self)
+            self._task = self.lane.loop.create_task(self._body())
+            self._task.add_done_callback(lambda done: None if done.cancelled() else self.reply.send(done.result()))
+
+    async def _body(self) -> _Outcome:
+        with self._lock:
+            if self._over:
+                return _Outcome()
+            self._begun_s = time.monotonic()
+        return await _run(self._work, (), {})
+
+    async def replies_within(self, timeout_s: float) -> bool:
+        """Wait for it until it is late; where it has not begun, until it should have."""
+        await asyncio.wait({self.reply.future}, timeout=min(timeout_s, _BEGIN_S))
+        while not self.reply.future.done() and self._begun_s is not None and not self.is_late(timeout_s):
+            await asyncio.wait({self.reply.future}, timeout=self._begun_s + timeout_s - time.monotonic())
+        return self.reply.future.done()
+
+    def is_late(self, timeout_s: float) -> bool:
+        return self._begun_s is not None and time.monotonic() - self._begun_s >= timeout_s
+
+    def is_held_up(self) -> bool:
+        """Whether its loop executes something else."""
+        return self.lane.running() is not self
+
+    async def comes_free(self, timeout_s: float) -> bool:
+        """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
+        beat, ends, own_s = _Reply(), time.monotonic() + _PATIENCE_S, 0.0
+        self.lane.post(beat.send, _Outcome())
+        while not beat.future.done() and time.monotonic() < ends and own_s < timeout_s:
+            look_s = min(_GRACE_S, timeout_s / 4)
+            await asyncio.wait({beat.future}, timeout=look_s)
+            own_s += 0.0 if self.is_held_up() else look_s
+        self._begun_s = time.monotonic()
+        return beat.future.done() and own_s < timeout_s
+
+    def withdraw(self) -> bool:
+        """End it if it has not begun; whether that is so."""
+        with self._lock:
+            if self._begun_s is not None or self._over:
+                return False
+            self._over = True
+        self.lane.leave()
+        return True
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        if not self.reply.future.done():
+            self.lane.post(lambda: self._task.cancel() if self._task is not None else None)
+        self.lane.leave()
 
 
 class _Reply:
@@ -221,7 +385,7 @@ async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             raise
-        return _Outcome(error=RuntimeError("raised KeyboardInterrupt"))
+        return _Outcome(error=NotAnException("raised KeyboardInterrupt"))
     except BaseException as error:
         return _Outcome(error=_as_exception(error))
 
@@ -229,6 +393,6 @@ async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
-    wrapped = RuntimeError(f"raised {type(error).__name__}" + (f": {error}" if str(error) else ""))
+    wrapped = NotAnException(f"raised {error_text(error, named=True)}")
     wrapped.__cause__ = error
     return wrapped

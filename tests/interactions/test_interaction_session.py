@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
+from hostile import EXCEPTIONS
 
 from verl_mt.errors import DataError, UserCodeError
 from verl_mt.interactions.base import BaseInteraction
@@ -163,3 +165,59 @@ def test_a_row_that_names_no_known_interaction_is_a_data_error_of_its_trajectory
     assert InteractionSession.open({}, {"name": "x"}, trajectory_id="t") is None
     with pytest.raises(DataError, match=r"trajectory t: .*unknown interaction"):
         InteractionSession.open({"recorder": Recorder()}, {"name": "x"}, trajectory_id="t")
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+@pytest.mark.parametrize("method", ["start", "respond", "score", "finalize"])
+def test_whatever_an_interaction_raises_is_its_own_error(method, name):
+    class Wrong(Recorder):
+        def _enter(self, at: str) -> None:
+            super()._enter(at)
+            if at == method:
+                raise EXCEPTIONS[name]
+
+    wrong = Wrong()
+
+    async def main():
+        session, errors = InteractionSession(wrong, "t"), []
+        for step in (lambda: session.respond(MESSAGES, turn=1), session.finish):
+            try:
+                await step()
+            except UserCodeError as error:
+                errors.append(str(error))
+        return errors
+
+    errors = asyncio.run(main())
+    assert len(errors) == 1 and name in errors[0] and "interaction 'recorder' failed in" in errors[0]
+    assert wrong.life.count("finalize") == (method != "start")
+
+
+def test_of_nine_answers_of_which_three_block_in_async_code_three_fail(monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+
+    class ThirdBlocks(BaseInteraction):
+        async def generate_response(self, instance_id, messages, **kwargs):
+            if int(instance_id.split("/")[0]) % 3 == 2:
+                time.sleep(0.6)
+            await asyncio.sleep(0.01)
+            return True, "", 1.0, {}
+
+    shared = ThirdBlocks({"name": "third"})
+
+    async def one(number):
+        return (await InteractionSession(shared, str(number), timeout_s=0.2).respond(MESSAGES, turn=1)).score
+
+    async def main():
+        return await asyncio.gather(*map(one, range(9)), return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert [r if r == 1.0 else type(r) for r in found] == [1.0, 1.0, UserCodeError] * 3
+
+
+@pytest.mark.parametrize("value", [1e39, -1e308, float("inf")])
+def test_a_score_that_float32_cannot_hold_is_refused(value):
+    async def main():
+        with pytest.raises(UserCodeError, match=r"the score must be a finite number of at most 3\.4e"):
+            await InteractionSession(Recorder((False, "again", value, {})), "t").respond(MESSAGES, turn=1)
+
+    asyncio.run(main())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import UserDict
 
 import numpy as np
 import pytest
 import torch
+from hostile import EXCEPTIONS, Unshowable
 
 from verl_mt.data.dataset import DataRow
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.rewards import ORM, Reward, RewardFailure, RewardInput, load_reward, orms, rewards
 from verl_mt.rewards import base as rewards_base
 from verl_mt.rewards.adapters import adapt
+from verl_mt.rewards.base import score_all
 
 
 def item(index: int = 0, text: str = "#### 42", truth="42", source: str = "gsm8k", **extra) -> RewardInput:
@@ -392,3 +395,95 @@ def test_a_parameter_of_a_batch_that_nothing_fills_is_refused():
         of(lambda solution_strs, judge: [1.0])
     with pytest.raises(ConfigError, match="solution_strs of mine comes from the rollout"):
         of(lambda solution_strs: [1.0], solution_strs=["x"])
+
+
+# ---------------------------------------------------------------- foreign code at its worst
+
+
+def rewards_raising(error):
+    """One of each form; all raise for item 1, and batches of several for that alone."""
+
+    def sync(solution_str, extra_info):
+        if extra_info["index"] == 1:
+            raise error
+        return 1.0
+
+    async def later(solution_str, extra_info):
+        return sync(solution_str, extra_info)
+
+    def batch(solution_strs, extra_infos):
+        return [sync(text, extra) for text, extra in zip(solution_strs, extra_infos)]
+
+    async def swift(completions, problem, **kwargs):
+        return [sync(text, {"index": int(p[1:])}) for text, p in zip(completions, problem)]
+
+    return [sync, later, batch, swift]
+
+
+@pytest.mark.parametrize("form", range(4), ids=["sync", "async", "verl_batch", "swift"])
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_whatever_a_reward_raises_fails_its_item_only_and_at_once(form, name):
+    function, begun = rewards_raising(EXCEPTIONS[name])[form], time.monotonic()
+    good, bad, other = score(of(function, timeout_s=30), item(0), item(1), item(2))
+    assert good == other == {"score": 1.0} and time.monotonic() - begun < 10
+    assert bad.kind == "raised" and "row 1" in bad.error and f"raised {name}" in bad.error
+    assert "in sync" in bad.traceback and name in bad.traceback
+
+
+@pytest.mark.parametrize("value", [1e39, -1e308, 3.5e38, 10**400])
+def test_a_number_that_float32_cannot_hold_is_no_score_and_no_further_number(value):
+    def compute_score(solution_str, extra_info):
+        return {"score": value if extra_info["index"] == 1 else 3.4e38, "part": value}
+
+    good, bad = score(of(compute_score), item(0), item(1))
+    assert good == {"score": 3.4e38}
+    assert bad.kind == "invalid" and "finite number of at most 3.4e+38" in bad.error
+
+
+def test_what_cannot_be_read_or_shown_fails_its_item_only():
+    class Odd(UserDict):
+        def __iter__(self):
+            raise SystemExit(3)
+
+    class Liar(float):
+        def __float__(self):
+            raise LookupError("no number")
+
+    values = [1.0, Unshowable(), Odd(score=1.0), Liar(1.0), {"score": 2.0, "part": Unshowable()}]
+    found = score(of(lambda solution_str, extra_info: values[extra_info["index"]]), *map(item, range(5)))
+    assert found[0] == {"score": 1.0} and found[4] == {"score": 2.0}
+    assert [f.kind for f in found[1:4]] == ["invalid"] * 3
+    assert "a Unshowable whose __repr__ raised AttributeError" in found[1].error
+
+
+@pytest.mark.parametrize("form", ["verl", "swift"])
+def test_of_nine_async_rewards_of_which_three_block_three_fail(form, monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+
+    async def one(index):
+        if index % 3 == 2:
+            time.sleep(0.6)
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    async def verl(solution_str, extra_info):
+        return await one(extra_info["index"])
+
+    async def swift(completions, problem, **kwargs):
+        return [await one(int(p[1:])) for p in problem]
+
+    found = score(of(verl if form == "verl" else swift, timeout_s=0.2), *map(item, range(9)))
+    assert [f if isinstance(f, dict) else f.kind for f in found] == [{"score": 1.0}, {"score": 1.0}, "timeout"] * 3
+
+
+@pytest.mark.parametrize("name", [*EXCEPTIONS, "too few", "NaN"])
+def test_a_reward_of_the_inner_form_fails_its_items_and_nothing_else(name):
+    class Own(Reward):
+        async def score(self, items):
+            if name in EXCEPTIONS:
+                raise EXCEPTIONS[name]
+            return [{"score": 1.0}, {"score": float("nan")}][: 1 + (name == "NaN")]
+
+    found = asyncio.run(score_all(Own(), [item(0), item(1)]))
+    assert [isinstance(f, RewardFailure) for f in found] == [name != "NaN", True]
+    assert "Own" in found[1].error and "row 1" in found[1].error

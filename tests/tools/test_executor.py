@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
 from typing import Any
 
 import pytest
+from hostile import EXCEPTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -605,3 +607,89 @@ def test_every_call_leaves_a_row_with_whose_fault_a_failure_was():
     ]
     assert rows[2]["written"] == bad.text
     assert all(0 <= r["latency_s"] < 5 for r in rows)
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+@pytest.mark.parametrize("method", ["create", "execute", "calc_reward", "release"])
+def test_whatever_a_tool_raises_is_counted_fed_back_and_logged_once(method, name, caplog):
+    async def wrong(*args, **kwargs):
+        raise EXCEPTIONS[name]
+
+    tool = Tool()
+    setattr(tool, method, wrong)
+    results, rewards, counters, _ = play(executor(tool, Tool(name="other")), calls({}), calls({}, name="other"))
+    assert results[1].text == "ok" and rewards["other"] == [0.0, 2.0]
+    assert counters["tools/tool/errors"] == 1 and "tools/other/errors" not in counters
+    told = method in ("create", "execute")
+    assert results[0].text == "ok" if not told else results[0].failure == "tool" and name in results[0].text
+    assert caplog.text.count("Traceback") >= 1 and "Logging error" not in caplog.text
+    if method != "create":
+        assert [what for what, _ in tool.life] == [
+            m for m in ("create", "execute", "calc_reward", "release") if m != method
+        ]
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_whatever_the_close_of_a_tool_raises_stops_no_other(name):
+    closed = []
+
+    async def close():
+        closed.append("other")
+
+    async def wrong():
+        raise EXCEPTIONS[name]
+
+    asyncio.run(executor(Tool(close=wrong), Tool(close=close, name="other")).close())
+    assert closed == ["other"]
+
+
+@pytest.mark.parametrize("method", ["execute", pytest.param("release", marks=pytest.mark.slow)])
+def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(method, monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+    tool, begun = Tool(), []
+
+    async def blocks(instance_id, *args, **kwargs):
+        begun.append(instance_id)
+        if int(instance_id.split("/")[0]) % 3 == 2:
+            time.sleep(0.6)
+        await asyncio.sleep(0.01)
+        return "ok"
+
+    setattr(tool, method, blocks)
+    tools = executor(tool, timeout_s=0.2)
+
+    async def one(number):
+        session = tools.open(str(number))
+        results = await session.run(calls({}), turn=1)
+        await session.close()
+        return results[0].failure, session.counters.get("tools/tool/errors", 0)
+
+    async def main():
+        return await asyncio.gather(*map(one, range(9)))
+
+    found = asyncio.run(main())
+    assert [errors for _, errors in found] == [0, 0, 1] * 3
+    assert [failure for failure, _ in found] == [None, None, "tool" if method == "execute" else None] * 3
+    assert sorted(begun) == [f"{n}/tool" for n in range(9)]
+
+
+@pytest.mark.parametrize("value", [1e39, -1e308, float("nan")])
+def test_a_reward_that_float32_cannot_hold_is_the_tool_s_error(value):
+    results, rewards, counters, _ = play(executor(Tool(lambda parameters: ("ok", value, {}))), calls({}))
+    assert results[0].failure == "tool" and "finite" in results[0].text
+    assert rewards == {"tool": [2.0]} and counters["tools/tool/errors"] == 1
+
+
+def test_a_turn_that_is_cancelled_before_it_begins_leaves_nothing_unawaited(recwarn):
+    async def main():
+        session = executor(Tool()).open("t")
+        work = asyncio.create_task(session.run(calls({}, {}), turn=1))
+        await asyncio.sleep(0)  # `run` has made its tasks, and none of them has begun
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert await session.close() == {}
+
+    asyncio.run(main())
+    gc.collect()
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]

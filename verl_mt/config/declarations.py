@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.redact import redact
 from verl_mt.config_paths import find_config_file
-from verl_mt.errors import ConfigError, PluginError, UnknownKeyError
+from verl_mt.errors import ConfigError, PluginError, UnknownKeyError, error_text
 from verl_mt.plugins import load_object, suggest
 
 
@@ -60,10 +60,12 @@ class Declaration:
         """
         try:
             return make(**kwargs)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise PluginError(
                 f"{self.where}: making {self.class_name} with config {redact(self.config)!r} raised "
-                f"{type(error).__name__}: {error}. Correct the entry's config or the constructor."
+                f"{error_text(error, named=True)}. Correct the entry's config or the constructor."
             ) from error
 
 

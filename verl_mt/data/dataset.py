@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.placeholders import place_media
-from verl_mt.errors import DataError, VerlMTError
+from verl_mt.errors import DataError, VerlMTError, error_text
 from verl_mt.plugins import listing, load_object, suggest
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -283,10 +283,11 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         if not isinstance(made, Iterable):
             raise DataError(f"{key}: {path} returned {type(made).__name__}, expected rows (dicts)")
         return list(islice(made, None if num_rows < 0 else num_rows))
-    except VerlMTError:
+    except (VerlMTError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise DataError(f"{key}: {path}(num_rows={num_rows}, seed={seed}, split={split!r}) raised {error!r}") from error
+    except BaseException as error:
+        called = f"{path}(num_rows={num_rows}, seed={seed}, split={split!r})"
+        raise DataError(f"{key}: {called} raised {error_text(error, named=True)}") from error
 
 
 def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -> DataRow:

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from verl_mt.data.sample import Sample
 
 
+MAX_REWARD = 3.4028234663852886e38
+"""The largest number of float32, in which batches hold rewards: what is beyond becomes infinite there."""
+
+
+def is_trainable(reward: float) -> bool:
+    """Whether a number can be a reward: finite, also in float32."""
+    return abs(reward) <= MAX_REWARD
+
+
 class Status(enum.StrEnum):
     """The fate of a trajectory as training sees it."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.trajectory import TimeSpan
-from verl_mt.errors import DataError, EngineError, UserCodeError
+from verl_mt.data.trajectory import MAX_REWARD, TimeSpan, is_trainable
+from verl_mt.errors import DataError, EngineError, UserCodeError, error_text, value_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.registry import pick_interaction
 from verl_mt.user_code import user_code_of
@@ -142,18 +142,20 @@ class InteractionSession:
         except EngineError:
             raise
         except Exception as error:
-            raise self._error(method, turn, str(error) or type(error).__name__) from error
+            raise self._error(method, turn, error_text(error)) from error
 
     def _as_turn(self, returned: Any, turn: int) -> InteractionTurn:
         if not isinstance(returned, tuple | list) or len(returned) != 4:
             raise self._error(
-                "generate_response", turn, f"must return (should_terminate, text, turn_score, extra), got {returned!r}"
+                "generate_response",
+                turn,
+                f"must return (should_terminate, text, turn_score, extra), got {value_text(returned)}",
             )
         done, text, score, extra = returned
         if not isinstance(text, str) and not (text is None and done):
-            raise self._error("generate_response", turn, f"the text must be a str, got {text!r}")
+            raise self._error("generate_response", turn, f"the text must be a str, got {value_text(text)}")
         if extra is not None and not isinstance(extra, dict):
-            raise self._error("generate_response", turn, f"extra must be a dict, got {extra!r}")
+            raise self._error("generate_response", turn, f"extra must be a dict, got {value_text(extra)}")
         return InteractionTurn(
             bool(done), text or "", self._as_score(score, "generate_response", turn), dict(extra or {})
         )
@@ -161,10 +163,11 @@ class InteractionSession:
     def _as_score(self, value: Any, method: str, turn: int | None) -> float:
         try:
             score = 0.0 if value is None else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             score = math.nan
-        if not math.isfinite(score):
-            raise self._error(method, turn, f"the score must be a finite number, got {value!r}")
+        if not is_trainable(score):
+            reason = f"the score must be a finite number of at most {MAX_REWARD:.2g}, got {value_text(value)}"
+            raise self._error(method, turn, reason)
         return score
 
     def _error(self, method: str, turn: int | None, reason: str) -> UserCodeError:

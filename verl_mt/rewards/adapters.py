@@ -7,16 +7,16 @@ A batch is a group: the samples of one prompt, whose rewards are compared with e
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from verl_mt.data.trajectory import Status, StopReason
-from verl_mt.errors import ConfigError, PluginError
-from verl_mt.rewards.calls import CallFailed, call_with_deadline, is_async_callable
-from verl_mt.rewards.contract import InvalidScore, Reward, RewardFailure, RewardInput, Scores, as_scores
+from verl_mt.errors import ConfigError, PluginError, value_text
+from verl_mt.rewards.calls import CallFailed, call_with_deadline
+from verl_mt.rewards.contract import InvalidScore, Reward, RewardFailure, RewardInput, Scores, as_scores, reading_scores
+from verl_mt.user_code import UserCode
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _FunctionReward(Reward):
         self.label = label
         self.kwargs = dict(kwargs)
         self.timeout_s = timeout_s
-        self._is_async = is_async_callable(function)
+        self._code = UserCode(function, object, "verl_mt-reward", repeatable=True)
         parameters = _parameters(function, label)
         self._takes_any = _takes_any(parameters)
         self._names = {p.name for p in parameters}
@@ -118,8 +118,9 @@ class _FunctionReward(Reward):
 
     async def _call(self, *args: Any, **offered: Any) -> Any:
         taken = {k: v for k, v in offered.items() if self._takes_any or k in self._names}
-        work = functools.partial(self.function, *args, **taken, **self.kwargs)
-        return await call_with_deadline(work, is_async=self._is_async, timeout_s=self.timeout_s)
+        return await call_with_deadline(
+            self._code, self.function, args, {**taken, **self.kwargs}, timeout_s=self.timeout_s
+        )
 
     async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
         raise NotImplementedError
@@ -292,6 +293,7 @@ def _refuse_unfilled(required: set[str], given: Sequence[str], label: str) -> No
         )
 
 
+@reading_scores()
 def _as_list(values: Any, count: int) -> Sequence[Any]:
     """What a batched function returned.
 
@@ -301,7 +303,7 @@ def _as_list(values: Any, count: int) -> Sequence[Any]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple) or len(values) != count:
-        got = f"{len(values)} of them" if isinstance(values, list | tuple) else f"{values!r:.80}"
+        got = f"{len(values)} of them" if isinstance(values, list | tuple) else value_text(values, 80)
         raise InvalidScore(f"must return a list of {count} scores, one per item; got {got}")
     return values
 

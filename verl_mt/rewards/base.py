@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verl_mt.errors import ConfigError, PluginError
+from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
 from verl_mt.rewards import arithmetic, exact_match, gsm8k, llm_judge, math_answer
 from verl_mt.rewards.adapters import ORM, adapt
 from verl_mt.rewards.contract import (
+    InvalidScore,
     Reward,
     RewardFailure,
     RewardInput,
@@ -33,6 +34,7 @@ __all__ = [
     "load_reward",
     "orms",
     "rewards",
+    "score_all",
 ]
 
 rewards: Registry[Any] = Registry(
@@ -94,9 +96,12 @@ def load_reward(
     if isinstance(target, type):
         try:
             target = target(**kwargs)
-        except TypeError as error:
+        except (VerlMTError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            text = error_text(error, named=True)
             raise PluginError(
-                f"reward {label}: making it with reward.kwargs {sorted(kwargs)} failed: {error}"
+                f"reward {label}: making it with reward.kwargs {sorted(kwargs)} failed: {text}"
             ) from error
         kwargs = {}
     if isinstance(target, Reward):
@@ -105,7 +110,7 @@ def load_reward(
         target.timeout_s = timeout_s
         return target
     if not callable(target):
-        raise PluginError(f"reward {label}: expected a function or a class, got {target!r:.80}")
+        raise PluginError(f"reward {label}: expected a function or a class, got {value_text(target, 80)}")
     return adapt(target, label=label, kwargs=kwargs, timeout_s=timeout_s)
 
 
@@ -131,6 +136,35 @@ def _find(path: str, name: str | None) -> tuple[Any, str]:
             "reward.name names the function."
         )
     return getattr(target, wanted), f"{path}:{wanted}"
+
+
+async def score_all(reward: Reward, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
+    """`reward.score(items)`, whatever a `Reward` of the user's own does there: one checked result per item."""
+    label, problem, found = f"reward {type(reward).__name__}", "", []
+    try:
+        found = list(await reward.score(items))
+        if len(found) != len(items):
+            problem = details = f"{label} must return one result per item, {len(items)}; got {len(found)}"
+    except (EngineError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        problem, details = f"{label}: raised {error_text(error, named=True)}", traceback_text(error)
+    if problem:
+        return [RewardFailure(f"{problem} ({item.where})", details) for item in items]
+    return [_as_result(value, label, item) for value, item in zip(found, items)]
+
+
+def _as_result(value: Any, label: str, item: RewardInput) -> Scores | RewardFailure:
+    if isinstance(value, RewardFailure):
+        return value
+    try:
+        return as_scores(value, label)
+    except InvalidScore as error:
+        text = f"{label}, {item.where}: {error}"
+        return RewardFailure(text, text, "invalid")
 
 
 class DataSourceReward(Reward):
@@ -209,5 +243,5 @@ class _Inline(Reward):
         try:
             return as_scores(self.function(**{k: v for k, v in offered.items() if k in self._names}), self.label)
         except Exception as error:
-            text = f"reward {self.label}, {item.where}: {error}"
-            return RewardFailure(text, traceback.format_exc())
+            text = f"reward {self.label}, {item.where}: {error_text(error)}"
+            return RewardFailure(text, traceback_text(error))

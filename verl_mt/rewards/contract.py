@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.data.sample import Sample
-from verl_mt.errors import value_text
+from verl_mt.data.trajectory import MAX_REWARD, is_trainable
+from verl_mt.errors import error_text, value_text
 
 if TYPE_CHECKING:
     from verl_mt.data.dataset import DataRow
@@ -60,7 +61,7 @@ class RewardFailure:
 
 
 Scores = dict[str, float]
-"""`score` and any further numbers, all finite."""
+"""`score` and any further numbers, all finite (`is_trainable`)."""
 
 
 class Reward:
@@ -90,10 +91,27 @@ class InvalidScore(ValueError):
     """A reward function returned something that is not a score."""
 
 
+@contextlib.contextmanager
+def reading_scores() -> Iterator[None]:
+    """What a reward function returned is foreign code too: its `__float__`, `keys` or `tolist` may raise.
+
+    Raises:
+        InvalidScore: one of them did.
+    """
+    try:
+        yield
+    except (InvalidScore, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise InvalidScore(f"returned what cannot be read as scores: {error_text(error, named=True)}") from error
+
+
+@reading_scores()
 def as_scores(value: Any, label: str) -> Scores:
     """What a reward function returned, as numbers: a number, or a dict with `score` and more.
 
-    Further entries that are no finite numbers are left out, with one warning per reward and key.
+    Further entries that are no finite numbers are left out, with one warning per reward and key. Beyond float32
+    (`MAX_REWARD`) is not finite.
 
     Raises:
         InvalidScore: no score, or one that is not a finite number.
@@ -101,13 +119,16 @@ def as_scores(value: Any, label: str) -> Scores:
     parts = dict(value) if isinstance(value, Mapping) else {"score": value}
     if "score" not in parts:
         raise InvalidScore(f"returned a dict without 'score'; it has {', '.join(map(str, parts)) or 'no keys'}")
-    numbers_by_name = {str(name): _number(part) for name, part in parts.items()}
+    value_of = {str(name): part for name, part in parts.items()}
+    numbers_by_name = {name: _number(part) for name, part in value_of.items()}
     if numbers_by_name["score"] is None:
-        raise InvalidScore(f"returned {value_text(parts['score'], 80)} as the score; expected a finite number")
+        got = value_text(parts["score"], 80)
+        raise InvalidScore(f"returned {got} as the score; expected a finite number of at most {MAX_REWARD:.2g}")
     for name, number in numbers_by_name.items():
         if number is None and (label, name) not in _warned:
             _warned.add((label, name))
-            log.warning("reward %s: %r is not a finite number and is left out: %.80r", label, name, parts[name])
+            got = value_text(value_of[name], 80)
+            log.warning("reward %s: %r is not a finite number and is left out: %s", label, name, got)
     return {name: number for name, number in numbers_by_name.items() if number is not None}
 
 
@@ -126,4 +147,4 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if is_trainable(number) else None

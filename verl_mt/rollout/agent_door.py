@@ -83,7 +83,9 @@ class AgentDoor:
             session.end(StopReason.TIME_LIMIT)
             return
         if failure is not None:
-            raise UserCodeError(f"agent {self._agent.path}, row {row.index}: {failure!r}") from failure
+            raise UserCodeError(
+                f"agent {self._agent.path}, row {row.index}: {error_text(failure, named=True)}"
+            ) from failure
         if session.trajectory.num_turns == 0:
             raise UserCodeError(
                 f"agent {self._agent.path}, row {row.index}: it returned without asking {url} for anything; give its "

@@ -22,17 +22,24 @@ from urllib.parse import urlsplit
 from verl_mt.config.schema import Config
 from verl_mt.data.conversation import Message
 from verl_mt.data.sample import Sample
-from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, PluginError, UserCodeError
+from verl_mt.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineGoneError,
+    PluginError,
+    UserCodeError,
+    error_text,
+)
 from verl_mt.plugins import load_object
-from verl_mt.rewards.base import RewardFailure, RewardInput
-from verl_mt.rewards.calls import is_async_callable
+from verl_mt.rewards.base import RewardFailure, RewardInput, score_all
 from verl_mt.rollout.conversations import Conversations
 from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.generate_args import ROUTER_HOST, GenerateArgs, GenerateState, runtime_of, sampling_dict
 from verl_mt.rollout.http_post import http_post
 from verl_mt.rollout.row_tools import RowTools
 from verl_mt.rollout.sample_outcome import settle
-from verl_mt.user_code import CallTimeout, UserCode
+from verl_mt.user_code import CallTimeout, UserCode, is_async_callable
 
 __all__ = [
     "CustomGenerateDoor",
@@ -111,7 +118,7 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float]:
         return []
     reward, call = runtime_of(args).reward, _current("batched_async_rm")
     inputs = [_reward_input(sample, call) for sample in samples]
-    results = await call.on_rollout_loop(reward.score(inputs))
+    results = await call.on_rollout_loop(score_all(reward, inputs))
     for result in results:
         if isinstance(result, RewardFailure) and result.kind == "unavailable":
             call.conversations.lost = EngineGoneError(result.error)
@@ -203,7 +210,7 @@ class CustomGenerateDoor:
             what = (
                 f"gave no Sample within {timeout_s:g} s (rollout.max_seconds)"
                 if isinstance(error, CallTimeout)
-                else f"{error!r}"
+                else error_text(error, named=True)
             )
             raise UserCodeError(f"generate function {self._function.path}, row {row.index}: {what}") from error
         finally:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sample import samples_of
-from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
-from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, UserCodeError
+from verl_mt.data.trajectory import MAX_REWARD, StopReason, TimeSpan, Trajectory, TrajectoryGroup, is_trainable
+from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, traceback_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.rewards.base import Reward, RewardFailure, RewardInput
+from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
 from verl_mt.rollout.credit import set_aside, turn_rewards
 from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
@@ -220,7 +219,7 @@ class RolloutRunner:
 
     def _fail(self, trajectory: Trajectory, error: Exception) -> None:
         trajectory.stop_reason = StopReason.ERROR
-        trajectory.error = "".join(traceback.format_exception(error))
+        trajectory.error = traceback_text(error)
         log.warning("trajectory failed: %s", session_error(trajectory, error))
 
     async def _close(
@@ -236,7 +235,7 @@ class RolloutRunner:
         if interaction is not None:
             try:
                 trajectory.info["interaction_score"] = await interaction.finish()
-            except UserCodeError as error:
+            except Exception as error:  # also an EngineError: the conversation itself is over
                 if trajectory.stop_reason is not StopReason.ENGINE:
                     self._fail(trajectory, error)
             trajectory.time_spans += interaction.time_spans
@@ -256,32 +255,40 @@ class RolloutRunner:
         if not scored:
             return
         begun = time.monotonic()
-        outcomes = await self.reward.score(inputs)
+        outcomes = await score_all(self.reward, inputs)
         ended = time.monotonic()
         for trajectory, outcome in zip(scored, outcomes):
             trajectory.time_spans.append(TimeSpan("reward", begun, ended, trajectory.num_turns))
-            if isinstance(outcome, RewardFailure):
-                if outcome.kind in ("timeout", "unavailable") and self.context.deterministic:
+            failure = outcome if isinstance(outcome, RewardFailure) else self._reward(trajectory, outcome)
+            if failure is not None:
+                if failure.kind in ("timeout", "unavailable") and self.context.deterministic:
                     raise deadline_error(trajectory, "reward.timeout_s")
-                lost = outcome.kind == "unavailable"
+                lost = failure.kind == "unavailable"
                 trajectory.stop_reason = StopReason.REWARD_UNAVAILABLE if lost else StopReason.ERROR
-                trajectory.error = outcome.traceback
+                trajectory.error = failure.traceback
                 trajectory.counters["reward_errors"] = 1
-                log.warning("reward failed: %s: %s", trajectory.trajectory_id, outcome.error)
-                continue
-            costs = self._costs(trajectory)
-            trajectory.reward_parts = outcome | costs
-            trajectory.reward = (
-                outcome["score"]
-                + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
-                + self.turn_score_weight * sum(trajectory.turn_scores)
-                + sum(costs.values())
-            )
-            if self.reward_by_turn:
-                weights = {"tool_weight": self.tool_reward_weight, "score_weight": self.turn_score_weight}
-                trajectory.turn_rewards = turn_rewards(trajectory, **weights)
-            if trajectory.sample is not None:
-                trajectory.sample.reward = trajectory.reward
+                log.warning("reward failed: %s: %s", trajectory.trajectory_id, failure.error)
+
+    def _reward(self, trajectory: Trajectory, scores: Scores) -> RewardFailure | None:
+        """Give it its reward; a failure where the terms, each of them small enough, make too large a number."""
+        costs, by_turn = self._costs(trajectory), {}
+        reward = (
+            scores["score"]
+            + self.tool_reward_weight * sum(sum(r) for r in trajectory.tool_rewards.values())
+            + self.turn_score_weight * sum(trajectory.turn_scores)
+            + sum(costs.values())
+        )
+        if self.reward_by_turn:
+            weights = {"tool_weight": self.tool_reward_weight, "score_weight": self.turn_score_weight}
+            by_turn = turn_rewards(trajectory, **weights)
+        if not all(map(is_trainable, [reward, *by_turn.values()])):
+            text = f"score {scores['score']:g} with the weighted rewards of tools, turns and costs is {reward:g}"
+            text += f", or that of a turn: beyond {MAX_REWARD:.2g}; lower the weights or the rewards"
+            return RewardFailure(text, text, "invalid")
+        trajectory.reward_parts, trajectory.reward, trajectory.turn_rewards = scores | costs, reward, by_turn
+        if trajectory.sample is not None:
+            trajectory.sample.reward = trajectory.reward
+        return None
 
     def _costs(self, trajectory: Trajectory) -> dict[str, float]:
         """What the conversation's length costs, as terms of the reward; nothing where it costs nothing."""

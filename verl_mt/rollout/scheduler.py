@@ -24,7 +24,7 @@ from verl_mt.data.requests import (
     RolloutOutput,
     RolloutResponseChoice,
 )
-from verl_mt.errors import ConfigError, PluginError
+from verl_mt.errors import ConfigError, PluginError, error_text
 from verl_mt.plugins import Registry, load_object
 from verl_mt.rewards.base import ORM, orms
 from verl_mt.rollout.loss_scale import ContextType, LossScale, loss_scale_map
@@ -110,10 +110,11 @@ def load_scheduler(path: str, *, max_turns: int | None = None, kwargs: Mapping[s
         if not takes_any and "max_turns" not in signature.parameters:
             del arguments["max_turns"]
         scheduler = kind(**arguments)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise PluginError(f"{CONFIG_KEY}: making {kind.__name__}({arguments}) failed: {error!r}") from error
+    except BaseException as error:
+        text = error_text(error, named=True)
+        raise PluginError(f"{CONFIG_KEY}: making {kind.__name__}({arguments}) failed: {text}") from error
     if not hasattr(scheduler, "max_turns"):
         scheduler.max_turns = max_turns  # a constructor that does not call its base's
     return scheduler

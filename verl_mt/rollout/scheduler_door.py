@@ -9,7 +9,7 @@ import logging
 import time
 from typing import Any
 
-from verl_mt.errors import EngineError, EngineGoneError, UserCodeError
+from verl_mt.errors import EngineError, EngineGoneError, UserCodeError, error_text
 from verl_mt.rollout.doors import Episode
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler
 from verl_mt.rollout.schedulers.conversation import Conversation, InferEngine, TrajectoryOver, request_config, running
@@ -106,7 +106,7 @@ class SchedulerDoor:
         except (TrajectoryOver, EngineError, UserCodeError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise conversation.error("run", str(error) or type(error).__name__) from error
+            raise conversation.error("run", error_text(error)) from error
 
     async def _end(self, conversation: Conversation, reason: str) -> None:
         """Goes on in the background if the rollout is cancelled."""

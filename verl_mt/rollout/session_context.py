@@ -11,7 +11,7 @@ from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import FinishReason, SamplingParams
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import DeadlineError, VerlMTError
+from verl_mt.errors import DeadlineError, VerlMTError, error_text
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.loss_scale import LossScale
 
@@ -57,5 +57,5 @@ def deadline_error(trajectory: Trajectory, what: str) -> DeadlineError:
 
 def session_error(trajectory: Trajectory, error: BaseException) -> str:
     """One line that names trajectory, row and turn."""
-    kind = "" if isinstance(error, VerlMTError) else f"{type(error).__name__}: "
-    return f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {kind}{error}"
+    text = error_text(error, named=not isinstance(error, VerlMTError))
+    return f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {text}"

@@ -20,7 +20,7 @@ from verl_mt.config.rollout import MultiTurnConfig
 from verl_mt.data.conversation import MalformedCall, ToolCall
 from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
-from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError
+from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError, error_text, value_text
 from verl_mt.plugins import listing
 from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
 from verl_mt.tools.limiter import ConcurrencyLimit
@@ -107,7 +107,7 @@ class ToolExecutor:
                 code = user_code_of(tool, BaseTool, f"tool {tool.name}")
                 await code.call("close", (), {}, timeout_s=self.limits.timeout_s)
             except Exception as error:
-                logger.warning("tool %r failed at the end of the run: %s", tool.name, _reason(error))
+                logger.warning("tool %r failed at the end of the run: %s", tool.name, error_text(error))
 
         await asyncio.gather(*(close_one(tool) for tool in self.tools))
 
@@ -180,7 +180,7 @@ class ToolSession:
             One result per call, in the order of the calls. Failures are results, never exceptions.
         """
         before, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        timed = await asyncio.gather(*(timed_call(self._one(k, before + k, c, turn)) for k, c in enumerate(calls)))
+        timed = await asyncio.gather(*(timed_call(self._one, k, before + k, c, turn) for k, c in enumerate(calls)))
         for call, (result, latency_s) in zip(calls, timed):
             self.calls.append(result.to_row(call, turn=turn, latency_s=latency_s))
             if result.failure is None:
@@ -220,16 +220,16 @@ class ToolSession:
             self._tools.check_call(name, call.arguments)
             answer = await self._execute(name, call.arguments, turn)
         except ToolCallError as error:
-            answer = _Answer(str(error), failure="model")
+            answer = _Answer(error_text(error), failure="model")
             self._count(metric, "timeouts", float(error.timed_out))
         except EngineError as error:
-            answer = _Answer(f"Tool failed: {_reason(error)}", failure="infrastructure")
+            answer = _Answer(f"Tool failed: {error_text(error)}", failure="infrastructure")
             self._log(name, turn, error)
         except Exception as error:
             late = isinstance(error, CallTimeout)
             # The deadline as configured, not what was left of it: the text must not depend on the clock.
             limit_s = self._limits.timeout_of(self._tools[name])
-            reason = f"timed out after {limit_s:g} s" if late else _reason(error)
+            reason = f"timed out after {limit_s:g} s" if late else error_text(error)
             answer = _Answer(f"Tool failed: {reason}", failure="tool")
             self._count(metric, "timeouts", float(late))
             self._log(name, turn, error)
@@ -358,7 +358,7 @@ class ToolSession:
 
     def _log(self, name: str, turn: int | None, error: Exception) -> None:
         when = "at its end" if turn is None else f"turn {turn}"
-        wrapped = UserCodeError(f"tool {name!r} failed in trajectory {self.trajectory_id}, {when}: {_reason(error)}")
+        wrapped = UserCodeError(f"tool {name!r} failed in trajectory {self.trajectory_id}, {when}: {error_text(error)}")
         wrapped.__cause__ = error
         # With its traceback once per tool and kind of error: a tool that is down fails thousands of times.
         first = self._executor.first_time(name, error)
@@ -379,12 +379,8 @@ def _as_instance(created: Any, proposed: str) -> _Instance:
     opening = None
     if isinstance(created, tuple):
         if len(created) != 2 or not isinstance(created[1], ToolResponse | None):
-            raise TypeError(f"create must return an id or (id, ToolResponse), got {created!r}")
+            raise TypeError(f"create must return an id or (id, ToolResponse), got {value_text(created)}")
         created, opening = created
     if created is not None and not isinstance(created, str):
-        raise TypeError(f"create must return a str id, got {created!r}")
+        raise TypeError(f"create must return a str id, got {value_text(created)}")
     return _Instance(created or proposed, None if opening is None or opening.is_empty() else opening)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

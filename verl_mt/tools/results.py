@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.conversation import MalformedCall, Message, ToolCall
+from verl_mt.data.trajectory import MAX_REWARD, is_trainable
+from verl_mt.errors import value_text
 from verl_mt.tools.schemas import ToolResponse
 
 Failure = Literal["model", "tool", "infrastructure"]
@@ -62,10 +64,10 @@ class ToolResult:
         return row | {"arguments": call.arguments}
 
 
-async def timed_call(call: Awaitable[ToolResult]) -> tuple[ToolResult, float]:
-    """The result, and the seconds that it took."""
+async def timed_call(call: Callable[..., Awaitable[ToolResult]], *args: Any) -> tuple[ToolResult, float]:
+    """The result of `call(*args)`, and the seconds that it took."""
     begun = time.monotonic()
-    return await call, time.monotonic() - begun
+    return await call(*args), time.monotonic() - begun
 
 
 def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
@@ -141,22 +143,22 @@ def as_reward(value: Any) -> float:
     """A finite number, None = 0.
 
     Raises:
-        TypeError: anything else; a NaN in one reward would spoil a whole batch.
+        TypeError: anything else; a NaN, or what float32 cannot hold, in one reward would spoil a whole batch.
     """
     if value is None:
         return 0.0
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"a reward must be a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise TypeError(f"a reward must be finite, got {number}")
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"a reward must be a number, got {value_text(value)}") from None
+    if not is_trainable(number):
+        raise TypeError(f"a reward must be finite and at most {MAX_REWARD:.2g}, got {number}")
     return number
 
 
 def _as_metrics(metrics: Any) -> dict[str, Any]:
     if metrics is not None and not isinstance(metrics, dict):
-        raise TypeError(f"metrics must be a mapping, got {metrics!r}")
+        raise TypeError(f"metrics must be a mapping, got {value_text(metrics)}")
     return dict(metrics or {})
 
 

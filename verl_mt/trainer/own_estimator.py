@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
-from verl_mt.errors import ConfigError, UserCodeError
+from verl_mt.errors import ConfigError, UserCodeError, error_text
 from verl_mt.plugins import load_object
 from verl_mt.trainer.advantage_step import TokenEstimator, TrajectoryEstimator
 
@@ -70,8 +70,10 @@ def _load(path: str) -> tuple[Callable[..., Any], list[str]]:
 def _call(path: str, function: Callable[..., Any], tensors: tuple[Tensor, Tensor], offered: dict[str, Any]) -> Tensor:
     try:
         found = function(*tensors, **offered)
-    except Exception as error:
-        raise UserCodeError(f"{_KEY}={path} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserCodeError(f"{_KEY}={path} raised {error_text(error, named=True)}") from error
     if not isinstance(found, Tensor) or found.shape != tensors[0].shape:
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise UserCodeError(f"{_KEY}={path} returned {got}; expected advantages of shape {tuple(tensors[0].shape)}")

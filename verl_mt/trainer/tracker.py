@@ -14,6 +14,7 @@ from typing import Any, Literal
 from verl_mt.config.redact import redact
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.rollout_table import RolloutTable
+from verl_mt.errors import error_text
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ class Background(Tracker):
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:
-                self._failed(f"{type(error).__name__}: {error}")
+            except BaseException as error:  # in this thread a SystemExit would end it, and lose all that follows
+                self._failed(error_text(error, named=True))
 
     def _failed(self, what: str) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.run_files import append_metrics, truncate_metrics
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.rollout_table import rollout_table
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, error_text
 from verl_mt.plugins import Registry, load_object
 from verl_mt.trainer.rollout_spans import RolloutSpans
 from verl_mt.trainer.track_mlflow import MLflow
@@ -130,8 +130,10 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
     for name, make in wanted:
         try:
             made.append(Background(make(run), re.split(r"[.:]", name)[-1]))
-        except Exception as error:
-            reason = redact(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            reason = redact(error_text(error, named=True))
             if run.resume_step is None:
                 raise ConfigError(f"tracker {name} could not begin: {reason}; repair it, or leave it out") from error
             log.warning("tracker %s could not go on (%s); the run goes on without it", name, reason)

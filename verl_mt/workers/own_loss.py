@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.policy_loss import KEY, PolicyLossOptions
-from verl_mt.errors import ConfigError, UserCodeError
+from verl_mt.errors import ConfigError, UserCodeError, error_text
 from verl_mt.plugins import load_object
 
 _GIVEN = ("log_probs", "old_log_probs", "advantages", "mask")
@@ -65,8 +65,10 @@ def own_loss(
     where, mask_BT = f"{KEY}.loss_mode={options.loss_mode}", tensors[3]
     try:
         result = function(*tensors, **{name: offered[name] for name in takes}, **options.own)
-    except Exception as error:
-        raise UserCodeError(f"{where} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserCodeError(f"{where} raised {error_text(error, named=True)}") from error
     loss, numbers = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.shape != mask_BT.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

@@ -26,7 +26,7 @@ from verl_mt.data.requests import (
     RolloutInferRequest,
 )
 from verl_mt.data.trajectory import StopReason
-from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, value_text
+from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
 from verl_mt.rollout.schedulers.request import show_new_media
@@ -169,7 +169,7 @@ class Conversation:
         except (EngineError, TrajectoryOver):
             raise
         except Exception as error:
-            raise self.error(method, str(error) or type(error).__name__) from error
+            raise self.error(method, error_text(error)) from error
 
     async def run_tools(self) -> list[Message]:
         """`InferEngine.run_tools` of this conversation, from whatever loop."""
@@ -232,7 +232,7 @@ class Conversation:
         try:
             self.hand_in(ids, mask, result.get("rollout_logprobs"))
         except (LedgerError, TypeError, ValueError) as error:
-            raise self.error("step", str(error)) from error
+            raise self.error("step", error_text(error)) from error
         self.add_infos(result.get("rollout_infos"), "step")
         return request
 
@@ -275,9 +275,8 @@ class Conversation:
             except WrongValue as error:
                 raise self.error(where, str(error)) from None
             except (TypeError, ValueError) as error:
-                raise self.error(
-                    where, f"rollout_infos[{key!r}] cannot be written as JSON ({error}): {value_text(value, 100)}"
-                ) from error
+                reason = f"cannot be written as JSON ({error_text(error)}): {value_text(value, 100)}"
+                raise self.error(where, f"rollout_infos[{key!r}] {reason}") from error
         for key in MEDIA:
             if infos.get(key) is not None:
                 self._replace_media(key, infos[key], where)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from verl_mt.errors import VerlMTError
+from verl_mt.errors import VerlMTError, error_text
 
 Status = Literal["ok", "warning", "error", "skipped"]
 T = TypeVar("T")
@@ -79,6 +79,4 @@ def _look(check: Check[T], subject: T) -> Iterator[Note]:
     except Exception as raised:
         if os.environ.get("VERL_MT_TRACEBACK") == "1":
             raise
-        yield error(
-            f"{type(raised).__name__}: {raised}", "VERL_MT_TRACEBACK=1 shows where; a run would end there as well"
-        )
+        yield error(error_text(raised, named=True), "VERL_MT_TRACEBACK=1 shows where; a run would end there as well")
