@@ -205,7 +205,7 @@ class ThirdBlocks(Base):
 def nine_calls(code, **keys):
     async def main():
         return await asyncio.gather(
-            *(code.call("work", (n,), {}, timeout_s=0.2) for n in range(9)), return_exceptions=True
+            *(code.call("work", (n,), {}, timeout_s=0.4) for n in range(9)), return_exceptions=True
         )
 
     return asyncio.run(main())
@@ -221,7 +221,7 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize(("waits", "nested"), [(True, False), slow(False, False), slow(True, True)])
 def test_of_nine_calls_of_which_three_block_three_fail_and_none_is_made_twice(quick, caplog, waits, nested):
-    plugin = ThirdBlocks(waits, quick, for_s=0.5, nested=nested)
+    plugin = ThirdBlocks(waits, quick, for_s=0.9, nested=nested)
     code = UserCode(plugin, Base, "plug-in")
     results = nine_calls(code)
     assert [r if isinstance(r, int) else type(r) for r in results] == [
@@ -250,7 +250,7 @@ def test_a_call_that_was_under_way_beside_one_that_never_ends_is_late_and_not_ma
 
 @pytest.mark.slow
 def test_the_loops_of_calls_that_are_over_end(quick):
-    plugin = ThirdBlocks(False, quick, for_s=0.5)
+    plugin = ThirdBlocks(False, quick, for_s=0.9)
     nine_calls(UserCode(plugin, Base, "ending"))
     ends = time.monotonic() + 5
     while time.monotonic() < ends and any(t.name == "ending" for t in threading.enumerate()):

@@ -198,14 +198,14 @@ def test_of_nine_answers_of_which_three_block_in_async_code_three_fail(monkeypat
     class ThirdBlocks(BaseInteraction):
         async def generate_response(self, instance_id, messages, **kwargs):
             if int(instance_id.split("/")[0]) % 3 == 2:
-                time.sleep(0.6)
+                time.sleep(0.9)
             await asyncio.sleep(0.01)
             return True, "", 1.0, {}
 
     shared = ThirdBlocks({"name": "third"})
 
     async def one(number):
-        return (await InteractionSession(shared, str(number), timeout_s=0.2).respond(MESSAGES, turn=1)).score
+        return (await InteractionSession(shared, str(number), timeout_s=0.4).respond(MESSAGES, turn=1)).score
 
     async def main():
         return await asyncio.gather(*map(one, range(9)), return_exceptions=True)

@@ -651,12 +651,12 @@ def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(metho
     async def blocks(instance_id, *args, **kwargs):
         begun.append(instance_id)
         if int(instance_id.split("/")[0]) % 3 == 2:
-            time.sleep(0.6)
+            time.sleep(0.9)
         await asyncio.sleep(0.01)
         return "ok"
 
     setattr(tool, method, blocks)
-    tools = executor(tool, timeout_s=0.2)
+    tools = executor(tool, timeout_s=0.4)
 
     async def one(number):
         session = tools.open(str(number))
