@@ -83,9 +83,22 @@ def test_no_depth_of_folders_outlives_the_next_start(left, caplog, levels):
 
 def test_code_that_nests_folders_leaves_none(temporary):
     interpreter = Sandbox(SandboxLimits(memory_mb=256, disk_mb=64)).open()
-    result = interpreter.run("import os\nfor k in range(1500):\n    os.mkdir('a')\n    os.chdir('a')")
+    result = interpreter.run("import os\nfor k in range(3000):\n    os.mkdir('a')\n    os.chdir('a')")
     interpreter.close()
     assert result.ending == "ok" and not os.path.exists(interpreter.folder)
+
+
+def test_files_are_counted_at_any_depth_and_beside_it(left):
+    nest(left, 5_000)
+    for k in range(300):
+        (left / f"{k}").mkdir()
+        (left / f"{k}" / "file").write_bytes(bytes(4096))
+    (left / "link").symlink_to("/")
+    assert folders.too_full(str(left), os.getpid(), 64) == ""
+    (left / "0" / "big").write_bytes(bytes(2**20))
+    assert folders.too_full(str(left), os.getpid(), 1).startswith("its files take more than 1 MiB")
+    nest(left / "1", 5_000)
+    assert folders.too_full(str(left), os.getpid(), 64) == "its files are more than 10000"
 
 
 def test_links_are_removed_and_what_they_lead_to_stays(left, temporary):

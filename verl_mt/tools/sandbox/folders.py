@@ -15,6 +15,7 @@ import stat
 import tempfile
 import time
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -115,22 +116,13 @@ def too_full(folder: str, pid: int, disk_mb: int) -> str:
     A file counts until nobody holds it: also without a name, as long as the process has it open or mapped. The process
     has to stand still, else it moves files to where they were counted already.
     """
-    limit, count = disk_mb * 1024 * 1024, 0
-    sizes: dict[int, int] = {}
-    folders = [folder]
+    limit = disk_mb * 1024 * 1024
     try:
-        while folders:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    sizes[found.st_ino] = _size(found)
-                    count += 1
-                    if count > _MAX_FILES:
-                        return f"its files are more than {_MAX_FILES}"
-                    if stat.S_ISDIR(found.st_mode):
-                        folders.append(entry.path)
+        sizes = _named(folder)
     except OSError as error:
         return f"it made a folder that cannot be looked into ({error.strerror})"
+    if sizes is None:
+        return f"its files are more than {_MAX_FILES}"
     try:
         _add_nameless(sizes, folder, pid, limit)
     except (FileNotFoundError, ProcessLookupError):
@@ -140,6 +132,48 @@ def too_full(folder: str, pid: int, disk_mb: int) -> str:
     if sum(sizes.values()) > limit:
         return f"its files take more than {disk_mb} MiB, deleted ones that it still uses included"
     return ""
+
+
+def _named(folder: str) -> dict[int, int] | None:
+    """What is in the folder: inode -> size; None where it is too much. It goes down by name and up by `..`: with a path
+    for each folder the time would grow with the square of the depth."""
+    sizes: dict[int, int] = {}
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        count, inner = _list(handle, sizes)
+        levels = [inner]
+        while levels and count <= _MAX_FILES:
+            if levels[-1]:
+                handle = _step(handle, levels[-1].pop())
+                more, inner = _list(handle, sizes)
+                count += more
+                levels.append(inner)
+            else:
+                levels.pop()
+                if levels:
+                    handle = _step(handle, "..")
+        return sizes if count <= _MAX_FILES else None
+    finally:
+        os.close(handle)
+
+
+def _step(handle: int, name: str) -> int:
+    other = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+    os.close(handle)
+    return other
+
+
+def _list(handle: int, sizes: dict[int, int]) -> tuple[int, list[str]]:
+    """Adds what a folder holds to `sizes`; the number of names, up to one too many, and the folders among them."""
+    inner, count = [], 0
+    with os.scandir(handle) as entries:
+        for entry in islice(entries, _MAX_FILES + 1):
+            count += 1
+            found = entry.stat(follow_symlinks=False)
+            sizes[found.st_ino] = _size(found)
+            if stat.S_ISDIR(found.st_mode):
+                inner.append(entry.name)
+    return count, inner
 
 
 def _add_nameless(sizes: dict[int, int], folder: str, pid: int, limit: int) -> None:

@@ -301,6 +301,8 @@ class Interpreter:
         except (ValueError, RecursionError):
             pass  # nothing was said: it died; or the code wrote there itself
         self.kill()
+        if answer:
+            return {"ending": "died", "detail": "the interpreter's answer was not its own"}
         code = self._process.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return {"ending": "died", "detail": f"the interpreter {how}"}
