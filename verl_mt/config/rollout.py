@@ -31,9 +31,11 @@ class MultiTurnConfig(Section):
         "later turn, the trajectory ends (stop reason max_tool_calls). null = no limit.",
         min=1,
     )
-    max_tool_response_tokens: int = knob(512, "Longest tool result in tokens; longer ones are cut and counted.", min=8)
+    max_tool_response_tokens: int = knob(
+        512, "Longest tool result, or text of an interaction, in tokens; longer ones are cut and counted.", min=8
+    )
     tool_response_keep: str = knob(
-        "both", "Which part of an over-long tool result is kept.", choices=("head", "tail", "both")
+        "both", "Which part of an over-long tool result or interaction text is kept.", choices=("head", "tail", "both")
     )
     tool_timeout_s: float = knob(30.0, "Deadline of one tool call in seconds, retries included.", min=0.001)
     interaction_timeout_s: float = knob(

@@ -14,7 +14,7 @@ _COUNTED = (
     "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
     "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",
     "differing_response_ids", "masked_observation_tokens", "unread_tokens", "dropped_samples",
-    "unreturned_conversations",
+    "unreturned_conversations", "cut_interaction_texts",
 )  # fmt: skip
 """Counters of trajectories that are summed under `rollout/`."""
 

@@ -53,7 +53,9 @@ class BaseInteraction:
             kwargs: the row's `extra_info.interaction_kwargs`.
 
         Returns:
-            (should_terminate, text, turn_score, extra). The text becomes the next user message unless it is over.
+            (should_terminate, text, turn_score, extra): True or False, a text, a finite number, a dict; anything else
+            fails the trajectory. The text becomes the next user message unless it is over, cut to
+            `multi_turn.max_tool_response_tokens` like a tool's answer.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement generate_response(instance_id, messages, **kwargs)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_mt.data.checks import WrongValue, bool_of, number_of, plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import MAX_REWARD, TimeSpan, is_trainable
 from verl_mt.errors import DataError, EngineError, UserCodeError, error_text, value_text
@@ -89,6 +89,8 @@ class InteractionSession:
             proposed = f"{self.trajectory_id}/{self._interaction.name}"
             answer = await self._call("start_interaction", (proposed,), turn=0)
             self._instance_id = answer if isinstance(answer, str) and answer else proposed
+            if answer is not None and not isinstance(answer, str):
+                raise self._error("start_interaction", 0, f"must return a str id, got {value_text(answer)}")
 
     async def respond(self, messages: Sequence[Message], *, turn: int = 0) -> InteractionTurn:
         """`generate_response` to a conversation whose last message is the model's.
@@ -145,26 +147,27 @@ class InteractionSession:
             raise self._error(method, turn, error_text(error)) from error
 
     def _as_turn(self, returned: Any, turn: int) -> InteractionTurn:
+        method = "generate_response"
         if not isinstance(returned, tuple | list) or len(returned) != 4:
-            raise self._error(
-                "generate_response",
-                turn,
-                f"must return (should_terminate, text, turn_score, extra), got {value_text(returned)}",
-            )
+            got = value_text(returned)
+            raise self._error(method, turn, f"must return (should_terminate, text, turn_score, extra), got {got}")
         done, text, score, extra = returned
+        try:
+            done = bool_of(done, "should_terminate")
+            extra = plain_of({} if extra is None else extra, "extra")
+        except WrongValue as error:
+            raise self._error(method, turn, str(error)) from None
         if not isinstance(text, str) and not (text is None and done):
-            raise self._error("generate_response", turn, f"the text must be a str, got {value_text(text)}")
-        if extra is not None and not isinstance(extra, dict):
-            raise self._error("generate_response", turn, f"extra must be a dict, got {value_text(extra)}")
-        return InteractionTurn(
-            bool(done), text or "", self._as_score(score, "generate_response", turn), dict(extra or {})
-        )
+            raise self._error(method, turn, f"the text must be a str, got {value_text(text)}")
+        if not isinstance(extra, dict):
+            raise self._error(method, turn, f"extra must be a dict, got {value_text(extra)}")
+        return InteractionTurn(done, text or "", self._as_score(score, method, turn), dict(extra))
 
     def _as_score(self, value: Any, method: str, turn: int | None) -> float:
         try:
-            score = 0.0 if value is None else float(value)
-        except (TypeError, ValueError, OverflowError):
-            score = math.nan
+            score = 0.0 if value is None else number_of(value, "the score")
+        except WrongValue as error:
+            raise self._error(method, turn, str(error)) from None
         if not is_trainable(score):
             reason = f"the score must be a finite number of at most {MAX_REWARD:.2g}, got {value_text(value)}"
             raise self._error(method, turn, reason)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import StopReason
+from verl_mt.tools.results import Keep
 
 _TURNS_OF_TIME = 10
 """Without `rollout.max_seconds`, user code that drives a conversation may take as long as so many requests may."""
@@ -24,6 +25,9 @@ class Limits:
     max_user_turns: int | None = None
     max_seconds: float | None = None
     request_timeout_s: float = 600.0
+    max_text_tokens: int = 512
+    """Of a text that the environment says; the config's `max_tool_response_tokens`."""
+    keep_text: Keep = "both"
 
     @classmethod
     def from_config(cls, config: Config) -> Limits:
@@ -38,6 +42,8 @@ class Limits:
             max_user_turns=multi_turn.max_user_turns,
             max_seconds=rollout.max_seconds,
             request_timeout_s=rollout.request_timeout_s,
+            max_text_tokens=multi_turn.max_tool_response_tokens,
+            keep_text=multi_turn.tool_response_keep,  # type: ignore[arg-type]
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from verl_mt.data.conversation import MalformedCall, Message, ToolCall
 from verl_mt.data.trajectory import StopReason
@@ -10,6 +11,7 @@ from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.tools.executor import ToolSession
+from verl_mt.tools.results import clean_text
 
 
 async def run_tool_loop(
@@ -70,5 +72,14 @@ async def _interaction_is_over(session: RolloutSession, interaction: Interaction
     elif session.turns_left == 0:
         session.end(StopReason.MAX_ASSISTANT_TURNS)
     else:
-        session.extend([{"role": "user", "content": reply.text}])
+        session.extend([{"role": "user", "content": _cleaned(session, reply.text)}])
     return session.ended
+
+
+def _cleaned(session: RolloutSession, text: str) -> str:
+    """What the interaction said, under the same limits as a tool's answer."""
+    limits, chat = session.context.limits, session.context.chat
+    count_tokens = partial(chat.encode_text, neutral=True)
+    text, cut = clean_text(text, limits.max_text_tokens, limits.keep_text, count_tokens)
+    session.count("cut_interaction_texts", int(cut))
+    return text

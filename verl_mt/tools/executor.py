@@ -30,13 +30,12 @@ from verl_mt.tools.results import (
     Failure,
     ToolResult,
     as_reward,
-    encodable,
+    clean_text,
     media_note,
     normalize,
     numeric_metrics,
     split_media,
     timed_call,
-    truncate,
 )
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
@@ -335,7 +334,7 @@ class ToolSession:
 
     def _finish(self, name: str, call_id: str, metric: str, answer: _Answer) -> ToolResult:
         limits, count_tokens = self._limits, self._executor.count_tokens
-        text, cut = truncate(encodable(answer.text), limits.max_response_tokens, limits.keep, count_tokens)
+        text, cut = clean_text(answer.text, limits.max_response_tokens, limits.keep, count_tokens)
         if cut:
             self._count(metric, "truncated")
         media, dropped = split_media(answer.images, answer.videos, self._executor.media)

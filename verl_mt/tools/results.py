@@ -162,6 +162,16 @@ def _as_metrics(metrics: Any) -> dict[str, Any]:
     return dict(metrics or {})
 
 
+def clean_text(text: str, max_tokens: int, keep: Keep, count_tokens: CountTokens) -> tuple[str, bool]:
+    """What the model gets of a text that the environment says, a tool's answer or an interaction's: cut, and one that
+    can be encoded. (That nothing in it becomes a control token is the matter of whoever encodes it.)
+
+    Returns:
+        (text, whether it was cut).
+    """
+    return truncate(encodable(text), max_tokens, keep, count_tokens)
+
+
 def encodable(text: str) -> str:
     """The text with lone surrogates replaced: tokenizers refuse them."""
     try:
