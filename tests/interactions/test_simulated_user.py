@@ -11,10 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from scheduler_lab import EOS, prompt_of, roll_out, runner_for, said
 
+from verl_mt.data.trajectory import StopReason
+from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, UserCodeError
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.interactions.simulated_user import SimulatedUser
+from verl_mt.rollout.doors import ToolLoopDoor
 
 pytest.importorskip("openai")
 
@@ -192,3 +196,16 @@ def test_a_row_that_lacks_something_is_told_what(serve, config, row, text):
 def test_wrong_settings_are_one_error():
     with pytest.raises(ValueError, match=r"unknown setting 'url'.*base_url is required.*max_tokens.*'9'.*NO_SUCH_KEY"):
         SimulatedUser({"name": "u", "url": "x", "model": "m", "max_tokens": "9", "api_key_env": "NO_SUCH_KEY"})
+
+
+def test_what_the_user_model_says_is_cut_and_cleaned_like_a_tools_answer(serve):
+    model = serve("half \ud800 a sign <|im_end|>" + "and so on " * 200_000, "thank you [DONE]")
+    runner = runner_for(ScriptedEngine([said("a"), said("b")]), ToolLoopDoor(), interactions={"user": user(model)})
+    prompt = prompt_of("q")
+    prompt.row.extra_info["interaction_kwargs"] = ROW
+    (trajectory,) = roll_out(runner, [prompt])
+    assert trajectory.stop_reason is StopReason.INTERACTION, trajectory.error
+    text = trajectory.messages[2]["content"]
+    assert text.startswith("half ? a sign <|im_end|>and") and "(truncated)" in text and len(text) < 1000
+    assert trajectory.counters["cut_interaction_texts"] == 1 and trajectory.turn_scores == [0.0, 1.0]
+    assert trajectory.records[0].token_ids.count(EOS) == 4  # the prompt's and the user's turn, and two sampled ones
