@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,8 +167,8 @@ class InteractionSession:
     def _as_score(self, value: Any, method: str, turn: int | None) -> float:
         try:
             score = 0.0 if value is None else number_of(value, "the score")
-        except WrongValue as error:
-            raise self._error(method, turn, str(error)) from None
+        except WrongValue:
+            score = math.nan
         if not is_trainable(score):
             reason = f"the score must be a finite number of at most {MAX_REWARD:.2g}, got {value_text(value)}"
             raise self._error(method, turn, reason)
