@@ -18,7 +18,7 @@ from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.tiny.problems import SYSTEM, generate
-from verl_mt.trainer import build, build_rollout
+from verl_mt.trainer import build, build_rollout, supervised
 
 TINY = "verl_mt://tiny"
 
@@ -50,11 +50,11 @@ def chat() -> ChatTemplate:
     return build_rollout.build_chat(sft._config("x.jsonl", []))
 
 
-def trainer_of(overrides: list[str], num_rows: int) -> sft.SupervisedTrainer:
+def trainer_of(overrides: list[str], num_rows: int) -> supervised.SupervisedTrainer:
     config = sft._config("x.jsonl", overrides)
-    steps = sft.total_steps(config, num_rows)
+    steps = supervised.total_steps(config, num_rows)
     workers = build.build_workers(config, total_steps=steps)
-    return sft.SupervisedTrainer(config, workers, 0, steps)
+    return supervised.SupervisedTrainer(config, workers, 0, steps)
 
 
 def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
@@ -71,7 +71,7 @@ def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
 
 def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(3, 6))
-    rows = sft.load_demonstrations(file, chat, "--data").trajectories
+    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
     trainer = trainer_of(["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"], 6)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)
@@ -92,7 +92,7 @@ def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
 
 def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(4, 5))
-    rows = sft.load_demonstrations(file, chat, "--data").trajectories
+    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
     trainer = trainer_of(["data.train_batch_size=2", "trainer.total_epochs=2"], 5)
     batches = [[t.trajectory_id for t in batch] for batch in trainer._batches(rows)]
     assert [len(b) for b in batches] == [2, 2, 1, 2, 2, 1]
@@ -101,7 +101,7 @@ def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
         assert sorted(name for batch in epoch for name in batch) == everything
     assert batches[:3] != batches[3:]
     config = sft._config("x.jsonl", ["data.train_batch_size=2", "trainer.total_training_steps=3"])
-    assert sft.total_steps(config, 5) == 3
+    assert supervised.total_steps(config, 5) == 3
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_the_command_trains_validates_and_exports(tmp_path, capsys):
     assert lines[-1]["val/loss"] < 0.8 * lines[0]["val/loss"]
     assert "training on 16 conversations" in capsys.readouterr().out
     config = sft._config("x.jsonl", [f"actor_rollout_ref.model.path={tmp_path}/out/hf"])
-    rows = sft.load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
+    rows = supervised.load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
     module = load_causal_lm(str(tmp_path / "out" / "hf"))
     assert naive_loss(module, rows).item() == pytest.approx(lines[-1]["val/loss"], rel=1e-4)
 
@@ -136,12 +136,12 @@ def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
     failed = rollout(chat, "failed", None, StopReason.ERROR)
     (tmp_path / "rollouts").mkdir()
     write_rows(tmp_path / "rollouts" / "step_000001.jsonl", [trajectory_to_row(t, step=1) for t in (good, bad, failed)])
-    found = sft.load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
+    found = supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
     assert (len(found.trajectories), found.num_low) == (1, 2)
     assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
-    assert len(sft.load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    assert len(supervised.load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
     with pytest.raises(DataError, match=r"leaves nothing to train on: 0 conversations.*3 below the reward"):
-        sft.load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
+        supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
@@ -149,13 +149,13 @@ def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
     strange.turn_texts = ["something else"]
     write_rows(tmp_path / "rows.jsonl", [trajectory_to_row(strange, step=1)])
     with pytest.raises(DataError, match=r"row 0: this rollout was sampled with another tokenizer.*'something else'"):
-        sft.load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
+        supervised.load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
 
 
 def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
     rows = conversations(6, 2)
     rows[1]["messages"][1]["content"] *= 20
-    found = sft.load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
+    found = supervised.load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
     assert (len(found.trajectories), found.num_long, "1 too long" in str(found)) == (1, 1, True)
 
 
@@ -173,12 +173,12 @@ def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
 def test_a_row_without_anything_to_learn_is_named(chat, tmp_path, row, text):
     file = write(tmp_path / "rows.jsonl", [*conversations(1, 1), row])
     with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{text}"):
-        sft.load_demonstrations(file, chat, "--data")
+        supervised.load_demonstrations(file, chat, "--data")
 
 
 def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
     with pytest.raises(DataError, match="--min-reward needs rollouts"):
-        sft.load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
+        supervised.load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
 
 
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
@@ -203,5 +203,83 @@ def test_a_parquet_file_does_as_well(chat, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     write(tmp_path / "rows.jsonl", rows)
     files = (tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
-    ours, theirs = (sft.load_demonstrations(file, chat, "--data").trajectories for file in files)
+    ours, theirs = (supervised.load_demonstrations(file, chat, "--data").trajectories for file in files)
     assert [t.records for t in ours] == [t.records for t in theirs]
+
+
+TOOLS = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return build_rollout.build_tools(sft._config("x.jsonl", [f"{TOOLS}=tools_configs/calculator.yaml"]))
+
+
+def test_demonstrations_without_tools_are_shown_those_of_the_run(chat, tools, tmp_path):
+    rows = conversations(7, 1)
+    bare = [{"messages": row["messages"]} for row in rows]
+    files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("bare", bare))]
+    own, shown = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    assert shown.records == own.records
+    prompt = shown.records[0].token_ids[: shown.records[0].num_prompt_tokens]
+    assert prompt == chat.prompt_ids(rows[0]["messages"][:2], tools.schemas())  # what a rollout of the run shows
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda f: f.update(strict=False), r"calculator.function.strict is False in the row and absent in the run"),
+        (
+            lambda f: f.update(description="Adds."),
+            r"calculator.function.description is 'Adds.' in the row and '.*' in the run",
+        ),
+        (
+            lambda f: f.update(name="sum"),
+            r"sum is {.* in the row and absent in the run; calculator is absent in the row and {.* in the run",
+        ),
+        (lambda f: f["parameters"].pop("required"), r"calculator.function.parameters.required is absent in the row"),
+    ],
+)
+def test_demonstrations_with_other_tools_than_the_run_are_refused_with_the_difference(
+    chat, tools, tmp_path, change, text
+):
+    rows = conversations(7, 2)
+    rows[1] = json.loads(json.dumps(rows[1]))
+    change(rows[1]["tools"][0]["function"])
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: its tools are not those.*{text}"):
+        supervised.load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
+
+
+def test_the_order_of_keys_is_that_of_the_run(chat, tools, tmp_path):
+    rows = conversations(7, 1)
+    turned = [{**rows[0], "tools": [{k: t[k] for k in reversed(t)} for t in rows[0]["tools"]]}]
+    files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("turned", turned))]
+    own, other = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    assert own.records == other.records
+
+
+def test_supervised_training_reads_the_configuration_of_the_run(tmp_path):
+    (tmp_path / "my_run.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "actor_rollout_ref: {rollout: {n: 3, tool_kwargs: {tools_config_file: tools_configs/calculator.yaml}},\n"
+        "  actor: {optim: {lr: 1e-7, weight_decay: 0.3}}}\n"
+        "trainer: {total_training_steps: 2}\n"
+    )
+    words = ["--config-path", str(tmp_path), "--config-name", "my_run"]
+    config = sft._config("demos.jsonl", words)
+    assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file == "tools_configs/calculator.yaml"
+    assert config.actor_rollout_ref.actor.optim.weight_decay == 0.3
+    assert (config.data.train_files, config.trainer.total_training_steps) == ("demos.jsonl", None)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5  # RL's learning rate and steps are not this command's
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.n;"):
+        sft._config("demos.jsonl", [*words, "actor_rollout_ref.rollout.n=4"])
+
+
+def test_the_command_takes_the_configuration_as_the_trainer_does(tmp_path, capsys):
+    assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), "--config-name", "no_such_run"]) == 2
+    assert "no no_such_run.yaml" in capsys.readouterr().err
+    rows = conversations(7, 1)
+    rows[0]["tools"][0]["function"]["strict"] = False
+    data, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    assert sft.main(["--data", str(data), "--out", str(out), "--config-name", "tiny"]) == 2
+    assert "function.strict is False in the row and absent in the run" in capsys.readouterr().err and not out.exists()

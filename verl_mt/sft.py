@@ -2,46 +2,33 @@
 
     python -m verl_mt.sft --data demos.jsonl --out runs/cold actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
     python -m verl_mt.sft --data runs/tiny --min-reward 1 --out runs/again       # what it did right, once more
-    python -m verl_mt.trainer actor_rollout_ref.model.path=runs/cold/hf          # and on with RL
+    python -m verl_mt.sft --data demos.jsonl --out runs/cold --config-path conf --config-name my_run
+    python -m verl_mt.trainer --config-path conf --config-name my_run actor_rollout_ref.model.path=runs/cold/hf
 
-A row has `messages` (and `tools`), or is a rollout that a run has written: those are trained with the very ids that
-were sampled. The loss is the mean negative log-likelihood of what assistants said, over the same template, masks and
-workers as RL: a policy-gradient step with advantage 1 at ratio 1 has that gradient. One optimizer step per
-`data.train_batch_size` conversations. There are no checkpoints in between; Ctrl-C writes the model as it is.
+A row has `messages` (and `tools`, which must be those of the run's tools file), or is a rollout that a run has written:
+those are trained with the very ids that were sampled. The loss is the mean negative log-likelihood of what assistants
+said, over the same template, masks and workers as RL. One optimizer step per `data.train_batch_size` conversations.
+There are no checkpoints in between; Ctrl-C writes the model as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from tensordict import TensorDict
-
-from verl_mt.chat.demonstrations import demonstration
-from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.checks import check
-from verl_mt.config.compose import compose, config_to_yaml
-from verl_mt.config.normalize import normalise_overrides, raise_problems
+from verl_mt.config.compose import config_of_command
+from verl_mt.config.normalize import normalise_overrides, raise_problems, split_argv
 from verl_mt.config.schema import Config
-from verl_mt.data import batch as columns
-from verl_mt.data.dataset import read_rows
-from verl_mt.data.run_files import append_metrics, row_to_trajectory
-from verl_mt.data.trajectory import StopReason, Trajectory
-from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
-from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins
-from verl_mt.trainer import build, build_rollout
-from verl_mt.workers.worker_group import WorkerGroup
+from verl_mt.errors import ConfigError, VerlMTError
 
-DEFAULTS = ("actor_rollout_ref.actor.optim.lr=1e-5", "trainer.total_epochs=1", "trainer.test_freq=-1")
+DEFAULTS = (
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+    "trainer.total_epochs=1",
+    "trainer.total_training_steps=null",
+    "trainer.test_freq=-1",
+)
+"""This command's own: what a configuration says of them is meant for RL. The command line may say otherwise."""
 _READ = (
     "actor_rollout_ref.model.",
     "actor_rollout_ref.actor.optim.",
@@ -50,6 +37,7 @@ _READ = (
     "actor_rollout_ref.actor.grad_clip",
     "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.rollout.max_model_len",
+    "actor_rollout_ref.rollout.tool_kwargs.tools_config_file",
     "data.train_batch_size",
     "data.shuffle",
     "data.seed",
@@ -68,40 +56,43 @@ _READ = (
 """Keys that mean something here; any other is refused, not ignored."""
 
 
-@dataclass
-class Demonstrations:
-    """What is trained on, and what was left out."""
-
-    trajectories: list[Trajectory] = field(default_factory=list)
-    num_low: int = 0
-    """Rollouts below the wanted reward, or that ended in an error."""
-    num_long: int = 0
-    """Conversations longer than `rollout.max_model_len`."""
-
-    def __str__(self) -> str:
-        tokens = sum(t.num_sampled_tokens for t in self.trajectories)
-        text = f"{len(self.trajectories)} conversations, {tokens} assistant tokens"
-        left_out = [f"{self.num_low} below the reward"] * bool(self.num_low)
-        left_out += [f"{self.num_long} too long"] * bool(self.num_long)
-        return text + (f" (left out: {', '.join(left_out)})" if left_out else "")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for bad input (one line on stderr), 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m verl_mt.sft", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_mt.sft",
+        usage="%(prog)s --data FILE --out FOLDER [flags] [key=value ...]",
+        description=__doc__.split("\n")[0],
+        epilog=f"keys: {', '.join(key.rstrip('.') for key in _READ)}",
+        allow_abbrev=False,
+    )
     parser.add_argument("--data", required=True, help="parquet or JSONL file, or a run directory (its rollouts)")
     parser.add_argument("--val-data", help="the same, held out: its loss is reported, nothing is trained on it")
     parser.add_argument("--min-reward", type=float, help="of rollouts: train only on those with at least this reward")
     parser.add_argument("--out", required=True, help="a new folder for config.yaml, metrics.jsonl and hf/")
-    args, overrides = parser.parse_known_args(argv)
+    parser.add_argument("--config-name", "-cn", help="the run's YAML file (a name without .yaml, or a path)")
+    parser.add_argument("--config-path", "-cp", help="folder of that file (default: the shipped config/)")
+    parser.add_argument("--config-dir", "-cd", help="one more folder to search")
+    args, words = parser.parse_known_args(argv)
+    for flag in ("--config-name", "--config-path", "--config-dir"):
+        value = getattr(args, flag[2:].replace("-", "_"))
+        words = [flag, value, *words] if value is not None else words
     try:
-        return _train(args, _config(args.data, overrides))
+        config = _config(args.data, words)
+        if config is None:
+            return 0
+        from verl_mt.trainer import supervised  # after the config is known to be right: torch takes seconds
+
+        return supervised.train(
+            config, args.data, val_data=args.val_data, out=Path(args.out).expanduser(), min_reward=args.min_reward
+        )
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _config(data: str, overrides: list[str]) -> Config:
+def _config(data: str, words: list[str]) -> Config | None:
+    """The configuration of a command line; None where printing it was all that was asked for (`--cfg job`)."""
+    flags, overrides = split_argv(words)
     _, outcome = normalise_overrides(overrides)
     raise_problems(outcome.problems)
     idle = [item.spelling for item in outcome.items if not item.key.startswith(_READ)]
@@ -110,192 +101,8 @@ def _config(data: str, overrides: list[str]) -> Config:
             f"supervised training reads no {', '.join(idle)}; it reads {', '.join(key.rstrip('.') for key in _READ)}"
         )
     quoted = "'" + data.replace("'", "\\'") + "'"
-    config = compose([*DEFAULTS, f"data.train_files={quoted}", *overrides], config_name="ppo_trainer")
-    check(config)
-    return config
-
-
-def _train(args: argparse.Namespace, config: Config) -> int:
-    out = Path(args.out).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"--out: {out} is not empty; name a new folder")
-    console = Console()
-    import_plugins(config.external_plugins)
-    build.prepare_process(config)
-    chat = build_rollout.build_fitting_chat(config)
-    limit = config.actor_rollout_ref.rollout.max_model_len
-    train = load_demonstrations(args.data, chat, "--data", min_reward=args.min_reward, max_tokens=limit)
-    console.print(f"training on {train}", highlight=False)
-    held_out = Demonstrations()
-    if args.val_data:
-        held_out = load_demonstrations(args.val_data, chat, "--val-data", min_reward=args.min_reward, max_tokens=limit)
-        console.print(f"validating on {held_out}", highlight=False)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.yaml").write_text(config_to_yaml(config))
-    total = total_steps(config, len(train.trajectories))
-    with closing(build.build_workers(config, total_steps=total)) as workers:
-        trainer = SupervisedTrainer(config, workers, build.pad_token_id(chat), total)
-        try:
-            for metrics in trainer.fit(train.trajectories, held_out.trajectories):
-                append_metrics(out / "metrics.jsonl", metrics)
-                console.print(_line(metrics, total), highlight=False)
-            status = 0
-        except KeyboardInterrupt:
-            console.print("interrupted: writing the model as it is")
-            status = 130
-        folder = export_hf(workers.policy_module, build.tokenizer_as_trained(chat), out / "hf")
-    console.print(f"written to {folder}", highlight=False)
-    return status
-
-
-def load_demonstrations(
-    source: str | Path, chat: ChatTemplate, key: str, *, min_reward: float | None = None, max_tokens: int | None = None
-) -> Demonstrations:
-    """Rows of a file, or the training rollouts of a run directory, as scored trajectories.
-
-    Args:
-        source: a parquet, JSON or JSONL file of conversations or rollouts, or a run directory.
-        chat: the template of the model that is trained.
-        key: what the user calls the source, for errors.
-        min_reward: rollouts below are left out; refused for conversations, which have none.
-        max_tokens: longer ones are left out; None = none is.
-
-    Raises:
-        DataError: a row of neither kind, one that the template cannot render, rollouts of another tokenizer, or nothing
-            left to train on; names file and row.
-    """
-    folder = Path(source).expanduser() / "rollouts"
-    files = sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else [Path(source)]
-    if not files:
-        raise DataError(f"{key}: {folder} holds no step_*.jsonl; the run has written no rollouts yet")
-    found = Demonstrations()
-    for file in files:
-        for index, row in enumerate(read_rows(file, key)):
-            where = f"{file}, row {index}"
-            try:
-                trajectory = _trajectory(row, chat, where, min_reward)
-            except VerlMTError as error:
-                raise DataError(f"{where}: {error}") from error
-            if trajectory is None:
-                found.num_low += 1
-            elif max_tokens is not None and any(len(r.token_ids) > max_tokens for r in trajectory.records):
-                found.num_long += 1
-            else:
-                found.trajectories.append(trajectory)
-    if not found.trajectories:
-        raise DataError(f"{key}: {source} leaves nothing to train on: {found}")
-    return found
-
-
-def _trajectory(row: dict[str, Any], chat: ChatTemplate, where: str, min_reward: float | None) -> Trajectory | None:
-    if "records" in row:
-        trajectory = row_to_trajectory(row)
-        if not trajectory.trainable or trajectory.reward is None:
-            return None
-        if min_reward is not None and trajectory.reward < min_reward:
-            return None
-        _check_same_tokenizer(trajectory, chat)
-    else:
-        messages, tools = row.get("messages"), row.get("tools")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise DataError(f"neither a rollout nor a conversation: no list `messages`; it has {', '.join(row)}")
-        if min_reward is not None:
-            raise DataError("--min-reward needs rollouts; this is a conversation, which has no reward")
-        record = demonstration(chat, messages, tools)
-        if not any(record.loss_mask):
-            raise DataError("every assistant message has weight 0: nothing is left to learn from")
-        trajectory = Trajectory(where, where, where, where, messages=messages, records=[record])
-        trajectory.stop_reason = StopReason.FINISHED
-    trajectory.trajectory_id = trajectory.prompt_id = trajectory.group_id = where
-    trajectory.reward = 1.0
-    return trajectory
-
-
-def _check_same_tokenizer(trajectory: Trajectory, chat: ChatTemplate) -> None:
-    """Ids mean nothing to another tokenizer: what they spell must be what was written down as text."""
-    span = next((s for s in trajectory.records[0].turns if s.kind == "assistant"), None)
-    if span is None or not trajectory.turn_texts:
-        return
-    ids = trajectory.records[0].token_ids[span.start : span.end]
-    size = len(chat.tokenizer)
-    text = chat.turn_text(ids) if max(ids) < size else f"id {max(ids)} of a vocabulary of {size}"
-    if text != trajectory.turn_texts[0]:
-        raise DataError(
-            f"this rollout was sampled with another tokenizer: its first turn is {trajectory.turn_texts[0][:60]!r}, "
-            f"and its ids spell {text[:60]!r} here; train the model that the run trained, or one of its family"
-        )
-
-
-def total_steps(config: Config, num_trajectories: int) -> int:
-    """Optimizer steps: every epoch ends with a smaller batch if the rows do not divide."""
-    steps = config.trainer.total_epochs * -(-num_trajectories // config.data.train_batch_size)
-    limit = config.trainer.total_training_steps
-    return steps if limit is None else min(steps, limit)
-
-
-@dataclass
-class SupervisedTrainer:
-    """Epochs over conversations; one optimizer step per batch."""
-
-    config: Config
-    workers: WorkerGroup
-    pad_token_id: int
-    total_steps: int
-
-    def fit(self, train: Sequence[Trajectory], held_out: Sequence[Trajectory] = ()) -> Any:
-        """Yield the metrics of each step: `loss` (nats per trained token, before the step's update), `lr`, `grad_norm`,
-        `tokens`, `time_s`, and `val/loss` every `trainer.test_freq` steps, before the first and after the last."""
-        if held_out:
-            yield {"step": 0, "val/loss": self.loss(held_out)}
-        freq = self.config.trainer.test_freq
-        for step, chosen in enumerate(self._batches(train), 1):
-            begun = time.monotonic()
-            metrics: dict[str, float] = {"step": step, **self._step(chosen), "time_s": time.monotonic() - begun}
-            if held_out and (step == self.total_steps or (freq > 0 and step % freq == 0)):
-                metrics["val/loss"] = self.loss(held_out)
-            yield metrics
-
-    def loss(self, trajectories: Sequence[Trajectory]) -> float:
-        """Mean negative log-likelihood in nats over all tokens in the loss."""
-        total, count = 0.0, 0
-        size = self.config.data.train_batch_size
-        for start in range(0, len(trajectories), size):
-            batch = self._batch(trajectories[start : start + size])
-            total -= self.workers.compute_log_probs(batch)[batch[columns.LOSS_MASK]].double().sum().item()
-            count += int(batch[columns.LOSS_MASK].sum())
-        return total / count
-
-    def _step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        batch = self._batch(trajectories)
-        mask = batch[columns.LOSS_MASK]
-        batch[columns.ADVANTAGES] = mask.float()
-        updated = self.workers.update(batch)
-        if updated["actor/nonfinite_updates"]:
-            raise VerlMTError("loss or gradient was not finite; lower actor_rollout_ref.actor.optim.lr")
-        loss = -batch[columns.OLD_LOG_PROBS][mask].double().mean().item()
-        names = {"lr": "actor/lr", "grad_norm": "actor/grad_norm"}
-        return {"loss": loss, **{k: updated[v] for k, v in names.items()}, "tokens": float(mask.sum())}
-
-    def _batch(self, trajectories: Sequence[Trajectory]) -> TensorDict:
-        batch = columns.build_batch(trajectories, pad_token_id=self.pad_token_id)
-        assert batch is not None  # every demonstration has a token in the loss
-        return batch
-
-    def _batches(self, train: Sequence[Trajectory]) -> Any:
-        generator = torch.Generator().manual_seed(self.config.data.seed)
-        size, step = self.config.data.train_batch_size, 0
-        while step < self.total_steps:
-            shuffle = self.config.data.shuffle
-            order = torch.randperm(len(train), generator=generator) if shuffle else torch.arange(len(train))
-            for rows in order.split(size)[: self.total_steps - step]:
-                step += 1
-                yield [train[i] for i in rows.tolist()]
-
-
-def _line(metrics: dict[str, float], total: int) -> str:
-    parts = [f"step {int(metrics['step'])}/{total}"]
-    parts += [f"{name} {metrics[name]:.4g}" for name in ("loss", "val/loss", "lr", "grad_norm") if name in metrics]
-    return "  ".join(parts)
+    given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
+    return config_of_command(given, "ppo_trainer", "verl_mt.sft")
 
 
 if __name__ == "__main__":
