@@ -104,6 +104,20 @@ def test_without_max_turns_it_goes_on_until_the_check_says_stop():
     assert run.trajectory.stop_reason is StopReason.SCHEDULER
 
 
+@pytest.mark.cap("C4")
+@pytest.mark.parametrize("says", [False, None])
+def test_a_check_of_ones_own_that_forgets_max_turns_does_not_lift_it(says):
+    class NeverOver(AskAgain):
+        def check_finished(self, infer_request, response_choice, current_turn):
+            return says
+
+    scheduler = NeverOver(max_turns=2)  # without a limit of the run itself
+    run = converse(scheduler, [said("a"), said("b"), said("c"), said("d")])
+    assert len(run.engine.requests) == 2 and [call[0] for call in scheduler.calls] == ["step"]
+    assert run.trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert [m["content"] for m in run.trajectory.messages] == ["q", "a", "again", "b"]
+
+
 @pytest.mark.cap("C5", "C6", "C8")
 def test_hooks_get_the_turn_numbers_and_a_request_that_holds_the_answer():
     scheduler = AskAgain(max_turns=3)

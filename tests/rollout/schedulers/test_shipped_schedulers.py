@@ -12,7 +12,15 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, PluginError
 from verl_mt.plugins import load_object
 from verl_mt.rollout.limits import Limits
-from verl_mt.rollout.scheduler import Env, envs, load_scheduler, multi_turns, orms
+from verl_mt.rollout.scheduler import (
+    Env,
+    GymScheduler,
+    ThinkingModelTipsScheduler,
+    envs,
+    load_scheduler,
+    multi_turns,
+    orms,
+)
 from verl_mt.rollout.schedulers.math_tips import MathTipsMultiTurnScheduler, MathTipsScheduler
 from verl_mt.rollout.schedulers.tool_call import extract_tool_calls
 
@@ -265,3 +273,33 @@ def test_a_cancelled_episode_is_closed_too():
 def test_every_shipped_scheduler_resolves_by_name():
     for name in multi_turns:
         assert load_object(name, what="test", registry=multi_turns) is multi_turns[name]
+
+
+def with_check(kind, answer, *, is_async):
+    """A subclass whose `check_finished` is its own."""
+
+    class Own(kind):
+        if is_async:
+
+            async def check_finished(self, infer_request, response_choice, current_turn):
+                return answer
+        else:
+
+            def check_finished(self, infer_request, response_choice, current_turn):
+                return answer
+
+    return Own
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", [GymScheduler, ThinkingModelTipsScheduler])
+def test_a_check_of_ones_own_in_a_shipped_loop_keeps_max_turns_and_is_read_as_everywhere(kind, is_async):
+    more = {"env": f"{__name__}.Corridor", "env_config": {"length": 9}} if kind is GymScheduler else {}
+    turns = [said("<answer>5</answer>")] * 4
+    run = converse(with_check(kind, False, is_async=is_async)(max_turns=2, **more), turns, prompt=question())
+    assert run.trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS, run.trajectory.error
+    assert len(run.engine.requests) == 2
+    run = converse(with_check(kind, True, is_async=is_async)(max_turns=2, **more), turns, prompt=question())
+    assert run.trajectory.stop_reason is StopReason.SCHEDULER and len(run.engine.requests) == 1
+    run = converse(with_check(kind, "False", is_async=is_async)(max_turns=2, **more), turns, prompt=question())
+    assert "failed in check_finished" in run.trajectory.error and "must be True or False" in run.trajectory.error

@@ -89,7 +89,7 @@ class GymScheduler(MultiTurnScheduler):
             info["step_rewards"].append(reward)
             info["trajectory_info"].append(step_info)
             info["gym_done"] = done
-            if done or self.check_finished(infer_request, choice, turn):
+            if done or await self._is_over(infer_request, choice, turn):
                 return output
             infer_request.messages.append({"role": "user", "content": observation})
 

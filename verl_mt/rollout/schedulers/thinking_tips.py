@@ -41,7 +41,7 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
                     rollout_infos={"num_turns": turn},
                 )
             )
-            if choice.finish_reason == "abort" or self.check_finished(infer_request, choice, turn):
+            if choice.finish_reason == "abort" or await self._is_over(infer_request, choice, turn):
                 return outputs
             infer_request = self.step(infer_request, choice, turn)["infer_request"]
 
