@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import io
 
 import pytest
 import torch
+from hostile import Unshowable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,3 +116,18 @@ def test_a_trajectory_without_a_sample_becomes_one_per_record():
     assert first.model_text == "a\nb"
     trajectory.sample = first
     assert samples_of(trajectory, str) == [first]
+
+
+@pytest.mark.parametrize("value", [Unshowable(), {Unshowable(): 1}])
+def test_a_sample_is_dumped_whatever_a_function_left_in_it(value):
+    sample = Sample(metadata={"k": value})
+    sample.own, sample.status = sample.metadata, value  # type: ignore[assignment]
+    sample.metadata["itself"] = sample.metadata
+    dumped = Dumped(sample.to_dict())
+    buffer = io.BytesIO()
+    torch.save(dumped, buffer)
+    buffer.seek(0)
+    inside = torch.load(buffer, weights_only=True)["metadata"]
+    for _ in range(150):
+        inside = inside["itself"]
+    assert "whose __repr__ raised AttributeError" in str(inside["k"])

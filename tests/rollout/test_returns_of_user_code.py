@@ -66,6 +66,7 @@ WRONG_MESSAGES = [
     ("tool_calls", [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 5}}]}]),
     ("tool_call_id", [{"role": "tool", "content": "x", "tool_call_id": 5}]),
     ("reasoning_content", [{"role": "assistant", "content": "x", "reasoning_content": 5}]),
+    ("loss", [{"role": "assistant", "content": "x", "loss": "False"}]),
     ("nested", [{"role": "user", "content": "x", "extra": deep()}]),
 ]  # fmt: skip
 WRONG_INFOS = [

@@ -169,6 +169,8 @@ def _check_message(message: Any, where: str) -> None:
         raise _wrong(calls, f"{where}['tool_calls']", "a list")
     for place, call in enumerate(calls or ()):
         _check_call(call, f"{where}['tool_calls'][{place}]")
+    if message.get("loss") is not None:
+        bits_of([message["loss"]], f"{where}['loss']")
     if len(message) > 2:  # a text, or parts of texts, cannot be too deep
         plain_of(message, where)
 

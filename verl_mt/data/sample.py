@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from verl_mt.data.checks import WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
+from verl_mt.data.checks import MAX_DEPTH, WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
 from verl_mt.data.trajectory import Status as _Status
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError, value_text
@@ -115,7 +115,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every further attribute; the status by its value."""
-        return {**vars(self), "status": self.status.value}
+        return {**vars(self), "status": plain(self.status)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
@@ -204,22 +204,26 @@ class Dumped(OrderedDict[str, Any]):
         return OrderedDict, (), dict(self), None, iter(self.items())
 
 
-def plain(value: Any) -> Any:
-    """What `torch.load` reads without trusting the file: plain data and tensors; other objects by their text."""
+def plain(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
+    """What `torch.load` reads without trusting the file: plain data and tensors; other objects by their text, and so
+    lists and dicts more than `levels` deep."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if isinstance(value, _Status):
         return value.value
+    if isinstance(value, dict | list | tuple | set | frozenset) and not levels:
+        return "(nested too deeply to be written)"
     if isinstance(value, dict):
-        return {k if isinstance(k, (int, float)) else str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in value]
+        keys = [plain(k) if isinstance(k, int | float | str) else value_text(k) for k in value]
+        return {key: plain(inner, levels - 1) for key, inner in zip(keys, value.values())}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v, levels - 1) for v in value]
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
     if type(value).__module__.startswith("torch") and hasattr(value, "detach"):
         return value.detach().cpu()
-    return plain(value.tolist()) if hasattr(value, "tolist") else repr(value)
+    return plain(value.tolist(), levels) if hasattr(value, "tolist") else value_text(value, 10_000)
 
 
 def check_unsupported(sample: Sample) -> None:

@@ -78,7 +78,7 @@ def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> Non
         if message.get("loss") is None:
             continue
         session.messages[place] = {**session.messages[place], "loss": message["loss"]}
-        if message["loss"] is False and place in session.message_rounds:
+        if not message["loss"] and place in session.message_rounds:
             wanted = session.message_rounds[place]
             spans = [s for s in session.record.turns if s.kind == "assistant" and session.rounds[s.turn - 1] == wanted]
             cleared = session.record.clear_mask([p for s in spans for p in range(s.start, s.end)])
