@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,10 +90,119 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     store = CheckpointStore(tmp_path)
     path = store.save(1, {"x": 1}, score=None)
     (path / "state.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match=r"step_000001/state\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"step_000001/state\.pt is damaged"):
         checkpoint.load(path)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoint.load(tmp_path)
+
+
+def add_shard(folder):
+    (folder / "actor").mkdir()
+    (folder / "actor" / "__0_0.distcp").write_bytes(b"shard" * 100)
+    return {"actor/__0_0.distcp": f"{hashlib.sha256(b'shard' * 100).hexdigest()} 500"}
+
+
+@pytest.mark.parametrize("name", ["state.pt", "meta.json", "actor/__0_0.distcp"])
+def test_one_flipped_bit_anywhere_is_seen_and_the_newest_intact_one_offered(tmp_path, name):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        store.save(step, {"x": torch.arange(1000)}, score=0.5, write_more=add_shard)
+    for step in (3, 4):
+        file = tmp_path / f"step_{step:06d}" / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2 if name != "meta.json" else content.index(b"0.5") + 2] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(store.latest())
+    said = str(error.value)
+    assert f"step_000004/{name} is damaged" in said
+    assert f"The newest intact checkpoint is {tmp_path}/step_000002" in said
+    assert f"rm -r {tmp_path}/step_000004 {tmp_path}/step_000003" in said
+    assert f"trainer.resume_mode=resume_path trainer.resume_from_path={tmp_path}/step_000002" in said
+    assert checkpoint.load(tmp_path / "step_000002")["x"].shape == (1000,)
+
+
+def test_a_missing_shard_is_damage_and_no_other_checkpoint_means_a_new_run(tmp_path):
+    path = CheckpointStore(tmp_path).save(1, {}, score=None, write_more=add_shard)
+    (path / "actor" / "__0_0.distcp").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp is damaged: it is missing.*no older.*resume_mode=disable"
+    ):
+        checkpoint.load(path)
+
+
+def test_a_checkpoint_from_before_digests_is_read_and_that_is_said(tmp_path, caplog):
+    path = CheckpointStore(tmp_path).save(1, {"x": 1}, score=None)
+    (path / "meta.json").write_text('{"schema_version": 2, "step": 1, "score": null}')
+    assert checkpoint.load(path) == {"x": 1}
+    assert "without digests" in caplog.text
+
+
+def test_the_best_is_looked_for_beside_a_damaged_one(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, score in enumerate([0.9, 0.1], start=1):
+        store.save(step, {}, score=score)
+    (tmp_path / "step_000001" / "meta.json").write_text("{")
+    store.save(3, {}, score=0.2)
+    assert store.best().name == "step_000003" and "step_000001" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("numbers", [10, 1_000_000])
+def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(tmp_path, numbers):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": 1}, score=None)
+
+    def fill_disk(folder):
+        (folder / "state.pt").symlink_to("/dev/full")
+        return {}
+
+    with pytest.raises(CheckpointError, match=r"step 2: .*No space left on device \(\d+ bytes free.*same command"):
+        store.save(2, {"x": torch.arange(numbers)}, score=None, write_more=fill_disk)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_whatever_else_goes_wrong_while_it_is_written_leaves_nothing_either(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(TypeError):
+        store.save(1, {"x": (n for n in ())}, score=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_checkpoint_for_ever(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": 1}, score=None, write_more=add_shard)
+    original = shutil.rmtree
+
+    def killed(path, *args, **kwargs):
+        if (Path(path) / "actor").exists():
+            (Path(path) / "meta.json").unlink()
+            raise KeyboardInterrupt  # no handler of `save` runs
+        original(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoint.shutil, "rmtree", killed)
+        store.save(2, {"x": 2}, score=None)
+    assert names(store) == ["step_000002"]
+    CheckpointStore(tmp_path, keep=1).sweep()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(CheckpointError, match="checkpoints is a file"):
+        CheckpointStore(tmp_path / "checkpoints").latest()
+
+
+@pytest.mark.parametrize(("saved", "visible"), [(4, 2), (1, 2), (2, 0)])
+def test_where_other_gpus_are_visible_the_states_of_those_in_common_are_restored(monkeypatch, caplog, saved, visible):
+    restored = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((state, device)))
+    checkpoint.set_random_state(checkpoint.random_state() | {"cuda": [f"state {k}" for k in range(saved)]})
+    assert restored == [(f"state {k}", k) for k in range(min(saved, visible))]
+    assert f"random states of {saved} GPU(s), and {visible} are visible" in caplog.text

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
-from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.run_directory import RunDirectory, other_directory, preview
 
 CONFIG = {"data": {"seed": 0}, "trainer": {"seed": 0, "progress": "auto"}}
 
@@ -88,3 +92,55 @@ def test_resume_path_loads_a_named_checkpoint_into_a_new_directory(tmp_path):
     assert run.resume_from == path
     with pytest.raises(CheckpointError, match="resume_from_path"):
         open_run(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / "nowhere"))
+
+
+def taken_instead(tmp_path, **keys):
+    return other_directory(TrainerConfig(default_local_dir=str(tmp_path / "run"), **keys))
+
+
+def test_which_other_directory_is_taken_is_known_before_anything_is_loaded_and_why(tmp_path):
+    assert taken_instead(tmp_path) is None
+    first = open_run(tmp_path)
+    said = taken_instead(tmp_path)
+    assert said.startswith(f"{tmp_path}/run is in use by another trainer (process {os.getpid()} on ")
+    assert said.endswith(f": this run takes {tmp_path}/run-2")
+    first.close()
+    assert taken_instead(tmp_path) is None
+    said = taken_instead(tmp_path, resume_mode="disable")
+    assert said == f"{tmp_path}/run holds another run (trainer.resume_mode=disable): this run takes {tmp_path}/run-2"
+    first.finish()
+    assert taken_instead(tmp_path) == f"{tmp_path}/run holds a finished run: this run takes {tmp_path}/run-2"
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"5", b"- a\n- b\n", b"trainer: 5", b"\xff\xfe\x00", b"a: \x00", b"!!python/object:os.x {}"]
+)
+def test_a_config_that_cannot_be_read_is_named_not_compared(tmp_path, content):
+    open_run(tmp_path).close()
+    (tmp_path / "run" / "config.yaml").write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"run/config\.yaml of an unfinished run cannot be read .*resume_mode=disable"
+    ):
+        open_run(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        preview(TrainerConfig(default_local_dir=str(tmp_path / "run")), CONFIG)
+    assert open_run(tmp_path, resume_mode="disable").path == tmp_path / "run-2"
+
+
+def test_a_file_named_checkpoints_is_refused_and_the_lock_given_back(tmp_path):
+    open_run(tmp_path).close()
+    (tmp_path / "run" / "checkpoints").write_text("mine")
+    with pytest.raises(CheckpointError, match="checkpoints is a file"):
+        open_run(tmp_path)
+    (tmp_path / "run" / "checkpoints").unlink()
+    assert open_run(tmp_path).path == tmp_path / "run"
+
+
+def test_a_disk_too_full_for_the_config_leaves_no_directory(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(Path, "write_text", refuse)
+        open_run(tmp_path)
+    assert not (tmp_path / "run").exists()

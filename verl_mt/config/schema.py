@@ -170,6 +170,9 @@ class TrainerConfig(Section):
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path.")
+    resume_other_data: bool = knob(
+        False, "Go on from a checkpoint though data.* has other rows now, at the same place of their order."
+    )
     seed: int = knob(0, "Seed of the run: sampling, shuffling, initial state.")
     deterministic: bool = knob(
         False,

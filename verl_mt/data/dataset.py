@@ -9,6 +9,7 @@ is checked when it is loaded: what is wrong is said before the first training st
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -77,6 +78,8 @@ class DataSource:
     rows: list[DataRow]
     weight: float | None = None
     """Share of the mix where `data.mixing` is `weights`; need not sum to 1."""
+    read_at_s: float = 0.0
+    """When reading them began, in seconds since 1970; 0 = unknown."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,13 @@ def load_rows(
             raise DataError(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
+        read_at_s = time.time()
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
         columns = _Columns(prompt_key, label_key)
         rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
-        sources.append(DataSource(entry.name, rows, entry.weight))
+        sources.append(DataSource(entry.name, rows, entry.weight, read_at_s))
     return sources
 
 

@@ -19,20 +19,26 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import json
 import math
 import os
+import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from verl_mt.data.checks import MAX_DEPTH
 from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
-from verl_mt.errors import DataError, value_text
+from verl_mt.errors import CheckpointError, DataError, value_text
 
 SCHEMA_VERSION = 1
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What an OSError says where a disk, or a user's share of it, is full."""
 
 _TOKEN_TEXTS = "token_texts.jsonl"
 _TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
@@ -106,10 +112,39 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     )
 
 
+def disk_refused(path: str | Path, error: OSError) -> str:
+    """Why something could not be written, how much room is left there, and what to do."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    return (
+        f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); make room, or choose another "
+        "folder. The same command then goes on from what is complete"
+    )
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Around whatever writes a file of a run.
+
+    Raises:
+        CheckpointError: the disk refused; names the file and the room that is left.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(disk_refused(path, error)) from error
+
+
 def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write a JSON Lines file whole or not at all (temporary file, fsync, rename). Returns the number of rows."""
+    """Write a JSON Lines file whole or not at all (temporary file, fsync, rename). Returns the number of rows.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
     count = 0
-    with _atomic(Path(path)) as file:
+    with writing(path), _atomic(Path(path)) as file:
         for row in rows:
             file.write(_line(row))
             count += 1
@@ -117,20 +152,25 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
 
 
 def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
-    """Append one line; it is on disk when this returns."""
+    """Append one line; it is on disk when this returns.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        file.write(_line(metrics))
-        file.flush()
-        os.fsync(file.fileno())
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(_line(metrics))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def append_token_texts(folder: str | Path, texts: dict[int, str]) -> None:
     """Add what token ids look like to a run directory's table; it is on disk when this returns."""
     path = Path(folder) / _TOKEN_TEXTS
     if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a killed process left a torn line
-        with open(path, "ab") as file:
+        with writing(path), open(path, "ab") as file:
             file.write(b"\n")
     append_metrics(path, {str(token_id): text for token_id, text in texts.items()})
 
@@ -163,7 +203,7 @@ def truncate_metrics(path: str | Path, after_step: int) -> int:
     complete = _parse_lines(lines, path)
     kept = [line for line, row in zip(lines, complete) if row.get("step", -1) <= after_step]
     if len(kept) != len(lines):
-        with _atomic(path) as file:
+        with writing(path), _atomic(path) as file:
             file.writelines(kept)
     return len(lines) - len(kept)
 
@@ -199,7 +239,9 @@ def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
         return "(nested too deeply to be written)"
     if isinstance(value, dict):
         return {_key(k): to_json_value(v, levels - 1) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):  # the order of a set is another one in every process
+        value = sorted(value, key=value_text)
+    if isinstance(value, list | tuple):
         return [to_json_value(v, levels - 1) for v in value]
     if is_image(value):
         return to_wire(value)
@@ -298,14 +340,17 @@ class _atomic:
         return self._file
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            self._file.close()
+        try:
+            with self._file:  # closing writes too, and a full disk refuses that as well
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                os.replace(self._temporary, self._path)
+        finally:
             self._temporary.unlink(missing_ok=True)
+        if kind is not None:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self._path)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

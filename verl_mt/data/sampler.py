@@ -64,6 +64,10 @@ class RowSampler(abc.ABC):
             CheckpointError: the state belongs to other data.
         """
 
+    def go_on_in_other_rows(self, state: dict[str, Any]) -> None:
+        """Take a state that was saved with other rows (`trainer.resume_other_data`). By default like any other."""
+        self.load_state_dict(state)
+
     def update(self, groups: Sequence[TrajectoryGroup]) -> None:  # noqa: B027 - most samplers learn nothing
         """The groups of a finished step, scored: what an adaptive curriculum learns from.
 
@@ -108,8 +112,12 @@ class PositionSampler(RowSampler):
         if state["rows"] != rows:
             raise CheckpointError(
                 f"the checkpoint was written with training rows {state['rows']}, now there are {rows}: "
-                "give the same data, or start a new run (trainer.resume_mode=disable)"
+                "give the same data, start a new run (trainer.resume_mode=disable), or go on in these rows with "
+                "trainer.resume_other_data=True"
             )
+        self.position = state["position"]
+
+    def go_on_in_other_rows(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
     def ordered(self, name: str, size: int, position: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.lora import Adapter, without_adapters
 
@@ -190,12 +191,22 @@ def export_hf(model: Any, tokenizer: Any, folder: str | Path, *, adapter: Adapte
         The folder.
 
     Raises:
-        CheckpointError: the folder's place is taken by something else, or what was written does not load back.
+        CheckpointError: the folder's place is taken by something else, the disk refused, or what was written does not
+            load back.
     """
     target = Path(folder).expanduser().resolve()
     if target.exists() and not _is_export(target):
         raise CheckpointError(f"export to {target}: something that is no exported model is there; take another folder")
     model = without_adapters(model)
+    try:
+        return _export(model, tokenizer, target, adapter)
+    except (OSError, SafetensorError) as error:
+        # Safetensors has no error of its own for a full disk, nor its number.
+        refused = error if isinstance(error, OSError) else OSError(None, str(error))
+        raise CheckpointError(disk_refused(target, refused)) from error
+
+
+def _export(model: Any, tokenizer: Any, target: Path, adapter: Adapter | None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -20,12 +20,15 @@ def train(config: Config) -> None:
         from verl_mt.trainer.doctor import report
 
         raise SystemExit(report(config))
-    build_trainer(config).fit()
+    trainer = build_trainer(config)
+    trainer.fit()
+    if trainer.exit_status:  # so that what a shell or a scheduler has planned for afterwards does not begin
+        raise SystemExit(trainer.exit_status)
 
 
 if __name__ == "__main__":
     try:
         hydra_main(train)
-    except KeyboardInterrupt:  # Before the first step, or pressed twice; once ends a run with a checkpoint.
+    except KeyboardInterrupt as error:  # Before the first step, or pressed twice; once ends a run with a checkpoint.
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(error, "exit_status", 130))

@@ -35,7 +35,7 @@ from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build_advantages import advantage_estimator, algorithm_needs
-from verl_mt.trainer.build_data import load_data, notes
+from verl_mt.trainer.build_data import RunData, load_data, notes, require_same_rows
 from verl_mt.trainer.build_rollout import (
     build_fitting_chat,
     build_runner,
@@ -53,7 +53,7 @@ from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
-from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.setup import Placement
@@ -73,6 +73,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         VerlMTError: one of its subclasses; the text names the key, file or row.
     """
     check(config)
+    if (words := other_directory(config.trainer)) is not None:
+        Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(words)
     import_plugins(config.external_plugins)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
@@ -92,8 +94,9 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
         undo.callback(run.abandon)
         model = _describe_model(config)
-        state = None if run.resume_from is None else _load_checkpoint(run.resume_from, model)
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+        checkpoints.sweep()
+        state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
         log = _build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
@@ -114,6 +117,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             pad_token_id=pad_token_id(chat),
             selection=Selection.from_config(config),
             model=model,
+            rows=data.fingerprint,
         )
         if config.trainer.export_at_end:
             trainer.export = lambda: _export(workers, chat, run)
@@ -274,7 +278,7 @@ def _describe_model(config: Config) -> dict[str, str]:
     return {"path": model.path, "architecture": f"{name}, {', '.join(f'{k} {v}' for k, v in sizes.items())}"}
 
 
-def _load_checkpoint(folder: Path, model: dict[str, str]) -> dict[str, Any]:
+def _load_checkpoint(config: Config, folder: Path, model: dict[str, str], data: RunData) -> dict[str, Any]:
     state = checkpoint.load(folder)
     saved = state.get("model", model)
     if saved["architecture"] != model["architecture"]:
@@ -282,6 +286,7 @@ def _load_checkpoint(folder: Path, model: dict[str, str]) -> dict[str, Any]:
             f"{folder} was written by {saved['path']} ({saved['architecture']}), but actor_rollout_ref.model.path is "
             f"{model['path']} ({model['architecture']}): resume with the model that the run was started with"
         )
+    require_same_rows(config, folder, state.get("rows"), data.fingerprint)
     return state
 
 

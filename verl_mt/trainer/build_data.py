@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.policy_loss import idle_clips
 from verl_mt.config.reads import given_keys
 from verl_mt.config.schema import Config, DataConfig
-from verl_mt.data.dataset import load_rows
+from verl_mt.data.dataset import DataSource, load_rows
+from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
+from verl_mt.errors import CheckpointError
 from verl_mt.rollout.limits import is_multi_turn
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.tools.registry import ToolSet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class RunData:
     val_prompts: list[Prompt]
     counts: dict[str, float]
     """`data/filtered_prompts` and `data/truncated_prompts` of the training rows, `val/...` of the validation rows."""
+    fingerprint: dict[str, list[dict[str, Any]]]
+    """`data.train_files` and `data.val_files` -> what is in their rows; see `data.fingerprint`."""
 
 
 def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunData:
@@ -39,16 +47,19 @@ def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunD
     train = load_rows(
         data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **_columns(data)
     )
+    rows = {"data.train_files": fingerprint(train)}
     for source in train:
         source.rows = prompts.keep(source.rows)
     filtered, truncated = prompts.num_filtered, prompts.num_truncated
     sampler = build_sampler(data, train, seed=data.seed)
-    val_prompts = load_val_prompts(config, prompts)
+    validation = load_val_rows(config)
+    rows["data.val_files"] = fingerprint(validation)
+    val_prompts = _rendered(validation, prompts)
     counts: dict[str, float] = {"data/filtered_prompts": filtered, "data/truncated_prompts": truncated}
     if val_prompts:
         counts["val/filtered_prompts"] = prompts.num_filtered - filtered
         counts["val/truncated_prompts"] = prompts.num_truncated - truncated
-    return RunData(sampler, prompts, val_prompts, counts)
+    return RunData(sampler, prompts, val_prompts, counts, rows)
 
 
 def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
@@ -61,12 +72,46 @@ def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> 
 
 def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
     """The prompts of `data.val_files`; empty where there are none."""
+    return _rendered(load_val_rows(config), prompts)
+
+
+def load_val_rows(config: Config) -> list[DataSource]:
+    """The rows of `data.val_files`; empty where there are none."""
     data = config.data
     if data.val_files is None:
         return []
-    sources = load_rows(
-        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **_columns(data)
-    )
+    return load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **_columns(data))
+
+
+def require_same_rows(config: Config, folder: Path, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    """Before a run goes on from a checkpoint: its rows are those that the run was started with. A run in a new
+    directory may be validated on others: its curve begins there.
+
+    Args:
+        folder: the checkpoint.
+        saved: the fingerprints in it; None in one that is older than fingerprints.
+        now: `RunData.fingerprint`.
+
+    Raises:
+        CheckpointError: other rows; says where they differ first.
+    """
+    trainer = config.trainer
+    if saved is None:
+        log.warning("%s does not say which rows it was trained on: whether these are the same is not checked", folder)
+        return
+    trained = [] if trainer.val_only else ["data.train_files"]
+    keys = [*trained, "data.val_files"] if trainer.resume_mode == "auto" else trained
+    found = [words for key in keys if (words := difference(key, saved[key], now[key])) is not None]
+    if found and trainer.resume_other_data:
+        log.warning("%s was written with other rows, and goes on in these: %s", folder, "; ".join(found))
+    elif found:
+        raise CheckpointError(
+            f"{folder} was written with other rows. {'; '.join(found)}. Give the data that the run was started with, "
+            "start a new run (trainer.resume_mode=disable), or go on in these rows with trainer.resume_other_data=True"
+        )
+
+
+def _rendered(sources: Sequence[DataSource], prompts: PromptBuilder) -> list[Prompt]:
     return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
 
 

@@ -4,7 +4,11 @@ A checkpoint is a folder `step_000012` with `state.pt` (actor, optimizer, schedu
 and `meta.json`; where the policy is spread over ranks, weights and optimizer state are beside them in `actor/`, a part
 by each rank. It is written under another name, flushed to disk and renamed, so that a process killed at any moment
 leaves either the old set of checkpoints or the new one. A step that is saved again first moves its older checkpoint
-aside (`.old-step_000012`), which counts as long as nothing has its place.
+aside (`.old-step_000012`), which counts as long as nothing has its place; one that is to go loses its name first
+(`.gone-step_000012`). What a killed process left under such names goes when the next one starts.
+
+`meta.json` has the SHA-256 of every file of the checkpoint, made while it was written (by each rank of its own), and of
+itself. A checkpoint that is loaded is compared with them.
 
 The best one is the best of those that were validated: only a step at which both `trainer.test_freq` and
 `trainer.save_freq` are due can be it.
@@ -12,11 +16,14 @@ The best one is the best of those that were validated: only a step at which both
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +31,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_mt.errors import CheckpointError, VerlMTError
+from verl_mt.data.digests import damage, save_tensors
+from verl_mt.data.run_files import disk_refused
+from verl_mt.errors import CheckpointError
 
-SCHEMA_VERSION = 2
-_OLD = ".old-"
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 3
+_WITHOUT_DIGESTS = 2
+"""An older version, which is read too."""
+_OLD, _GONE = ".old-", ".gone-"
+_MAX_READERS = 8
+GO_ON = (
+    "to go on from it, delete what is damaged (rm -r {damaged}) and give the same command again; or, in a new "
+    "directory, trainer.resume_mode=resume_path trainer.resume_from_path={intact}"
+)
+"""What a trainer can do with an intact checkpoint where a newer one is damaged."""
 
 
 @dataclass
@@ -46,45 +65,54 @@ class CheckpointStore:
         state: dict[str, Any],
         *,
         score: float | None,
-        write_more: Callable[[Path], None] = lambda folder: None,
+        write_more: Callable[[Path], dict[str, str]] = lambda folder: {},
     ) -> Path:
         """Write the checkpoint of `step`. `score` (higher is better; None = not validated) decides which is the best.
-        `write_more` adds files to the folder, flushed to disk, while it still has its other name.
+        `write_more` adds files to the folder, flushed to disk, while it still has its other name; it returns their
+        names and digests.
 
         Raises:
             CheckpointError: the disk refused; nothing is left behind but the older checkpoints.
         """
         final = self.folder / f"step_{step:06d}"
         partial = self.folder / f".partial-step_{step:06d}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            write_more(partial)
+            files = write_more(partial)
             with (partial / "state.pt").open("wb") as file:
-                torch.save(state, file)
+                files["state.pt"] = save_tensors(state, file)
                 _sync(file)
+            meta = {"schema_version": SCHEMA_VERSION, "step": step, "score": score, "files": files}
             with (partial / "meta.json").open("w") as file:
-                json.dump({"schema_version": SCHEMA_VERSION, "step": step, "score": score}, file)
+                json.dump(meta | {"sha256": _digest_of(meta)}, file)
                 _sync(file)
             if final.exists():
                 shutil.rmtree(_aside(final), ignore_errors=True)
                 final.rename(_aside(final))
             partial.rename(final)
             _sync_folder(self.folder)
-        except VerlMTError:
+        except OSError as error:
+            # Before the question how much room there is.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"checkpoint of step {step}: {disk_refused(final, error)}") from error
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write checkpoint {final}: {error}; free space or choose another folder"
-            ) from error
         self._prune()
         return final
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Complete checkpoints, oldest first.
+
+        Raises:
+            CheckpointError: where their folder should be is a file.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} is a file, and this run's checkpoints belong into a folder of that name: move it away"
+            )
         found = {p.name: p for p in self.folder.glob("step_*")}
         for aside in self.folder.glob(f"{_OLD}step_*"):
             found.setdefault(aside.name.removeprefix(_OLD), aside)
@@ -96,13 +124,25 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """The one with the highest score; the newest of equals; None if none has a score."""
-        scored = [(meta["score"], meta["step"], p) for p in self.all() if (meta := read_meta(p))["score"] is not None]
+        scored = []
+        for path in self.all():
+            try:
+                meta = read_meta(path)
+            except CheckpointError as error:
+                log.warning("%s: left out where the best checkpoint is looked for", error)
+                continue
+            if meta["score"] is not None:
+                scored.append((meta["score"], meta["step"], path))
         return max(scored)[2] if scored else None
 
-    def _prune(self) -> None:
+    def sweep(self) -> None:
+        """Remove what a process that was killed has left half written or half deleted."""
         replaced = (p for p in self.folder.glob(f"{_OLD}step_*") if p.with_name(p.name.removeprefix(_OLD)).exists())
-        for leftover in (*self.folder.glob(".partial-*"), *replaced):
+        for leftover in (*self.folder.glob(".partial-*"), *self.folder.glob(f"{_GONE}*"), *replaced):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _prune(self) -> None:
+        self.sweep()
         if self.keep is None:
             return
         best, found = self.best(), self.all()
@@ -110,7 +150,10 @@ class CheckpointStore:
         oldest = step_of(reached[-1] if reached else found[0])
         for old in found[: -self.keep]:
             if old != best and step_of(old) < oldest:
-                shutil.rmtree(old)
+                # A folder that is being emptied must not look like a checkpoint to whoever comes after a kill.
+                gone = old.with_name(_GONE + old.name.removeprefix(_OLD))
+                old.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
@@ -126,33 +169,66 @@ def read_meta(path: Path) -> dict[str, Any]:
     """`meta.json` of a checkpoint.
 
     Raises:
-        CheckpointError: missing, unreadable, or of a version this program does not know.
+        CheckpointError: missing, unreadable, damaged, or of a version this program does not know.
     """
     try:
         meta = json.loads((path / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
-    if meta.get("schema_version") != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"{path}: schema_version {meta.get('schema_version')!r}, this program reads {SCHEMA_VERSION}"
-        )
+    version = meta.get("schema_version") if isinstance(meta, dict) else None
+    if version not in (SCHEMA_VERSION, _WITHOUT_DIGESTS):
+        raise CheckpointError(f"{path}: schema_version {version!r}, this program reads {SCHEMA_VERSION}")
+    if version == SCHEMA_VERSION and meta.pop("sha256", None) != _digest_of(meta):
+        raise CheckpointError(f"{path / 'meta.json'} is damaged: its content is not what was written")
     return meta
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The state that `save` was given.
+def find_damage(path: Path) -> str | None:
+    """Which file of a checkpoint is damaged, and how; None where all are as they were written."""
+    try:
+        files = read_meta(path).get("files", {})
+    except CheckpointError as error:
+        return str(error)
+    with ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
+        found = readers.map(lambda item: (item[0], damage(path / item[0], item[1])), files.items())
+        return next((f"{path / name} is damaged: {what}" for name, what in found if what is not None), None)
+
+
+def load(path: Path, *, way_out: str = GO_ON) -> dict[str, Any]:
+    """The state that `save` was given, after all files of the checkpoint were found to be as they were written.
+
+    Args:
+        path: the checkpoint.
+        way_out: what to do with an older one, `{intact}`, where this and others, `{damaged}`, are not.
 
     Raises:
-        CheckpointError: not a checkpoint, or damaged.
+        CheckpointError: not a checkpoint, or damaged; names the newest one that is not.
     """
-    read_meta(path)
+    if (what := find_damage(path)) is not None:
+        raise CheckpointError(f"{what}. {_offer(path, way_out)}")
+    if read_meta(path)["schema_version"] == _WITHOUT_DIGESTS:
+        log.warning("%s was written without digests of its files: damage to them would not be seen", path)
     try:
         # Our own file: it holds generator states and counters besides tensors.
         return torch.load(path / "state.pt", map_location="cpu", weights_only=False)
     except Exception as error:
-        raise CheckpointError(
-            f"{path}/state.pt cannot be read: {error}; delete this folder to resume from an older one"
-        ) from error
+        raise CheckpointError(f"{path}/state.pt cannot be read: {error}. {_offer(path, way_out)}") from error
+
+
+def _offer(path: Path, way_out: str) -> str:
+    damaged = [path]
+    for other in reversed(CheckpointStore(path.parent).all()):
+        if step_of(other) >= step_of(path):
+            continue
+        if find_damage(other) is None:
+            words = way_out.format(intact=other, damaged=" ".join(map(str, damaged)))
+            return f"The newest intact checkpoint is {other}: {words}"
+        damaged.append(other)
+    return "There is no older one that is intact: start a new run (trainer.resume_mode=disable)"
+
+
+def _digest_of(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def random_state() -> dict[str, Any]:
@@ -166,12 +242,18 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put them back."""
+    """Put them back: of GPUs those of the devices that are visible now, which may be fewer or more."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    saved, visible = state["cuda"], torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for number in range(min(len(saved), visible)):
+        torch.cuda.set_rng_state(saved[number], number)
+    if saved and len(saved) != visible:
+        log.warning(
+            "the checkpoint has the random states of %d GPU(s), and %d are visible: those of the first %d are restored",
+            len(saved), visible, min(len(saved), visible),
+        )  # fmt: skip
 
 
 def _sync(file: Any) -> None:

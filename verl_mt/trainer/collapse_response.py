@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from verl_mt.config.collapse_guard import read_thresholds
 from verl_mt.config.schema import TrainerConfig
-from verl_mt.data.run_files import read_jsonl_tolerant, row_to_trajectory, write_rows
+from verl_mt.data.run_files import read_jsonl_tolerant, row_to_trajectory, write_rows, writing
 from verl_mt.data.trajectory import Status
 from verl_mt.diagnostics.collapse_guard import CollapseGuard, Verdict
 from verl_mt.diagnostics.step_metrics import tool_runs
@@ -83,7 +83,8 @@ class CollapseResponse:
         if self._due is None:
             return False
         (verdict, target), self._due = self._due, None
-        bundle = self._write_bundle(step, verdict, target)
+        with writing(self._run / "collapse"):
+            bundle = self._write_bundle(step, verdict, target)
         if target is None:
             save()
             raise CollapseError(self._farewell(step, verdict, bundle))

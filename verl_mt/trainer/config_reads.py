@@ -19,6 +19,7 @@ from verl_mt.config.policy_loss import idle_clips
 from verl_mt.config.reads import KeyReads, given_keys, recording
 from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves
+from verl_mt.data.run_files import writing
 from verl_mt.errors import ConfigError
 
 FILE = "config_reads.json"
@@ -180,7 +181,8 @@ def _not_for_workers(config: Config) -> list[str]:
 
 def write_reads(folder: Path, found: dict[str, list[str]]) -> None:
     """`config_reads.json`."""
-    (folder / FILE).write_text(json.dumps(found, indent=1) + "\n")
+    with writing(folder / FILE):
+        (folder / FILE).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _function_of_ones_own(config: Config) -> str | None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from verl_mt.config.schema import TrainerConfig
+from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
-from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
+from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, writing
 from verl_mt.data.sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
@@ -38,11 +39,14 @@ class DebugData:
         self._path, self._decode = path, decode
 
     def save(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> Path | None:
-        """Write one rollout; None where nothing is to be written."""
+        """Write one rollout; None where nothing is to be written.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
         if self._path is None or self.replays:
             return None
         path = self._file(rollout_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
         trajectories = [t for group in groups for t in group.trajectories]
         content = {
             "rollout_id": rollout_id,
@@ -52,8 +56,14 @@ class DebugData:
             ],
         }
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        torch.save(content, unfinished)
-        unfinished.replace(path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with unfinished.open("wb") as file:
+                    save_tensors(content, file)
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
         return path
 
     def load(self, rollout_id: int) -> list[TrajectoryGroup]:

@@ -13,14 +13,22 @@ class Interrupted(Exception):
     """The run was asked to stop; it saves a checkpoint and ends. Not an error."""
 
 
+class Insisted(KeyboardInterrupt):
+    """Asked a second time: the run ends here and now."""
+
+    def __init__(self, exit_status: int):
+        self.exit_status = exit_status
+
+
 class Interrupts(AbstractContextManager["Interrupts"]):
-    """While open, SIGINT and SIGTERM set `requested`; a second signal raises KeyboardInterrupt at once.
+    """While open, SIGINT and SIGTERM set `requested`; a second signal raises `Insisted` at once.
 
     Only the main thread of a process may handle signals; elsewhere this does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = threading.Event()
+        self._number: int = signal.SIGINT
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -36,6 +44,11 @@ class Interrupts(AbstractContextManager["Interrupts"]):
             signal.signal(number, handler)
         self._old.clear()
 
+    @property
+    def exit_status(self) -> int:
+        """As a shell counts it: 128 and the number of the signal that came."""
+        return 128 + self._number
+
     def check(self) -> None:
         """Raises:
         Interrupted: a stop was requested.
@@ -44,6 +57,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
             raise Interrupted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
         if self.requested.is_set():
-            raise KeyboardInterrupt
+            raise Insisted(self.exit_status)
         self.requested.set()

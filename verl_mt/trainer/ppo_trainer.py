@@ -13,11 +13,12 @@ from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import DataError, UserCodeError
+from verl_mt.errors import CheckpointError, DataError, UserCodeError
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -85,8 +86,12 @@ class PPOTrainer:
     selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
+    rows: dict[str, Any] = field(default_factory=dict)
+    """Fingerprints of the rows, for the same purpose."""
     step_number: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
+    exit_status: int = 0
+    """Of a command that ends with this run: 130 after Ctrl-C, 143 after SIGTERM."""
     export: Callable[[], object] = lambda: None
     _score: float | None = None
     """`val/accuracy` of the weights as they are; None if this step was not validated."""
@@ -106,7 +111,12 @@ class PPOTrainer:
                 self.log.finish(self.step_number)
             except Interrupted:
                 self._save_boundary()
+                self.exit_status = self.interrupts.exit_status
                 self.log.interrupted(self.step_number)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                raise CheckpointError(disk_refused(self.log.run.path, error)) from error
             finally:
                 self.close()
 
@@ -172,6 +182,7 @@ class PPOTrainer:
             "score": self._score,
             "unlogged": self._unlogged,
             "model": self.model,
+            "rows": self.rows,
             "workers": self.workers.state_dict(),
             "advantages": self.estimate_advantages.state_dict(),
             "collapse": self.collapse.state_dict(),
@@ -187,7 +198,10 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
-        self.sampler.load_state_dict(state["sampler"])
+        if self.config.resume_other_data:
+            self.sampler.go_on_in_other_rows(state["sampler"])
+        else:
+            self.sampler.load_state_dict(state["sampler"])
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
 

@@ -11,6 +11,8 @@ import difflib
 import fcntl
 import os
 import shutil
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,21 @@ from typing import Any
 import yaml
 
 from verl_mt.config.schema import TrainerConfig
+from verl_mt.data.run_files import writing
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
 
 _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 """Change rounding only: a run goes on with more ranks, or fewer. In a deterministic run they may not change."""
+_LOCK_PATIENCE_S = 0.1
+"""Whoever looks who holds a lock holds it himself, for a moment."""
+_BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
 # Keys that change what a person sees or how often, never what is computed.
 _HARMLESS = {
     "trainer": {
         "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
         "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
-        "dry_run",
+        "dry_run", "resume_other_data",
         "collapse_guard", "collapse_guard_thresholds",
     }
 }  # fmt: skip
@@ -71,15 +77,16 @@ class RunDirectory:
         for path in _numbered(wanted):
             if _is_fresh(path):
                 return cls._fresh(path, config)
-            if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
+            if _passed_over(path, trainer) is not None:
                 continue
             _require_config(path)
             lock = _try_lock(path)
             if lock is None:
-                continue  # Another process is training there right now.
-            run = cls(path, CheckpointStore(path / "checkpoints").latest(), lock)
+                continue  # It began to train there a moment ago.
+            run = cls(path, None, lock)
             try:
                 _refuse_changed_config(path, config)
+                run.resume_from = CheckpointStore(path / "checkpoints").latest()
             except CheckpointError:
                 run.close()
                 raise
@@ -92,10 +99,15 @@ class RunDirectory:
         lock = _try_lock(path)
         if lock is None:
             raise CheckpointError(f"{path} is in use by another process; choose another trainer.experiment_name")
+        opened = cls(path, None, lock, _created=True)
         partial = path / ".config.yaml"
-        partial.write_text(yaml.safe_dump(config, sort_keys=False))
-        partial.rename(path / "config.yaml")
-        return cls(path, None, lock, _created=True)
+        try:
+            partial.write_text(yaml.safe_dump(config, sort_keys=False))
+            partial.rename(path / "config.yaml")
+        except OSError:
+            opened.abandon()
+            raise
+        return opened
 
     @classmethod
     def _resume_path(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
@@ -110,7 +122,7 @@ class RunDirectory:
         if self._created:
             for folder in ("tensorboard", "wandb"):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
-            for name in ("config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl", ".lock"):
+            for name in (*_BEFORE_THE_FIRST_STEP, ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # Something else is in it: not ours to remove.
                 self.path.rmdir()
@@ -118,7 +130,8 @@ class RunDirectory:
 
     def finish(self) -> None:
         """Mark the run as over: the next one starts a new numbered directory."""
-        (self.path / "FINISHED").write_text("")
+        with writing(self.path / "FINISHED"):
+            (self.path / "FINISHED").write_text("")
 
     def close(self) -> None:
         """Give the lock back."""
@@ -151,13 +164,36 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
     for path in _numbered(wanted):
         if _is_fresh(path):
             break
-        if (path / "FINISHED").exists() or trainer.resume_mode == "disable":
+        if _passed_over(path, trainer) is not None:
             continue
         _require_config(path)
         _refuse_changed_config(path, config)
         latest = CheckpointStore(path / "checkpoints").latest()
         return f"{path}, an unfinished run that goes on from {latest.name if latest is not None else 'its beginning'}"
     return f"{path}, new"
+
+
+def other_directory(trainer: TrainerConfig) -> str | None:
+    """Which directory a run will take, and why, if it is not the one that the config names; None if it is."""
+    wanted = wanted_directory(trainer)
+    passed: list[str] = []
+    for path in _numbered(wanted):
+        reason = None if _is_fresh(path) else _passed_over(path, trainer)
+        if reason is None:
+            return f"{', '.join(passed)}: this run takes {path}" if passed else None
+        passed.append(f"{path} {reason}")
+    raise AssertionError("unreachable: the numbers do not end")
+
+
+def _passed_over(path: Path, trainer: TrainerConfig) -> str | None:
+    """Why a run that may begin or go on in a directory that is not fresh does not; None if it does."""
+    if (holder := _holder(path)) is not None:
+        return f"is in use by another trainer ({holder})"
+    if (path / "FINISHED").exists():
+        return "holds a finished run"
+    if trainer.resume_mode != "auto":
+        return f"holds another run (trainer.resume_mode={trainer.resume_mode})"
+    return None
 
 
 def _require_config(path: Path) -> None:
@@ -194,16 +230,38 @@ def _is_fresh(path: Path) -> bool:
 def _try_lock(path: Path) -> int | None:
     """The lock dies with its process, also under SIGKILL."""
     handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                return None
+            time.sleep(0.01)
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
 
 
+def _holder(path: Path) -> str | None:
+    """Who holds the lock, in words; None if nobody does."""
+    try:
+        handle = os.open(path / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(handle, 200).decode(errors="replace") or "unknown process"
+    finally:
+        os.close(handle)
+    return None
+
+
 def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
-    old = _comparable(yaml.safe_load((path / "config.yaml").read_text()) or {})
+    old = _comparable(_read_config(path / "config.yaml"))
     new = _comparable(config)
     if old == new:
         return
@@ -221,6 +279,21 @@ def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
         "Give the same command to resume it, or start anew with trainer.experiment_name=<another name> "
         "or trainer.resume_mode=disable."
     )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(file.read_text())
+        sections = {} if config is None else config
+        if not isinstance(sections, dict) or not isinstance(sections.get("trainer", {}), dict):
+            raise ValueError("no configuration: a mapping of sections was expected")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{file} of an unfinished run cannot be read ({' '.join(str(error).split())}), so that nobody can say "
+            "whether this command goes on with it: put the file back, move the run away, or start anew with "
+            "trainer.experiment_name=<another name> or trainer.resume_mode=disable"
+        ) from error
+    return sections
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:

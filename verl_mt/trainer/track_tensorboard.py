@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import yaml
 
 from verl_mt.diagnostics.rollout_table import RolloutTable
@@ -14,6 +17,7 @@ class TensorBoard(Tracker):
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
+        _leave_out_its_traceback()
         purge = None if run.resume_step is None else run.resume_step + 1
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         if purge is None:
@@ -28,6 +32,19 @@ class TensorBoard(Tracker):
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
+
+
+@functools.cache
+def _leave_out_its_traceback() -> None:
+    """TensorBoard's writing thread hands what it raises (a full disk) to the next call, where it is counted and said;
+    besides it dies of it, with a traceback on the screen."""
+    shown = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__name__ != "_AsyncWriterThread" or not isinstance(args.exc_value, OSError):
+            shown(args)
+
+    threading.excepthook = hook
 
 
 def table_text(table: RolloutTable) -> str:

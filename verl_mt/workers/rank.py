@@ -155,11 +155,12 @@ class RankWorker:
         critic = {} if self.critic is None else {"critic": self.critic.progress()}
         return self._once({"actor": self.actor.progress(), **critic})
 
-    def save_shards(self, folder: Path) -> None:
-        """The large part, every rank its own."""
-        save_shards(self.actor.tensors(), folder)
+    def save_shards(self, folder: Path) -> dict[str, str]:
+        """The large part, every rank its own. Returns the digests of this rank's files."""
+        digests = save_shards(self.actor.tensors(), folder)
         if self.critic is not None:
-            save_shards(self.critic.tensors(), folder, "critic")
+            digests |= save_shards(self.critic.tensors(), folder, "critic")
+        return digests
 
     def load(self, state: dict[str, Any], folder: Path | None) -> None:
         """Take a checkpoint of any placement."""

@@ -131,14 +131,15 @@ class RayWorkerGroup(WorkerGroup):
     def state_dict(self) -> dict[str, Any]:
         return self._call("progress", doing="telling its progress")[0]
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> dict[str, str]:
         folder = folder.resolve()
-        self._call("save_shards", folder, doing="writing a checkpoint")
+        written = self._call("save_shards", folder, doing="writing a checkpoint")
         if not has_shards(folder):
             raise CheckpointError(
                 f"the workers wrote their shards, but {folder} has none here: trainer.default_local_dir must be on a "
                 "disk that all machines of the Ray cluster share"
             )
+        return {name: digest for of_rank in written for name, digest in of_rank.items()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         folder = None if folder is None else folder.resolve()

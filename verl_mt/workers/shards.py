@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from verl_mt.data.digests import HashingFile
+from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError
 from verl_mt.workers.state import WEIGHTS
 
@@ -21,7 +26,29 @@ SHARDS = "actor"
 """Where in a checkpoint's folder the actor's shards are; the critic's are in `critic`."""
 
 
-def save_shards(tensors: Mapping[str, Tensor], folder: Path, name: str = SHARDS) -> None:
+class _Hashing(FileSystem):
+    """The disk; keeps the digests of the files that this rank writes."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            file = HashingFile(stream)  # type: ignore[arg-type]
+            try:
+                yield file
+            finally:
+                self.error = file.error or self.error
+        self.digests[Path(path).name] = file.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+def save_shards(tensors: Mapping[str, Tensor], folder: Path, name: str = SHARDS) -> dict[str, str]:
     """Write them under a checkpoint's folder, flushed to disk; collective. Every rank must see the same folder.
 
     Args:
@@ -29,17 +56,22 @@ def save_shards(tensors: Mapping[str, Tensor], folder: Path, name: str = SHARDS)
         folder: the checkpoint's.
         name: of the worker that they belong to; its part of the folder.
 
+    Returns:
+        Of each file that this rank wrote its name below `folder` and its digest.
+
     Raises:
         CheckpointError: the disk refused.
     """
     writer = FileSystemWriter(folder / name, sync_files=True)
+    writer.fs = disk = _Hashing()
     try:
         with _quiet_alone() as alone:
             dcp.save(dict(tensors), storage_writer=writer, no_dist=alone)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(
-            f"cannot write {folder / name}: {_cause(error)}; free space, or another folder"
-        ) from error
+        if disk.error is not None:
+            raise CheckpointError(disk_refused(folder / name, disk.error)) from error
+        raise CheckpointError(f"cannot write {folder / name}: {_cause(error)}") from error
+    return {f"{name}/{file}": digest for file, digest in disk.digests.items()}
 
 
 def has_shards(folder: Path, name: str = SHARDS) -> bool:

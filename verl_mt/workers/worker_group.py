@@ -85,8 +85,9 @@ class WorkerGroup(abc.ABC):
         """What changes and is not written by `save_shards`. The reference policy never changes."""
 
     @abc.abstractmethod
-    def save_shards(self, folder: Path) -> None:
-        """Write what is too large for one process to hold into a checkpoint's folder; inline that is nothing."""
+    def save_shards(self, folder: Path) -> dict[str, str]:
+        """Write what is too large for one process to hold into a checkpoint's folder; inline that is nothing. Returns
+        the digest of each file by its name below the folder."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
@@ -152,8 +153,8 @@ class InlineWorkerGroup(WorkerGroup):
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
         return {"actor": self.actor.state_dict(), **critic}
 
-    def save_shards(self, folder: Path) -> None:
-        """All of the state is in `state_dict`."""
+    def save_shards(self, folder: Path) -> dict[str, str]:
+        return {}  # all of the state is in `state_dict`
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         load_workers_state(self.actor, self.critic, state, folder)
