@@ -78,3 +78,11 @@ def test_the_work_that_mfu_times_is_an_update_and_its_flops_are_counted_by_hand(
     forward = 2 * in_layers * 128 + 2 * 16 * 61 * 4 * 28 + 4 * 2 * (2 * 16 * 32) * 32
     assert mfu.flops_of(model, batch) == 3 * forward
     assert mfu.matmul_peak("cpu", size=32, repetitions=2) > 0
+
+
+@pytest.mark.slow
+def test_checkpoint_digests_gives_the_ratios_of_saving_and_loading():
+    line = last_lines("checkpoint_digests.py", "--megabytes", "16", "--repetitions", "1")[-1]
+    assert re.fullmatch(
+        r"checkpoint digests: save with / without = \d+\.\d\d, load with / without = \d+\.\d\d", line
+    ), line

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from verl_mt.data import fingerprint as module
-from verl_mt.data.dataset import load_rows
+from verl_mt.data.dataset import DataRow, load_rows, read_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 
 
@@ -94,6 +94,15 @@ def test_rows_of_a_generator_are_known_by_what_they_hold():
     first, again, other = (of(name, num_rows=8, seed=seed) for seed in (1, 1, 2))
     assert difference("K", first, again) is None
     assert f"made ({name}, 8 rows): row 0" in difference("K", first, other)
+
+
+def test_the_last_byte_of_an_image_counts(tmp_path):
+    def table(end):
+        content = [{**row, "images": [{"bytes": b"x" * 50_000 + end}]} for row in rows(2)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), tmp_path / "data.parquet")
+        return module._hash([DataRow([], "t", raw=row) for row in read_rows(tmp_path / "data.parquet", "K")])
+
+    assert table(b"1") == table(b"1") != table(b"2")
 
 
 class TestLargeFiles:

@@ -212,7 +212,7 @@ def test_ctrl_c_in_a_tool_call_saves_the_last_step_and_the_same_command_goes_on(
     finally:
         process.kill()
     assert time.monotonic() - asked < 50, "waited for the tool to come back"
-    assert process.returncode == 0, err[-3000:]
+    assert process.returncode == 130, err[-3000:]
     assert "Traceback" not in out + err
     stopped = metrics_of(run)[-1]["step"]
     assert f"stopped after step {stopped}" in out
@@ -233,6 +233,29 @@ def test_ctrl_c_in_a_tool_call_saves_the_last_step_and_the_same_command_goes_on(
     assert (run / "metrics.jsonl").read_text().startswith(before)
     assert (run / "FINISHED").exists()
     assert os.listdir(tmp_path / "runs") == ["tiny"]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_with_a_checkpoint_and_143_so_that_what_follows_does_not_begin(tmp_path):
+    """And a second trainer says with its first words that it takes another directory, which one and why."""
+    run = tmp_path / "runs" / "tiny"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    words = command(*NO_VALIDATION, "trainer.logger=[console]", "trainer.total_training_steps=1000")
+    process = subprocess.Popen(words, cwd=tmp_path, **pipes)
+    try:
+        wait_for(lambda: (run / "rollouts" / "step_000001.jsonl").exists(), process, "the first step")
+        second = run_command(tmp_path, *NO_VALIDATION, "trainer.logger=[console]", "trainer.total_training_steps=1")
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143, err[-3000:]
+    assert "stopped after step" in out and "Traceback" not in out + err
+    assert len(list((run / "checkpoints").glob("step_*"))) >= 1
+    assert second.returncode == 0, second.stderr[-3000:]
+    first_line = second.stdout.splitlines()[0]
+    assert first_line.startswith(f"runs/tiny is in use by another trainer (process {process.pid} on ")
+    assert first_line.endswith("this run takes runs/tiny-2") and (tmp_path / "runs" / "tiny-2" / "FINISHED").exists()
 
 
 @pytest.mark.slow

@@ -93,6 +93,11 @@ def train_and_save(ranks: Ranks, batches: list[TensorDict], folder: Path, **kwar
     return {**actor.progress(), "tensors": {name: whole(t).clone() for name, t in actor.tensors().items()}}
 
 
+def digests_of_save(ranks: Ranks, folder: Path) -> dict[str, str]:
+    """What this rank says of the files that it wrote."""
+    return save_shards(sharded_worker(ranks).tensors(), folder)
+
+
 def load_and_train(
     ranks: Ranks, state: dict[str, Any], folder: Path | None, batches: list[TensorDict], **kwargs: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

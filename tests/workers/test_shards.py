@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from actor_toys import REWARDS, make_batch
-from sharded_jobs import load_and_train, train_and_save
+from sharded_jobs import digests_of_save, load_and_train, train_and_save
 
+from verl_mt.data.digests import damage
 from verl_mt.errors import CheckpointError
 from verl_mt.workers.ranks import ALONE
 from verl_mt.workers.shards import load_shards, stored_shapes
@@ -79,3 +82,31 @@ def test_shards_that_are_missing_torn_or_of_another_model_are_refused(tmp_path):
     next((tmp_path / "actor").glob("*.distcp")).write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"cannot be read: .*resume from an older one"):
         load_shards(saved, tmp_path)
+
+
+def names_below(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_every_file_has_a_digest(tmp_path):
+    digests = digests_of_save(ALONE, tmp_path)
+    assert digests.keys() == names_below(tmp_path) >= {"actor/.metadata"}
+    assert all(damage(tmp_path / name, digest) is None for name, digest in digests.items())
+
+
+@pytest.mark.slow
+def test_each_rank_makes_the_digests_of_its_own_files(ranks, tmp_path):
+    one, two = ranks(2)(digests_of_save, tmp_path)
+    assert one and two and not one.keys() & two.keys()
+    assert one.keys() | two.keys() == names_below(tmp_path)
+    assert all(damage(tmp_path / name, digest) is None for name, digest in (one | two).items())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_said_in_one_line(tmp_path):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "__0_0.distcp").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError) as error:
+        digests_of_save(ALONE, tmp_path)
+    assert f"cannot write {tmp_path}/actor: No space left on device (" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -118,11 +118,16 @@ def _hash(rows: Sequence[DataRow]) -> tuple[str, str]:
 
 def _content(raw: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(raw, sort_keys=True, default=to_json_value)
+        text = json.dumps(raw, sort_keys=True, default=_plain)
     except (TypeError, ValueError):  # keys of several types
         text = json.dumps(to_json_value(raw), sort_keys=True)
     # Where an object of a generator's own lies in memory is no part of what it is.
     return (_ADDRESS.sub("", text) if " at 0x" in text else text).encode()
+
+
+def _plain(value: Any) -> Any:
+    # Written to a file of rollouts, a long text is cut; here its end counts too.
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes | bytearray) else to_json_value(value)
 
 
 @dataclass(frozen=True)

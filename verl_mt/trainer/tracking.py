@@ -9,10 +9,10 @@ from pathlib import Path
 
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import TrainerConfig
-from verl_mt.data.run_files import append_metrics, truncate_metrics
+from verl_mt.data.run_files import NO_ROOM, append_metrics, disk_refused, truncate_metrics
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.rollout_table import rollout_table
-from verl_mt.errors import ConfigError, error_text
+from verl_mt.errors import CheckpointError, ConfigError, error_text
 from verl_mt.plugins import Registry, load_object
 from verl_mt.trainer.rollout_spans import RolloutSpans
 from verl_mt.trainer.track_mlflow import MLflow
@@ -122,6 +122,7 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
 
     Raises:
         ConfigError: one that cannot begin, in a run that begins. In one that is resumed it is left out and said.
+        CheckpointError: the disk is full.
     """
     made: list[Background] = []
     wanted = [(name, _find(name)) for name in dict.fromkeys(config.logger) if name not in _ALWAYS_THERE]
@@ -133,6 +134,8 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise CheckpointError(f"tracker {name}: {disk_refused(run.folder, error)}") from error
             reason = redact(error_text(error, named=True))
             if run.resume_step is None:
                 raise ConfigError(f"tracker {name} could not begin: {reason}; repair it, or leave it out") from error
