@@ -62,13 +62,6 @@ TRAINER = {
         ("trainer.resume_mode=resume_path", *NOT_VALIDATED),
         refused="got 'nothing'",
     ),
-    "resume_other_data": Effect(
-        "True",
-        "is about resuming",
-        probes.printed,
-        ("trainer.resume_mode=disable", *NOT_VALIDATED),
-        refused="which resumes nothing",
-    ),
     "seed": Effect("7", "what is sampled", probes.rows, NOT_VALIDATED),
     "deterministic": Effect("False", "where timings are written", probes.files, NOT_VALIDATED),
     "num_threads": Effect("2", "threads of torch", probes.of_run("threads"), NOT_VALIDATED),

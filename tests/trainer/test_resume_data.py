@@ -50,7 +50,7 @@ def test_other_rows_of_the_same_number_are_refused_with_the_first_that_differs(s
         start()
     said = str(error.value)
     assert "step_000001 was written with other rows. data.train_files: train (" in said
-    assert "row 5 is the first that differs" in said and "trainer.resume_other_data=True" in said
+    assert "row 5 is the first that differs" in said and "trainer.resume_mode=other_data" in said
     write(tmp_path / "train.jsonl", of_seed(0))
     start()
 
@@ -60,8 +60,17 @@ def test_an_explicit_key_goes_on_in_them_at_the_same_place(start, tmp_path, capl
     write(tmp_path / "train.jsonl", of_seed(1, 20))
     with pytest.raises(CheckpointError, match="20 rows, then 16"):
         start()
-    assert start("trainer.resume_other_data=True") != start.first
+    assert start("trainer.resume_mode=other_data") != start.first
     assert "goes on in these" in caplog.text and "20 rows, then 16" in caplog.text
+
+
+def test_the_same_key_takes_a_named_checkpoint_into_a_new_directory(start, tmp_path):
+    write(tmp_path / "train.jsonl", of_seed(1, 20))
+    saved = f"trainer.resume_from_path={tmp_path}/run/checkpoints/step_000001"
+    with pytest.raises(CheckpointError, match="20 rows, then 16"):
+        start("trainer.resume_mode=resume_path", saved, run="other")
+    start("trainer.resume_mode=other_data", saved, run="other")
+    assert (tmp_path / "other" / "config.yaml").exists()
 
 
 def _order(tmp_path):

@@ -298,9 +298,7 @@ def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
-    if trainer.resume_other_data and trainer.resume_mode == "disable":
-        yield "trainer.resume_other_data is given with trainer.resume_mode=disable, which resumes nothing"
-    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+    if trainer.resume_from_path is not None and trainer.resume_mode in ("auto", "disable"):
         yield f"trainer.resume_from_path is given with trainer.resume_mode={trainer.resume_mode}: set it to resume_path"
     if trainer.val_only and config.data.val_files is None:
         yield "trainer.val_only needs data.val_files"

@@ -166,13 +166,11 @@ class TrainerConfig(Section):
     )
     resume_mode: str = knob(
         "auto",
-        "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`.",
-        choices=("auto", "disable", "resume_path"),
+        "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`; other_data = as "
+        "resume_path where that is given, else as auto, though data.* has other rows now.",
+        choices=("auto", "disable", "resume_path", "other_data"),
     )
-    resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path.")
-    resume_other_data: bool = knob(
-        False, "Go on from a checkpoint though data.* has other rows now, at the same place of their order."
-    )
+    resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path or other_data.")
     seed: int = knob(0, "Seed of the run: sampling, shuffling, initial state.")
     deterministic: bool = knob(
         False,

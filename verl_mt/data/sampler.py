@@ -65,7 +65,7 @@ class RowSampler(abc.ABC):
         """
 
     def go_on_in_other_rows(self, state: dict[str, Any]) -> None:
-        """Take a state that was saved with other rows (`trainer.resume_other_data`). By default like any other."""
+        """Take a state that was saved with other rows (`trainer.resume_mode=other_data`). By default like any other."""
         self.load_state_dict(state)
 
     def update(self, groups: Sequence[TrajectoryGroup]) -> None:  # noqa: B027 - most samplers learn nothing
@@ -113,7 +113,7 @@ class PositionSampler(RowSampler):
             raise CheckpointError(
                 f"the checkpoint was written with training rows {state['rows']}, now there are {rows}: "
                 "give the same data, start a new run (trainer.resume_mode=disable), or go on in these rows with "
-                "trainer.resume_other_data=True"
+                "trainer.resume_mode=other_data"
             )
         self.position = state["position"]
 

@@ -100,14 +100,14 @@ def require_same_rows(config: Config, folder: Path, saved: Mapping[str, Any] | N
         log.warning("%s does not say which rows it was trained on: whether these are the same is not checked", folder)
         return
     trained = [] if trainer.val_only else ["data.train_files"]
-    keys = [*trained, "data.val_files"] if trainer.resume_mode == "auto" else trained
+    keys = [*trained, "data.val_files"] if trainer.resume_from_path is None else trained
     found = [words for key in keys if (words := difference(key, saved[key], now[key])) is not None]
-    if found and trainer.resume_other_data:
+    if found and trainer.resume_mode == "other_data":
         log.warning("%s was written with other rows, and goes on in these: %s", folder, "; ".join(found))
     elif found:
         raise CheckpointError(
             f"{folder} was written with other rows. {'; '.join(found)}. Give the data that the run was started with, "
-            "start a new run (trainer.resume_mode=disable), or go on in these rows with trainer.resume_other_data=True"
+            "start a new run (trainer.resume_mode=disable), or go on in these rows with trainer.resume_mode=other_data"
         )
 
 

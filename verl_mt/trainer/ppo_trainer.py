@@ -198,7 +198,7 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
-        if self.config.resume_other_data:
+        if self.config.resume_mode == "other_data":
             self.sampler.go_on_in_other_rows(state["sampler"])
         else:
             self.sampler.load_state_dict(state["sampler"])

@@ -34,7 +34,7 @@ _HARMLESS = {
     "trainer": {
         "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
         "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
-        "dry_run", "resume_other_data",
+        "dry_run",
         "collapse_guard", "collapse_guard_thresholds",
     }
 }  # fmt: skip
@@ -72,7 +72,7 @@ class RunDirectory:
 
     @classmethod
     def _open(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
-        if trainer.resume_mode == "resume_path":
+        if _names_checkpoint(trainer):
             return cls._resume_path(trainer, wanted, config)
         for path in _numbered(wanted):
             if _is_fresh(path):
@@ -158,7 +158,7 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
             f"cannot make the run directory {wanted}: {parent} is not writable; choose another "
             "trainer.default_local_dir"
         )
-    if trainer.resume_mode == "resume_path":
+    if _names_checkpoint(trainer):
         source = _named_checkpoint(trainer)
         return f"{next(path for path in _numbered(wanted) if _is_fresh(path))}, new, from {source}"
     for path in _numbered(wanted):
@@ -191,7 +191,7 @@ def _passed_over(path: Path, trainer: TrainerConfig) -> str | None:
         return f"is in use by another trainer ({holder})"
     if (path / "FINISHED").exists():
         return "holds a finished run"
-    if trainer.resume_mode != "auto":
+    if trainer.resume_mode == "disable" or _names_checkpoint(trainer):
         return f"holds another run (trainer.resume_mode={trainer.resume_mode})"
     return None
 
@@ -202,6 +202,10 @@ def _require_config(path: Path) -> None:
             f"{path} is not empty and not a run directory (no config.yaml); choose another "
             "trainer.default_local_dir or trainer.experiment_name"
         )
+
+
+def _names_checkpoint(trainer: TrainerConfig) -> bool:
+    return trainer.resume_mode == "resume_path" or trainer.resume_from_path is not None
 
 
 def _named_checkpoint(trainer: TrainerConfig) -> Path:
