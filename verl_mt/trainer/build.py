@@ -72,12 +72,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     Raises:
         VerlMTError: one of its subclasses; the text names the key, file or row.
     """
-    check(config)
-    if (words := other_directory(config.trainer)) is not None:
-        Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(words)
-    import_plugins(config.external_plugins)
-    require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
-    prepare_process(config)
+    _before_anything_slow(config)
     chat = build_fitting_chat(config)
     tools = build_tools(config)
     check_parser(config, chat, tools)
@@ -126,6 +121,16 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
+
+
+def _before_anything_slow(config: Config) -> None:
+    """Refuse what can be refused; say which directory it will be if not the one that is named."""
+    check(config)
+    if (words := other_directory(config.trainer)) is not None:
+        Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(words)
+    import_plugins(config.external_plugins)
+    require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
+    prepare_process(config)
 
 
 def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
