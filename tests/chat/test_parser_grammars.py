@@ -85,7 +85,8 @@ def test_a_call_inside_reasoning_is_a_thought(parser):
     )
     turn = parse(parser, f"{opening}{quoted}{closing}\n\n{ONE[parser]}")
     assert bare(turn) == [F] and turn.reasoning == quoted.strip("\n")
-    lost = parse(parser, f"{opening}{quoted}")
+    thought = get_parser(parser, runs_calls_in_unclosed_reasoning=False)
+    lost = thought.parse(f"{opening}{quoted}", TOOLS)
     assert lost.actions == [] and lost.content == "" and lost.reasoning == quoted.strip("\n")
     assert parse(parser, f"{quoted}{closing}\n{ONE[parser]}", in_reasoning=True).reasoning == quoted.strip("\n")
 
@@ -175,9 +176,9 @@ def test_qwen3_coder_arguments_are_typed_by_the_schema():
 
 
 def test_a_value_may_hold_every_closing_tag_but_the_whole_end_of_a_call():
-    for text in ("a</parameter>b", "</parameter>", "x\n</parameter>\ny", "</function>", "</tool_call>", "<parameter=i>",
-                 "a</parameter><parameter=i>2</parameter>", "\n\nfoo\n\n", "</parameter></function></tool_call>",
-                 ""):  # fmt: skip
+    for text in ("a</parameter>b", "</parameter>", "x\n</parameter>\ny", "</function>", "</tool_call>",
+                 "x <parameter=>", "say <parameter=q> here", "a\n</parameter> <parameter=", "\n\nfoo\n\n", "",
+                 "</parameter></function></tool_call>"):  # fmt: skip
         assert bare(parse("qwen3_coder", coder(s=text, i="1"))) == [ToolCall("f", {"s": text, "i": 1})], text
 
 
@@ -209,6 +210,52 @@ def test_a_malformed_qwen3_coder_call_says_what_is_wrong(inside, says):
     raw = f"<tool_call>\n{inside}\n</tool_call>"
     turn = parse("qwen3_coder", f"Now:\n{raw}")
     assert turn.calls == [] and turn.content == f"Now:\n{raw}" and says in turn.malformed[0].error
+
+
+# ---------------------------------------------------------------- closing tags that are missing
+
+OPEN = {
+    "qwen3_coder": ("<tool_call>\n<function=f>\n{}\n</function>\n</tool_call>", "<parameter={}>\n{}", "\n</parameter>"),
+    "seed_oss": (
+        "<seed:tool_call>\n<function=f>\n{}\n</function>\n</seed:tool_call>", "<parameter={}>{}", "</parameter>",
+    ),
+    "glm45": ("<tool_call>f\n{}\n</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}", "</arg_value>"),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{}\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        '<｜DSML｜parameter name="{}" string="true">{}', "</｜DSML｜parameter>",
+    ),
+}  # fmt: skip
+"""A call around its arguments, an argument without its closing tag, and that tag."""
+
+
+@pytest.mark.parametrize("between", ["\n", ""])
+@pytest.mark.parametrize("tools", [TOOLS, []], ids=["schema", "no schema"])
+@pytest.mark.parametrize("parser", sorted(OPEN))
+def test_the_opening_of_the_next_argument_ends_a_value_that_is_not_closed(parser, tools, between):
+    call, argument, close = OPEN[parser]
+    inner = between.join([argument.format("s", "two words"), argument.format("query", "y") + close])
+    schema = {"properties": {"s": {"type": "string"}, "query": {"type": "string"}}}
+    turn = get_parser(parser).parse(call.format(inner), tools and [{"name": "f", "parameters": schema}])
+    if parser == "qwen3_coder" and not between:  # its values stand on lines: in the middle of one it is in doubt
+        assert turn.calls == [] and "'s' is not closed" in turn.malformed[0].error
+    else:
+        assert bare(turn) == [ToolCall("f", {"s": "two words", "query": "y"})]
+
+
+@pytest.mark.parametrize("parser", sorted(OPEN))
+def test_an_argument_is_never_swallowed_by_the_one_before_it(parser):
+    """Whatever is missing, and whichever the keys: two values are read, or the model is told."""
+    call, argument, close = OPEN[parser]
+    for first, second in (("s", "i"), ("s", "unknown"), ("unknown", "s"), ("s", "s"), ("i", "s")):
+        for cut in range(len(close) + 1):
+            inner = f"{argument.format(first, 'a')}{close[:cut]}\n{argument.format(second, '3')}{close}"
+            turn = parse(parser, call.format(inner))
+            for found in turn.calls:
+                assert "3" not in str(found.arguments[first]), (inner, found)
+            assert len(turn.actions) == 1
+    opening = argument.split("{")[0]
+    turn = parse(parser, call.format(f"{argument.format('s', 'a')}\n{opening}\n3{close}"))
+    assert turn.calls == [] or "3" not in str(turn.calls[0].arguments["s"])
 
 
 # ---------------------------------------------------------------- glm45
@@ -310,6 +357,33 @@ def test_deepseek_v3_writes_a_fence_and_a_closing_tag_inside_a_string_is_harmles
 def test_a_malformed_call_in_a_section_says_what_is_wrong(parser, text, says):
     turn = parse(parser, text)
     assert turn.calls == [] and turn.content == text and says in turn.malformed[0].error
+
+
+def test_an_invoke_tag_that_closes_itself_is_a_call_without_arguments():
+    for name, tag in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
+        long = '<｜DSML｜invoke name="ask">\n<｜DSML｜parameter name="query" string="true">x</｜DSML｜parameter>\n'
+        short = '<｜DSML｜invoke name="{}"/>\n'
+        text = f"Now.\n\n<｜DSML｜{tag}>\n{short.format('f')}{long}</｜DSML｜invoke>\n{short.format('g')}"
+        turn = parse(name, f"{text}</｜DSML｜{tag}>")
+        assert bare(turn) == [ToolCall("f", {}), ToolCall("ask", {"query": "x"}), ToolCall("g", {})]
+        assert turn.content == "Now."
+    assert bare(parse("deepseek_v32", '<｜DSML｜invoke name="f">\n{"i": 1, "s": "x"}\n</｜DSML｜invoke>')) == [F]
+
+
+@pytest.mark.parametrize(
+    ("parser", "runs"), [("glm45", True), ("kimi_k2", True), ("hermes", False), ("deepseek_v3", False)]
+)
+def test_a_call_in_an_unclosed_thought_is_run_for_the_families_that_sglang_runs_it_for(parser, runs):
+    for text, begun in ((f"<think>I look.\n{ONE[parser]}", False), (f"I look.\n{ONE[parser]}", True)):
+        turn = parse(parser, text, in_reasoning=begun)
+        assert bare(turn) == [F] * runs and turn.content == ""
+        assert turn.reasoning == ("I look." if runs else f"I look.\n{ONE[parser]}")
+        chosen = get_parser(parser, runs_calls_in_unclosed_reasoning=not runs).parse(text, TOOLS, in_reasoning=begun)
+        assert bare(chosen) == [F] * (not runs)
+    closed = parse(parser, f"<think>I look.\n{ONE[parser]}</think>It is 51.")
+    assert closed.actions == [] and closed.content == "It is 51."
+    unread = parse(parser, f"<think>A call begins with {ONE[parser][:12]}")
+    assert unread.actions == [] and unread.content == ""
 
 
 def test_kimi_ids_are_the_models_own_and_names_may_hold_dots_and_dashes():

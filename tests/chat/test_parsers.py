@@ -266,6 +266,31 @@ def test_a_malformed_llama_call_is_reported_and_kept(text, says):
     assert says in turn.malformed[0].error and turn.malformed[0].text == text
 
 
+@pytest.mark.parametrize("separator", ["\n", " ", ";", "; ", "<|python_tag|>", ""])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"name": "search", "parameters": {',
+        '{"name": "search", "parameters": {"query": x}}',
+        '{"name": "search", "parameters": {"query": "y"}',
+        '{"name": "search", "parameters": {"query": {"name": "search", "parameters": {}}, bad}}',
+        '<|python_tag|>{"name": "search", "parameters": {"query": }}',
+    ],
+)
+def test_a_broken_llama_call_does_not_hide_the_next_one(broken, separator):
+    turn = llama(f'{broken}{separator}{{"name": "search", "parameters": {{"query": "x"}}}}', TOOLS)
+    assert [type(action) for action in turn.actions] == [MalformedCall, ToolCall] and turn.calls == [SEARCH_X]
+    assert broken in turn.content
+
+
+def test_a_llama_call_in_the_middle_of_a_line_must_name_a_tool_that_exists():
+    one = '{"name": "search", "parameters": {"query": "x"}}'
+    for tools in (TOOLS, ()):
+        assert llama(f"Here it is: {one}. More?", tools).calls == [SEARCH_X]
+        assert llama('Here: {"name": "f"}, {"name": "f", "parameters": 3}', tools).actions == []
+    assert llama(one.replace("search", "other").join(["Say ", "."]), TOOLS).actions == []
+
+
 # ---------------------------------------------------------------- search_r1
 
 

@@ -178,7 +178,9 @@ def ambiguous(chat: ChatTemplate, grammar: Grammar, calls: list[ToolCall]) -> bo
     followed = any(part in s.replace(" ", "") for s in texts for part in (*whole, "</arg_value><arg_key>"))
     # A value that begins the way that the grammar goes on, after the tag that ends it.
     after = any(s.rstrip().endswith(("</arg_value>", "</parameter>", "</｜DSML｜parameter>")) for s in texts)
-    return followed or after or "null" in texts
+    # The opening of an argument ends a value; where that is in doubt the call is malformed.
+    opened = any(part in s for s in texts for part in ("<parameter=", "<arg_key>"))
+    return followed or after or opened or "null" in texts
 
 
 def strings_in(value: Any) -> list[str]:

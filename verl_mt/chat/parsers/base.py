@@ -7,13 +7,49 @@ parsed here only decides what runs next and what stands in `messages`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
 _SPACE = re.compile(r"\s*")
+
+
+class IndexedText(str):
+    """One turn's text, with the places of what was looked for in it.
+
+    A model that writes the same tag ten thousand times asks ten thousand times for the tag that would close it. `find`
+    remembers all places of a string, `first_match` the last answer for a pattern.
+    """
+
+    _places: dict[str, list[int]]
+    _matches: dict[re.Pattern[str], tuple[int, re.Match[str] | None]]
+    unreadable: dict[int, tuple[str, int | None]]
+    """Where values begin that are known to be broken: what is wrong, and at which place."""
+
+    def __new__(cls, text: str) -> IndexedText:
+        indexed = super().__new__(cls, text)
+        indexed._places, indexed._matches, indexed.unreadable = {}, {}, {}
+        return indexed
+
+    def find(self, wanted: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        """As `str.find`; `start` and `end` are not negative."""
+        places = self._places.get(wanted)
+        if places is None:
+            places = self._places[wanted] = list(_places_of(str(self), wanted))
+        nearest = bisect_left(places, start)
+        if nearest == len(places) or (end is not None and places[nearest] + len(wanted) > end):
+            return -1
+        return places[nearest]
+
+    def first_match(self, pattern: re.Pattern[str], start: int) -> re.Match[str] | None:
+        asked, match = self._matches.get(pattern, (start + 1, None))
+        if asked > start or (match is not None and match.start() < start):
+            match = pattern.search(self, start)
+            self._matches[pattern] = (start, match)
+        return match
 
 
 @dataclass(frozen=True)
@@ -44,7 +80,14 @@ class ToolParser:
     - Of the text around a call only what templates write before it (`separators`) is dropped, so that rendering
       content and calls again gives the text that was sampled.
     - An id that the model wrote stands, unless another call of the turn has the same one.
+    - Of more than `max_calls` calls in a turn the later ones are not read; the model is told.
     """
+
+    max_calls: int = 128
+    """The most calls, readable or not, that one turn may hold."""
+    runs_calls_in_unclosed_reasoning: bool = False
+    """A call in a reasoning that the turn does not close ends the reasoning and is run, as SGLang does it for the
+    models of this grammar; False: it is a thought."""
 
     stop_strings: tuple[str, ...] = ()
     """Strings that end a turn of this grammar; the engine stops after them and keeps them."""
@@ -58,9 +101,13 @@ class ToolParser:
     calls_in_content: bool = False
     """True: the text of a call stays in `content`, as chat templates cannot write this grammar from `tool_calls`."""
 
-    def __init__(self, *, end_markers: Sequence[str] | None = None):
+    def __init__(
+        self, *, end_markers: Sequence[str] | None = None, runs_calls_in_unclosed_reasoning: bool | None = None
+    ):
         if end_markers is not None:
             self.end_markers = tuple(end_markers)
+        if runs_calls_in_unclosed_reasoning is not None:
+            self.runs_calls_in_unclosed_reasoning = runs_calls_in_unclosed_reasoning
 
     def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
         """The first call, valid or malformed, that begins at or after `start`; None if there is none."""
@@ -79,11 +126,11 @@ class ToolParser:
         Returns:
             `reasoning` None if the turn has no reasoning, `""` if its block is empty. Never raises on model text.
         """
-        text = self._without_end_markers(text)
+        text = IndexedText(self._without_end_markers(text))
         scan = _Scan()
         start = 0
         if in_reasoning:
-            start = self._take_thought(text, 0, scan)
+            start = self._take_thought(text, 0, tools, scan)
         self._scan(text, start, tools, scan)
         content = _join(scan.pieces, self.separators)
         actions = _without_double_ids(scan.actions)
@@ -109,12 +156,15 @@ class ToolParser:
             if thought >= 0:
                 if scan.pieces or text[position:thought].strip():
                     scan.pieces.append(text[position:thought])
-                position = self._take_thought(text, thought + len(opening), scan)
+                position = self._take_thought(text, thought + len(opening), tools, scan)
                 if found and found.start < position:
                     found = self.find_calls(text, position, tools)
                 continue
             scan.pieces.append(text[position:limit])
             if not found:
+                return
+            if len(scan.actions) + len(found.items) > self.max_calls:
+                self._give_up(text, found, tools, scan)
                 return
             self._take_calls(text, found, scan)
             position = found.end
@@ -129,12 +179,44 @@ class ToolParser:
         scan.thoughts.append(text[:orphan].strip("\n"))
         self._scan(text, _skip_newlines(text, orphan + len(self.reasoning_tags[1])), tools, scan)
 
-    def _take_thought(self, text: str, start: int, scan: _Scan) -> int:
+    def _take_thought(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]], scan: _Scan) -> int:
         """Move `text[start:...]` up to the closing tag into the thoughts; returns where the turn goes on."""
         closing = self.reasoning_tags[1]
         end = text.find(closing, start)
-        scan.thoughts.append(text[start : len(text) if end < 0 else end].strip("\n"))
-        return len(text) if end < 0 else _skip_newlines(text, end + len(closing))
+        if end >= 0:
+            scan.thoughts.append(text[start:end].strip("\n"))
+            return _skip_newlines(text, end + len(closing))
+        end = self._call_in_thought(text, start, tools)
+        scan.thoughts.append(text[start:end].strip("\n"))
+        return end
+
+    def _call_in_thought(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> int:
+        """Where a thought without an end gives way to a call that can be run; else the end of the text."""
+        if self.runs_calls_in_unclosed_reasoning:
+            found = self.find_calls(text, start, tools)
+            for _ in range(self.max_calls):
+                if found is None:
+                    break
+                if any(isinstance(item, ToolCall) for item in found.items):
+                    return found.start
+                found = self.find_calls(text, found.end, tools)
+        return len(text)
+
+    def _give_up(self, text: str, found: FoundCalls, tools: Sequence[ToolSchema | dict[str, Any]], scan: _Scan) -> None:
+        """Keep the calls that a turn may hold; the rest of the text stays, unread, with one error for all of it."""
+        orphan = -1 if scan.thoughts else text.find(self.reasoning_tags[1], found.start)
+        if orphan >= 0:
+            self._scan_after_thought(text, orphan, tools, scan)
+            return
+        scan.actions += found.items[: self.max_calls - len(scan.actions)]
+        scan.actions.append(self.too_many(text[found.start :]))
+        scan.pieces.append(text[found.start :])
+
+    def too_many(self, rest: str) -> MalformedCall:
+        """What stands for all of the turn behind the most calls that it may hold."""
+        problem = f"one turn may hold {self.max_calls} calls, and this turn goes on behind them"
+        advice = "Write fewer calls at once, and read their results before you go on."
+        return MalformedCall(rest, f"The tool call was not run: {problem}. {advice}")
 
     def _take_calls(self, text: str, found: FoundCalls, scan: _Scan) -> None:
         scan.actions += found.items
@@ -142,12 +224,19 @@ class ToolParser:
         scan.pieces.append(text[found.start : found.end] if malformed or self.calls_in_content else None)
 
     def _without_end_markers(self, text: str) -> str:
+        kept = end = len(text)
         while True:
-            bare = text.rstrip()
-            marker = next((m for m in self.end_markers if m and bare.endswith(m)), None)
+            while end and text[end - 1].isspace():
+                end -= 1
+            marker = next((m for m in self.end_markers if m and text.endswith(m, 0, end)), None)
             if marker is None:
-                return text
-            text = bare[: -len(marker)]
+                return text[:kept]
+            kept = end = end - len(marker)
+
+
+def first_match(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
+    """`pattern.search(text, start)`, remembered where the text can remember."""
+    return text.first_match(pattern, start) if isinstance(text, IndexedText) else pattern.search(text, start)
 
 
 def tool_names(tools: Sequence[ToolSchema | dict[str, Any]]) -> set[str]:
@@ -162,7 +251,16 @@ def skip_space(text: str, position: int) -> int:
 
 
 def _skip_newlines(text: str, position: int) -> int:
-    return len(text) - len(text[position:].lstrip("\n"))
+    while text.startswith("\n", position):
+        position += 1
+    return position
+
+
+def _places_of(text: str, wanted: str) -> Iterator[int]:
+    place = text.find(wanted)
+    while place >= 0:
+        yield place
+        place = text.find(wanted, place + 1)
 
 
 def _join(pieces: Sequence[str | None], separators: Sequence[str]) -> str:

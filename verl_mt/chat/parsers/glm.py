@@ -8,23 +8,28 @@ from typing import Any
 
 from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
 from verl_mt.chat.parsers.tagged import (
+    ArgumentTags,
     BadCall,
     end_of_broken,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_end,
+    value_span,
+    value_text,
 )
 from verl_mt.data.conversation import ToolCall, ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
 _KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
-_CLOSE_VALUE = "</arg_value>"
-_GOES_ON = re.compile(r"\s*(?:<arg_key>|</tool_call>)")
-_CALL_ENDS = re.compile(
-    r"</tool_call>\s*(?:\Z|<tool_call>\s*[^\s<>]+\s*(?:<arg_key>|</tool_call>))|<tool_call>[^\s<>]+\s*<arg_key>"
+_TAGS = ArgumentTags(
+    closing="</arg_value>",
+    goes_on=re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
+    opening=re.compile(r"<arg_key>(?P<key>[^<]*)(?P<whole></arg_key>\s*<arg_value>)?"),
+    call_ends=re.compile(
+        r"</tool_call>\s*(?:\Z|<tool_call>\s*[^\s<>]+\s*(?:<arg_key>|</tool_call>))|<tool_call>\s*[^\s<>]+\s*<arg_key>"
+    ),
 )
 _ADVICE = (
     "Write it in the format of your instructions: the name of a tool behind the opening tag, then a key tag and a "
@@ -39,6 +44,7 @@ class GlmParser(ToolParser):
     argument or the end of the call follows it there.
     """
 
+    runs_calls_in_unclosed_reasoning = True
     end_markers = (*ToolParser.end_markers, "<|user|>", "<|observation|>")
 
     def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
@@ -48,7 +54,7 @@ class GlmParser(ToolParser):
         try:
             call, end = _read(text, begin + len(_OPEN), tools)
         except BadCall as error:
-            end = end_of_broken(text, begin + len(_OPEN), _OPEN, _CLOSE)
+            end = end_of_broken(text, max(begin + len(_OPEN), error.at), _OPEN, _CLOSE)
             problem = str(error) if text.endswith(_CLOSE, begin, end) else f"it is not closed ({error})"
             return FoundCalls(begin, end, (not_run(text[begin:end], problem, _ADVICE, error.name),))
         return FoundCalls(begin, end, (call,))
@@ -65,12 +71,12 @@ def _read(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -
         opening = _KEY.match(text, position)
         key = opening[1].strip() if opening else ""
         if opening is None or not key:
-            raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name)
+            raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name, position)
         if key in arguments:
-            raise BadCall(f"the argument {key!r} is given twice", name)
-        end = value_end(text, opening.end(), _CLOSE_VALUE, _GOES_ON, _CALL_ENDS)
-        if end < 0:
-            raise BadCall(f"the value of {key!r} is not closed", name)
-        arguments[key] = read_argument(text[opening.end() : end], key, parameters)
-        position = skip_space(text, end + len(_CLOSE_VALUE))
+            raise BadCall(f"the argument {key!r} is given twice", name, position)
+        span = value_span(text, opening.end(), _TAGS, parameters)
+        if span is None:
+            raise BadCall(f"the value of {key!r} is not closed", name, position)
+        arguments[key] = read_argument(value_text(text, opening.end(), span), key, parameters)
+        position = skip_space(text, span[1])
     return ToolCall(name, arguments), position + len(_CLOSE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mt.chat.parsers.base import ToolParser, skip_space
+from verl_mt.chat.parsers.base import IndexedText, ToolParser, first_match, skip_space
 from verl_mt.chat.parsers.sectioned import json_arguments
 from verl_mt.chat.parsers.tagged import BadCall, found_instead, not_run
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
@@ -45,19 +45,24 @@ class HarmonyParser(ToolParser):
         self, text: str, tools: Sequence[ToolSchema | dict[str, Any]] = (), *, in_reasoning: bool = False
     ) -> ParsedTurn:
         """As `ToolParser.parse`. `in_reasoning`: the text begins in the body of an analysis message."""
+        text = IndexedText(text)
         turn = _Turn()
         position = 0
         if in_reasoning:
             position = self._body(text, 0, "<|channel|>analysis", 0, turn)
         while position < len(text):
+            begin, kept = position, len(turn.text)
             header = _HEADER.match(text, position)
             if header is not None:
-                position = self._body(text, header.end(), header["header"], position, turn)
-                continue
-            following = _NEXT.search(text, position + 1)
-            end = following.start() if following else len(text)
-            self._loose(text[position:end], turn)
-            position = end
+                position = self._body(text, header.end(), header["header"], begin, turn)
+            else:
+                following = first_match(_NEXT, text, begin + 1)
+                position = following.start() if following else len(text)
+                self._loose(text[begin:position], turn)
+            if len(turn.actions) > self.max_calls:
+                turn.actions[-1] = self.too_many(text[begin:])
+                turn.text[kept:] = [text[begin:]]
+                break
         content = "\n".join(piece for piece in turn.text if piece.strip())
         return ParsedTurn(content, "\n".join(turn.thoughts) if turn.thoughts else None, turn.actions)
 
@@ -66,7 +71,7 @@ class HarmonyParser(ToolParser):
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
             return self._call(text, start, recipient[1].removeprefix("functions."), begin, turn)
-        closing = _CLOSING.search(text, start)
+        closing = first_match(_CLOSING, text, start)
         body = text[start : closing.start() if closing else len(text)]
         channel = _CHANNEL.search(header)
         (turn.thoughts if channel and channel[1] == "analysis" else turn.text).append(body)
@@ -86,7 +91,7 @@ class HarmonyParser(ToolParser):
                 raise BadCall(f"it should be closed behind its arguments, but {found_instead(text, end)}", name)
             turn.actions.append(ToolCall(name, arguments))
         except BadCall as error:
-            closing = _CLOSING.search(text, position)
+            closing = first_match(_CLOSING, text, position)
             raw = text[begin : closing.end() if closing else len(text)]
             turn.actions.append(not_run(raw, str(error), _ADVICE, error.name))
             turn.text.append(raw)

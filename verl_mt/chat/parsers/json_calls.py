@@ -12,8 +12,24 @@ from verl_mt.data.conversation import MalformedCall, ToolCall
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]+)"')
 
 
+_FIRST_WINDOW = 256
+_LONGEST_WORD = 16
+"""Longer than every literal and escape of JSON: an error nearer to a window's end may be the window's."""
+
+
 class BadJSON(ValueError):
-    """Text that is not JSON; the message says what and where, counted from the value's first character."""
+    """Text that is not JSON; the message says what and where, counted from the value's first character.
+
+    Args:
+        problem: what is wrong.
+        start: where the value begins.
+        at: where it breaks; None = not known.
+    """
+
+    def __init__(self, problem: str, start: int = 0, at: int | None = None):
+        super().__init__(problem if at is None else f"{problem} at character {at - start + 1}")
+        self.problem = problem
+        self.at = at
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int]:
@@ -26,11 +42,12 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
         BadJSON: also where Python's own limits (depth, digits) are exceeded.
     """
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, length = _decode_window(text, start)
+        end = start + length
         if "\\u" in text[start:end]:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise BadJSON(f"{error.msg.removesuffix(' at')} at character {error.pos - start + 1}") from error
+        raise BadJSON(error.msg.removesuffix(" at"), start, start + error.pos) from error
     except UnicodeEncodeError as error:
         raise BadJSON("a \\u escape is half of a surrogate pair") from error
     except RecursionError as error:
@@ -38,6 +55,27 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
     except ValueError as error:
         raise BadJSON(str(error)) from error
     return value, end
+
+
+def _decode_window(text: str, start: int) -> tuple[Any, int]:
+    """The value at `start` and its length, read from as little text as needed.
+
+    Python's decoder counts the lines of the whole text for every error, so that a text with thousands of broken values
+    would take quadratic time.
+    """
+    width = _FIRST_WINDOW
+    while True:
+        window = text[start : start + width]
+        edge = len(window) - _LONGEST_WORD if start + width < len(text) else len(window) + 1
+        try:
+            value, length = _DECODER.raw_decode(window)
+        except json.JSONDecodeError as error:
+            if error.pos < edge and not (edge < len(window) and error.msg.startswith("Unterminated string")):
+                raise
+        else:
+            if length < edge or window[0] in '{["':
+                return value, length
+        width *= 4
 
 
 def read_call(value: Any, text: str, argument_keys: tuple[str, ...] = ("arguments",)) -> ToolCall | MalformedCall:
@@ -97,7 +135,7 @@ def decode_whole(text: str) -> Any:
     start = len(text) - len(text.lstrip())
     value, end = decode_json(text, start)
     if text[end:].strip():
-        raise BadJSON(f"extra text at character {end - start + 1}")
+        raise BadJSON("extra text", start, end)
     return value
 
 

@@ -31,7 +31,7 @@ class MistralParser(ToolParser):
             return None
         body = skip_space(text, begin + len(_TAG))
         if text.startswith(("[", "{"), body):
-            return _listed(text, begin, body)
+            return _listed(text, begin, body, self.max_calls)
         try:
             call, end = _named(text, body)
         except BadCall as error:
@@ -40,7 +40,7 @@ class MistralParser(ToolParser):
         return FoundCalls(begin, end, (call,))
 
 
-def _listed(text: str, begin: int, body: int) -> FoundCalls:
+def _listed(text: str, begin: int, body: int, most: int) -> FoundCalls:
     try:
         value, end = decode_json(text, body)
     except BadJSON as error:
@@ -50,7 +50,7 @@ def _listed(text: str, begin: int, body: int) -> FoundCalls:
     values = value if isinstance(value, list) else [value]
     if not values:
         return FoundCalls(begin, end, (malformed(raw, "the list of calls is empty"),))
-    return FoundCalls(begin, end, tuple(_with_id(read_call(one, raw), one) for one in values))
+    return FoundCalls(begin, end, tuple(_with_id(read_call(one, raw), one) for one in values[: most + 1]))
 
 
 def _with_id(call: ToolCall | MalformedCall, value: Any) -> ToolCall | MalformedCall:

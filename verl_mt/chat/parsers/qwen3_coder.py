@@ -9,23 +9,24 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, skip_space
 from verl_mt.chat.parsers.tagged import (
+    ArgumentTags,
     BadCall,
     end_of_broken,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_end,
+    value_span,
+    value_text,
 )
 from verl_mt.data.conversation import ToolCall, ToolSchema
 
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
 _BARE = re.compile(r"<function=[^<>\s]+>\s*(?:<parameter=[^<>\n]+>|</function>)")
-_CLOSE_VALUE, _CLOSE_FUNCTION = "</parameter>", "</function>"
-_GOES_ON = re.compile(r"\s*(?:<parameter=[^<>\n]*>|</function>)")
+_CLOSE_FUNCTION = "</function>"
 _ADVICE = (
     "Write it in the format of your instructions: one function tag with the name of a tool in it, inside it one "
     "parameter tag per argument with its plain value, every tag closed."
@@ -45,6 +46,19 @@ class Qwen3CoderParser(ToolParser):
     padded = True
     """A value stands on lines of its own: one line end before it and one after it are not part of it."""
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        opening, closing = re.escape(self.open_tag), re.escape(self.close_tag)
+        self._tags = ArgumentTags(
+            closing="</parameter>",
+            goes_on=re.compile(r"\s*(?:<parameter=[^<>\n]*>|</function>)"),
+            opening=re.compile(r"<parameter=(?P<key>[^<>\n]*)(?P<whole>>)?"),
+            call_ends=re.compile(
+                rf"</function>\s*{closing}\s*(?:\Z|{opening})|<function=[^<>\s]+>\s*<parameter=[^<>\n]+>"
+            ),
+            on_lines=re.compile(rf"\n(?:<parameter=[^<>\n]*>\n|</function>\n{closing})") if self.padded else None,
+        )
+
     def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
         begin = text.find(self.open_tag, start)
         bare = _BARE.search(text, start, begin if begin >= 0 else len(text))
@@ -62,7 +76,7 @@ class Qwen3CoderParser(ToolParser):
                 calls.append(call)
                 position = skip_space(text, after)
         except BadCall as error:
-            end = end_of_broken(text, position, self.open_tag, self.close_tag)
+            end = end_of_broken(text, max(position, error.at), self.open_tag, self.close_tag)
             problem = str(error) if text.endswith(self.close_tag, begin, end) else f"it is not closed ({error})"
             return FoundCalls(begin, end, (not_run(text[begin:end], problem, _ADVICE, error.name),))
         return FoundCalls(begin, position + len(self.close_tag), tuple(calls))
@@ -71,7 +85,9 @@ class Qwen3CoderParser(ToolParser):
         try:
             call, end = self._function(text, begin, tools)
         except BadCall as error:
-            end = end_of_broken(text, begin, self.open_tag, _CLOSE_FUNCTION)
+            end = end_of_broken(text, max(begin, error.at), self.open_tag, _CLOSE_FUNCTION)
+            following = first_match(_BARE, text, max(begin + 1, error.at))
+            end = min(end, following.start() if following else end)
             return FoundCalls(begin, end, (not_run(text[begin:end], str(error), _ADVICE, error.name),))
         if text.startswith(self.close_tag, after := skip_space(text, end)):
             end = after + len(self.close_tag)
@@ -94,31 +110,16 @@ class Qwen3CoderParser(ToolParser):
             opening = _PARAMETER.match(text, position)
             key = opening[1].strip() if opening else ""
             if opening is None or not key:
-                raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name)
+                raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
             if key in arguments:
-                raise BadCall(f"the parameter {key!r} is given twice", name)
-            end = self._value_end(text, opening.end())
-            if end < 0:
-                raise BadCall(f"the parameter {key!r} is not closed", name)
-            value = text[opening.end() : end]
-            if self.padded:
-                value = value.removeprefix("\n").removesuffix("\n")
+                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+            span = value_span(text, opening.end(), self._tags, parameters)
+            if span is None:
+                raise BadCall(f"the parameter {key!r} is not closed", name, position)
+            value = value_text(text, opening.end(), span, padded=self.padded)
             arguments[key] = read_argument(value, key, parameters, null_word=True)
-            position = skip_space(text, end + len(_CLOSE_VALUE))
+            position = skip_space(text, span[1])
         return ToolCall(name, arguments), position + len(_CLOSE_FUNCTION)
-
-    def _value_end(self, text: str, start: int) -> int:
-        """The end as templates write it, each tag on a line of its own; if there is none, any that can be read."""
-        opening, closing = re.escape(self.open_tag), re.escape(self.close_tag)
-        call_ends = re.compile(
-            rf"</function>\s*{closing}\s*(?:\Z|{opening})|{opening}\s*<function=[^<>\s]+>\s*<parameter="
-        )
-        if self.padded and text.startswith("\n", start):
-            strict = re.compile(rf"\n(?:<parameter=[^<>\n]*>\n|</function>\n{closing})")
-            end = value_end(text, start, "\n" + _CLOSE_VALUE, strict, call_ends)
-            if end >= 0:
-                return end + 1
-        return value_end(text, start, _CLOSE_VALUE, _GOES_ON, call_ends)
 
 
 class SeedOssParser(Qwen3CoderParser):

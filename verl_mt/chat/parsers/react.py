@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, skip_space
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
 from verl_mt.chat.parsers.tagged import not_run, parameters_of, read_argument
 from verl_mt.data.conversation import MalformedCall, ToolCall, ToolSchema
@@ -15,7 +15,7 @@ _ACTION = re.compile(r"^[ \t]*Action:[ \t]*([^\n]*)$", re.MULTILINE)
 _INPUT = re.compile(r"\s*^[ \t]*Action Input:[ \t]*", re.MULTILINE)
 _NEXT = re.compile(r"^[ \t]*(?:Observation|Thought|Action|Final Answer):", re.MULTILINE)
 _FINAL = re.compile(r"^[ \t]*Final Answer:", re.MULTILINE)
-_FENCED = re.compile(r"```\w*[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_FENCE = re.compile(r"```\w*[ \t]*\n")
 _ADVICE = "Write a line with Action: and the name of a tool, and below it a line with Action Input: and its arguments."
 
 
@@ -37,9 +37,9 @@ class ReactParser(ToolParser):
             if given is not None:
                 item, end = _read(text, action.start(), given.end(), name, tools)
                 return FoundCalls(action.start(), end, (item,))
-            if _FINAL.search(text, action.end()):
+            if first_match(_FINAL, text, action.end()):
                 continue  # an answer, with an "Action: None" before it
-            following = _NEXT.search(text, action.end())
+            following = first_match(_NEXT, text, action.end())
             end = following.start() if following else len(text)
             problem = f"the action {name[:40]!r} has no input"
             return FoundCalls(action.start(), end, (not_run(text[action.start() : end], problem, _ADVICE, name),))
@@ -64,8 +64,9 @@ def _read(
             bad = error
     end = _input_end(text, start)
     raw = text[start:end].strip()
-    if fenced := _FENCED.fullmatch(raw):
-        raw = fenced[1]
+    fence = _FENCE.match(raw)
+    if fence is not None and raw.endswith("```", fence.end()):
+        raw = raw[fence.end() : -3].rstrip(" \t").removesuffix("\n")
         try:
             value, after = decode_json(raw, skip_space(raw, 0))
             if isinstance(value, dict) and not raw[after:].strip():
@@ -95,5 +96,5 @@ def _from_text(
 
 
 def _input_end(text: str, start: int) -> int:
-    following = _NEXT.search(text, start)
+    following = first_match(_NEXT, text, start)
     return following.start() if following else len(text)

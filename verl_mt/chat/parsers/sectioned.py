@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
+from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, skip_space
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, kind_of
 from verl_mt.chat.parsers.tagged import (
+    ArgumentTags,
     BadCall,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_end,
+    value_span,
+    value_text,
 )
 from verl_mt.data.conversation import MalformedCall, ToolCall, ToolSchema
 
@@ -37,7 +38,7 @@ class SectionedParser(ToolParser):
     separators: tuple[str, ...] = ()
 
     def read_call(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
-        """The call whose text begins at `start`, and the position of its `call_end`.
+        """The call whose text begins at `start`, and where the text goes on behind its `call_end`.
 
         Raises:
             BadCall: it cannot be read.
@@ -61,13 +62,22 @@ class SectionedParser(ToolParser):
         item: ToolCall | MalformedCall
         try:
             item, after = self.read_call(text, inside, tools)
-            if not text.startswith(self.call_end, after):
-                raise BadCall(f"it should be closed behind its arguments, but {found_instead(text, after)}", item.name)
-            end = self._with_section_end(text, after + len(self.call_end))
+            end = self._with_section_end(text, after)
         except BadCall as error:
-            end = self._end_of_broken(text, inside)
+            end = self._end_of_broken(text, max(inside, error.at))
             item = not_run(text[begin:end], str(error), self.advice, error.name)
         return FoundCalls(begin, end, (item,))
+
+    def closed(self, text: str, position: int, call: ToolCall) -> tuple[ToolCall, int]:
+        """The call, and where the text goes on behind its `call_end`, which must come at `position`.
+
+        Raises:
+            BadCall: something else stands there.
+        """
+        after = skip_space(text, position)
+        if not text.startswith(self.call_end, after):
+            raise BadCall(f"it should be closed behind its arguments, but {found_instead(text, after)}", call.name)
+        return call, after + len(self.call_end)
 
     def _with_section_end(self, text: str, position: int) -> int:
         after = skip_space(text, position)
@@ -103,13 +113,15 @@ class DeepSeekParser(SectionedParser):
             raise BadCall("the name of the tool is not set apart from the rest")
         name = text[start:at].strip()
         position = skip_space(text, at + len(self._separator))
-        fence = self._fence.search(text, position, stop if stop >= 0 else len(text))
+        fence = first_match(self._fence, text, position)
+        if fence is not None and fence.end() > (stop if stop >= 0 else len(text)):
+            fence = None
         if not text.startswith("{", position) and fence is not None:
             name, position = text[position : fence.start()].strip(), fence.end()
         arguments, position = json_arguments(text, position, name)
         if fence is not None and text.startswith("```", after := skip_space(text, position)):
             position = after + len("```")
-        return ToolCall(name, arguments), skip_space(text, position)
+        return self.closed(text, position, ToolCall(name, arguments))
 
 
 class KimiK2Parser(SectionedParser):
@@ -120,6 +132,7 @@ class KimiK2Parser(SectionedParser):
     section_ends = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
     call_begin = "<|tool_call_begin|>"
     call_end = "<|tool_call_end|>"
+    runs_calls_in_unclosed_reasoning = True
 
     _head = re.compile(r"\s*((?:functions\.)?([^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
 
@@ -128,12 +141,14 @@ class KimiK2Parser(SectionedParser):
         if head is None:
             raise BadCall("the name of the tool is missing or not set apart from the arguments")
         arguments, after = json_arguments(text, skip_space(text, head.end()), head[2])
-        call = ToolCall(head[2], arguments)
-        return replace(call, id=head[1]) if ":" in head[1] else call, skip_space(text, after)
+        return self.closed(text, after, ToolCall(head[2], arguments, head[1] if ":" in head[1] else ""))
 
 
 class DeepSeekDsmlParser(SectionedParser):
-    """V3.2 and V4: every parameter between tags, and the tag says whether it is a string; everything else is JSON."""
+    """V3.2 and V4: every parameter between tags, and the tag says whether it is a string; everything else is JSON.
+
+    The arguments may also be one JSON object. A tag that closes itself is a call without arguments.
+    """
 
     section_begins = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     section_ends = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
@@ -143,31 +158,42 @@ class DeepSeekDsmlParser(SectionedParser):
     separators = ("\n\n",)
     end_markers = DeepSeekParser.end_markers
 
-    _head = re.compile(r'\s+name="([^"\n]+)"\s*>\s*')
-    _parameter = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>')
-    _close = "</｜DSML｜parameter>"
-    _goes_on = re.compile(r"\s*(?:<｜DSML｜parameter\s+name=|</｜DSML｜invoke>)")
-    _call_ends = re.compile(r"</｜DSML｜invoke>\s*</｜DSML｜(?:function|tool)_calls>|<｜DSML｜invoke\s+name=")
+    _head = re.compile(r'\s+name="(?P<name>[^"\n]+)"\s*(?P<closed>/)?>')
+    _parameter = re.compile(r'<｜DSML｜parameter\s+name="(?P<key>[^"]+)"(?:\s+string="(?P<string>true|false)")?\s*>')
+    _tags = ArgumentTags(
+        closing="</｜DSML｜parameter>",
+        goes_on=re.compile(r"\s*(?:<｜DSML｜parameter\s+name=|</｜DSML｜invoke>)"),
+        opening=re.compile(
+            r'<｜DSML｜parameter(?:\s+name="(?P<key>[^"]+)"(?P<whole>(?:\s+string="(?:true|false)")?\s*>))?'
+        ),
+        call_ends=re.compile(r"</｜DSML｜invoke>\s*</｜DSML｜(?:function|tool)_calls>|<｜DSML｜invoke\s+name="),
+    )
 
     def read_call(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
         head = self._head.match(text, start)
         if head is None:
             raise BadCall("the invoke tag has no name")
-        name, position = head[1].strip(), head.end()
-        arguments: dict[str, Any] = {}
+        name, position = head["name"].strip(), skip_space(text, head.end())
+        if head["closed"]:
+            return ToolCall(name, {}), head.end()
+        if text.startswith("{", position):
+            arguments, position = json_arguments(text, position, name)
+            return self.closed(text, position, ToolCall(name, arguments))
+        arguments = {}
+        parameters = parameters_of(tools, name)
         while not text.startswith(self.call_end, position):
             opening = self._parameter.match(text, position)
             if opening is None:
-                raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name)
-            if opening[1] in arguments:
-                raise BadCall(f"the parameter {opening[1]!r} is given twice", name)
-            end = value_end(text, opening.end(), self._close, self._goes_on, self._call_ends)
-            if end < 0:
-                raise BadCall(f"the parameter {opening[1]!r} is not closed", name)
-            raw = text[opening.end() : end]
-            arguments[opening[1]] = _typed(raw, opening[1], opening[2], parameters_of(tools, name))
-            position = skip_space(text, end + len(self._close))
-        return ToolCall(name, arguments), position
+                raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
+            key = opening["key"]
+            if key in arguments:
+                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+            span = value_span(text, opening.end(), self._tags, parameters)
+            if span is None:
+                raise BadCall(f"the parameter {key!r} is not closed", name, position)
+            arguments[key] = _typed(value_text(text, opening.end(), span), key, opening["string"], parameters)
+            position = skip_space(text, span[1])
+        return self.closed(text, position, ToolCall(name, arguments))
 
 
 def _typed(raw: str, key: str, string: str | None, parameters: dict[str, Any] | None) -> Any:

@@ -1,8 +1,8 @@
 """Arguments between tags: where a raw value ends, and what type it has.
 
 Values are written without escapes, so a closing tag inside a string looks like the end of the value. The end is the
-first closing tag behind which the grammar goes on. Values carry no types either: the tool's JSON schema says what
-they are.
+first closing tag behind which the grammar goes on, or the opening of the next argument. Values carry no types either:
+the tool's JSON schema says what they are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.chat.parsers.base import skip_space
+from verl_mt.chat.parsers.base import first_match, skip_space
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, decode_whole
 from verl_mt.data.conversation import MalformedCall, ToolSchema
 
@@ -34,11 +35,31 @@ _DEEPEST_SCHEMA = 16
 
 
 class BadCall(ValueError):
-    """A call that cannot be read; the message is the end of "The tool call was not run: ..."."""
+    """A call that cannot be read; the message is the end of "The tool call was not run: ...".
 
-    def __init__(self, problem: str, name: str | None = None):
+    `at` is the position where reading stopped: what was read before it is not read again.
+    """
+
+    def __init__(self, problem: str, name: str | None = None, at: int = 0):
         super().__init__(problem)
         self.name = name
+        self.at = at
+
+
+@dataclass(frozen=True)
+class ArgumentTags:
+    """How a grammar marks its arguments."""
+
+    closing: str
+    """Closes a value."""
+    goes_on: re.Pattern[str]
+    """What stands behind that tag when the value ended there."""
+    opening: re.Pattern[str]
+    """Opens an argument: `key` is its name, `whole` matches if the opening is complete."""
+    call_ends: re.Pattern[str]
+    """Where the call ends for certain: a value that is not closed must not swallow the calls behind it."""
+    on_lines: re.Pattern[str] | None = None
+    """The same as `goes_on` where templates write every tag on a line of its own; None: they do not."""
 
 
 def not_run(text: str, problem: str, advice: str, name: str | None = None) -> MalformedCall:
@@ -62,27 +83,68 @@ def end_of_broken(text: str, position: int, opening: str, closing: str) -> int:
     return open_ if open_ >= 0 else len(text)
 
 
-def value_end(text: str, start: int, closing: str, goes_on: re.Pattern[str], call_ends: re.Pattern[str]) -> int:
-    """Where the value that begins at `start` ends: before the first `closing` that `goes_on` follows; -1 if none does.
+def value_span(
+    text: str, start: int, tags: ArgumentTags, parameters: Mapping[str, Any] | None
+) -> tuple[int, int] | None:
+    """The end of the value that begins at `start`, and where the text goes on; None if it cannot be told.
 
-    A value that is a JSON object or list ends where it ends as JSON, whatever its strings hold.
-
-    Args:
-        call_ends: where the call ends for certain; the closing tag must begin before that. Without it a value that
-            is not closed would swallow the calls after it.
+    - A value that is a JSON object or list ends where it ends as JSON, whatever its strings hold.
+    - Else it ends before the first closing tag behind which the grammar goes on; on lines of their own if the value
+      begins on one.
+    - The opening of another argument of the tool ends it too: its closing tag was forgotten. Where that is in doubt
+      (the tool has no such argument, the opening is not complete, or stands in the middle of a line where the others do
+      not) the value cannot be told.
     """
     if text.startswith(("{", "["), inside := skip_space(text, start)):
         with contextlib.suppress(BadJSON):
             _, after = decode_json(text, inside)
-            end = text.find(closing, after)
-            if end >= 0 and not text[after:end].strip() and goes_on.match(text, end + len(closing)):
-                return end
-    stop = call_ends.search(text, start)
+            end = skip_space(text, after)
+            if text.startswith(tags.closing, end) and tags.goes_on.match(text, end + len(tags.closing)):
+                return end, end + len(tags.closing)
+    on_lines = tags.on_lines if text.startswith("\n", start) else None
+    stop = first_match(tags.call_ends, text, start)
     limit = stop.start() if stop else len(text)
-    end = text.find(closing, start, limit)
-    while end >= 0 and not goes_on.match(text, end + len(closing)):
-        end = text.find(closing, end + 1, limit)
-    return end
+    place, loose = start, -1
+    while True:
+        closing = text.find(tags.closing, place, limit)
+        opening = first_match(tags.opening, text, place)
+        if opening is not None and opening.start() < (closing if closing >= 0 else limit):
+            at_line = text.startswith("\n", opening.start() - 1)
+            known = opening["whole"] is not None and _is_argument(opening["key"].strip(), parameters)
+            if loose < 0 and on_lines is not None and not (at_line or known):
+                place = opening.end()
+                continue
+            if loose < 0 and known and (on_lines is None or at_line):
+                return opening.start(), opening.start()
+            break
+        if closing < 0:
+            break
+        place = closing + len(tags.closing)
+        if on_lines is not None and text.startswith("\n", closing - 1) and on_lines.match(text, place):
+            return closing, place
+        if loose < 0 and tags.goes_on.match(text, place):
+            loose = closing
+            if on_lines is None:
+                break
+    return (loose, loose + len(tags.closing)) if loose >= 0 else None
+
+
+def value_text(text: str, start: int, span: tuple[int, int], *, padded: bool = False) -> str:
+    """The value itself. White space before the opening of the next argument is the template's.
+
+    Args:
+        padded: one line end before the value and one after it are the template's too.
+    """
+    value = text[start : span[0]]
+    if span[0] == span[1]:
+        value = value.rstrip()
+    return value.removeprefix("\n").removesuffix("\n") if padded else value
+
+
+def _is_argument(key: str, parameters: Mapping[str, Any] | None) -> bool:
+    """Whether the schema names it; where it names nothing every key may be one."""
+    properties = (parameters or {}).get("properties")
+    return bool(key) and (not isinstance(properties, dict) or not properties or key in properties)
 
 
 def parameters_of(tools: Sequence[ToolSchema | dict[str, Any]], name: str) -> dict[str, Any] | None:
