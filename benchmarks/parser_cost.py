@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from verl_mt.chat.parsers import get_parser, tool_parsers
@@ -144,7 +145,7 @@ def main() -> None:
         text, seconds = worst(name, lengths)
         growth = (seconds[-1] / lengths[-1]) / (seconds[0] / lengths[0])
         slowest, steepest = max(slowest, seconds[-1]), max(steepest, growth)
-        table.add_row(name, *(f"{s * 1e3:.1f}" for s in seconds), f"{growth:.2f}", repr(text)[:44])
+        table.add_row(name, *(f"{s * 1e3:.1f}" for s in seconds), f"{growth:.2f}", escape(repr(text)[:44]))
     Console().print(table)
     size, base = lengths[-1] // 1000, lengths[0] // 1000
     print(f"parsers: {size} kB in at most {slowest:.2f} s; per byte at most {steepest:.2f} times {base} kB's")

@@ -161,8 +161,9 @@ def read_argument(text: str, key: str, parameters: Mapping[str, Any] | None, *, 
     """A raw value as the type that the tool's schema gives the argument.
 
     - A string stays as it was written, white space included.
-    - Other types are read as JSON, lists and objects also as Python writes them, and `True`, `False`, `None` count
-      where the schema has that type. What cannot be read stays text: checking against the schema then tells the model.
+    - Other types are read as JSON, lists and objects also as Python writes them or with escaped quotes, and `True`,
+      `False`, `None` count where the schema has that type. What cannot be read stays text: checking against the schema
+      then tells the model.
     - Of several types the strictest that fits counts, so `3` for string-or-integer is a number.
     - Without a schema: JSON if it is JSON, but never a quoted string; else text.
 
@@ -198,6 +199,10 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[Any]:
     if word in _PYTHON_WORDS and types & {"boolean", "null"}:
         yield _PYTHON_WORDS[word]
     elif word[:1] in ("[", "{", "(") and types & {"array", "object"} and len(word) <= _LONGEST_PYTHON:
+        if '\\"' in word:
+            with contextlib.suppress(BadJSON):
+                yield decode_whole(decode_whole(f'"{word}"'))
+                return
         try:
             value = ast.literal_eval(word)
             json.dumps(value, allow_nan=False)
