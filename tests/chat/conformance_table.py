@@ -188,7 +188,10 @@ def _row(file: Path) -> list[str]:
             (capabilities.append_only, "append-only"),
             (capabilities.rewrites_calls, "rewrites turns with calls"),
             (capabilities.rewrites_prompt, "tools move to the last user turn"),
-            (capabilities.drops_reasoning, "drops old reasoning"),
+            (
+                capabilities.drops_reasoning or capabilities.reasoning_content == "dropped_after_user",
+                "drops old reasoning",
+            ),
             (prefilled, "reasoning is prefilled"),
             (capabilities.merges_tool_messages, "merges tool messages"),
             (capabilities.uses_clock, "shows the date"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenizer, call, tool, user
+from conformance_table import generic_template
 
 from verl_mt.chat import ChatTemplate
 from verl_mt.errors import TemplateError
@@ -139,3 +140,34 @@ def test_the_header_is_the_end_where_nothing_else_is():
     chat = ChatTemplate(byte_tokenizer(HEADER_ENDS))
     assert chat.capabilities.problems.keys() == {"tools"}
     assert chat.stop_token_ids == chat.end_token_ids
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_a_template_drops_is_found_whatever_its_key(key):
+    shown = f"('<think>' + m.{key} + '</think>' if m.{key} and loop.last else '') + m.content +"
+    found = capabilities(CHATML.replace("m.content +", shown))
+    assert (found.reasoning_key, found.reasoning_content) == (key, "dropped_after_user")
+    assert "reasoning of earlier turns is dropped" in found.history
+    kept = capabilities(CHATML.replace("m.content +", shown.replace(" and loop.last", "")))
+    assert (kept.reasoning_key, kept.reasoning_content) == (key, "kept")
+
+
+def test_reasoning_that_only_turns_with_calls_show_is_found():
+    """As Kimi K2: an answer has an empty block, and ends the reasoning of the turns before it."""
+    block = (
+        "('<think>' + (m.reasoning_content or '' if m.tool_calls and loop.index > loop.length - 2 else '') + '</think>'"
+    )
+    source = TOOL_CHATML.replace(
+        "'\n' + m.content }}", f"'\n' + {block} if m.role == 'assistant' else '') + m.content }}}}"
+    )
+    assert source != TOOL_CHATML
+    found = capabilities(source)
+    assert (found.reasoning_key, found.reasoning_content) == ("reasoning_content", "dropped_after_user")
+
+
+@pytest.mark.parametrize(
+    ("template", "key"), [("openai-gpt-oss-120b", "thinking"), ("Kimi-K2-Thinking", "reasoning_content")]
+)
+def test_published_templates_that_drop_reasoning_are_found(shared_data, template, key):
+    found = generic_template(shared_data / "templates" / f"{template}.jinja").capabilities
+    assert (found.reasoning_key, found.reasoning_content) == (key, "dropped_after_user")

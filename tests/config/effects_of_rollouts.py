@@ -121,6 +121,9 @@ MULTI_TURN = {
         talk("calls once"),
         refused="cannot read the tool calls",
     ),
+    "run_calls_in_unclosed_reasoning": Effect(
+        "True", "a call in a thought that is not closed is run", talk("calls in its thought"), quick=True
+    ),
     "tokenization_sanity_check_mode": Effect("off", "no finding", talk("writes before its call")),
     "max_mismatch_rate": Effect(
         "0.0", "a mismatch ends the run", talk("writes before its call"), refused="max_mismatch_rate allows"

@@ -29,6 +29,7 @@ REASONING = (
 )
 """How templates open and close a reasoning block."""
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Reasoning = Literal["kept", "dropped_after_user", "ignored"]
 _THOUGHT = "Zqxjkvthought"
 _NAME = "zqxjkvname"
@@ -72,8 +73,10 @@ class TemplateCapabilities:
     """Turns with calls, or their results, are written in another way once the conversation has gone on."""
     drops_reasoning: bool = False
     """Old reasoning disappears from a full rendering once a user turn follows. A rollout keeps what was sampled."""
+    reasoning_key: str = "reasoning_content"
+    """The key of a message from which the template takes its reasoning: the first of `REASONING_KEYS` that it shows."""
     reasoning_content: Reasoning = "ignored"
-    """What happens to the key `reasoning_content` of earlier turns."""
+    """What happens to that key of earlier turns."""
     merges_tool_messages: bool = False
     """Adjacent tool messages share one turn, so they must be given in one delta."""
     uses_clock: bool = False
@@ -189,7 +192,7 @@ def probe(
     roles |= {
         role for role, shape_name in (("system", "system"), ("tool", "tool_result")) if shape_name not in problems
     }
-    inline, key = _probe_reasoning(renderer)
+    inline, key, kept = _probe_reasoning(renderer, shape, problems)
     rewrites = _rewrites_prompt(renderer, problems)
     return TemplateCapabilities(
         problems=problems,
@@ -198,7 +201,8 @@ def probe(
         short_call_ids=shape.short_ids,
         rewrites_calls=_rewrites_calls(renderer, shape, problems),
         drops_reasoning=inline,
-        reasoning_content=key,
+        reasoning_key=key,
+        reasoning_content=kept,
         merges_tool_messages=_merges(delta, problems),
         uses_clock="strftime_now" in renderer.source(None),
         rewrites_prompt=rewrites,
@@ -258,19 +262,43 @@ def _probe_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Probl
             problems[name] = Problem("P16", "part of the turn is left out without a word")
 
 
-def _probe_reasoning(renderer: Renderer) -> tuple[bool, Reasoning]:
-    """Does inline reasoning vanish after a user turn; what happens to `reasoning_content`."""
+def _probe_reasoning(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> tuple[bool, str, Reasoning]:
+    """Does inline reasoning vanish after a user turn; the key that the template takes reasoning from, and what happens
+    to it.
 
-    def seen(turn: Message, *more: Message) -> bool:
+    A plain turn may lose its reasoning at once (Kimi K2 keeps that of turns with calls only, until an answer follows),
+    so a turn with a call is tried too; where the template cannot write one, an empty block in the place of the
+    reasoning tells.
+    """
+
+    def seen(*turns: Message) -> bool:
         try:
-            return _THOUGHT in _render(renderer, [user(), turn, *more])
+            return _THOUGHT in _render(renderer, normalise([user(), *turns], shape))
         except TemplateError:
             return False
 
     inline: Message = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
-    keyed: Message = {**said(), "reasoning_content": _THOUGHT}
-    key: Reasoning = "kept" if seen(keyed, user(SHOWN)) else "dropped_after_user" if seen(keyed) else "ignored"
-    return not seen(inline, user(SHOWN)), key
+    vanishes = not seen(inline, user(SHOWN))
+    with_calls = "tool_call" not in problems and "tool_result" not in problems
+    for key in REASONING_KEYS:
+        plain: Message = {**said(), key: _THOUGHT}
+        if seen(plain, user(SHOWN)):
+            return vanishes, key, "kept"
+        if seen(plain) or (with_calls and seen({**caller(1), key: _THOUGHT}, result(SHOWN, _CALL_ID))):
+            return vanishes, key, "dropped_after_user"
+        read = re.search(rf"\w\.{key}\b|get\(['\"]{key}['\"]|\[['\"]{key}['\"]\]", renderer.source(None))
+        if read and _writes_empty_reasoning(renderer):
+            return vanishes, key, "dropped_after_user"
+    return vanishes, REASONING_KEYS[0], "ignored"
+
+
+def _writes_empty_reasoning(renderer: Renderer) -> bool:
+    """Whether a turn of earlier gets an empty block where its reasoning would stand."""
+    try:
+        text = _render(renderer, [user(), said(), user(SHOWN)])
+    except TemplateError:
+        return False
+    return any(re.search(rf"{re.escape(start)}\s*{re.escape(end)}", text) for start, end in REASONING)
 
 
 def _rewrites_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> bool:

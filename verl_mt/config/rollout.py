@@ -61,6 +61,11 @@ class MultiTurnConfig(Section):
     tool_parser: str = knob(
         "hermes", "How tool calls are read from the model's text; a registered name or a dotted path."
     )
+    run_calls_in_unclosed_reasoning: bool | None = knob(
+        None,
+        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
+        "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
+    )
     tokenization_sanity_check_mode: Any = knob(
         "strict",
         "Compares the recorded tokens with the full rendered conversation: strict, ignore_strippable, off.",

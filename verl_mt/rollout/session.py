@@ -222,10 +222,11 @@ class RolloutSession(Ledger):
         parser = self.context.parser
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
-            if parser is not None and parser.reasoning_key != "reasoning_content":
+            can = self.context.chat.capabilities
+            if can.reasoning_content != "ignored":
+                message[can.reasoning_key] = parsed.reasoning
+            elif parser is not None and parser.reasoning_key != "reasoning_content":
                 message[parser.reasoning_key] = parsed.reasoning
-            elif self.context.chat.capabilities.reasoning_content != "ignored":
-                message["reasoning_content"] = parsed.reasoning
             elif not parsed.calls:
                 # This template ignores `reasoning_content`; the text as written is what it can render.
                 message["content"] = text

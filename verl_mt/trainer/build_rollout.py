@@ -10,7 +10,7 @@ from typing import Any
 from verl_mt import engines
 from verl_mt.chat.loading import load_chat
 from verl_mt.chat.parser_fit import require_parser
-from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.parsers import ToolParser, get_parser
 from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
@@ -102,7 +102,7 @@ def build_door(config: Config, args: GenerateArgs, *, media: frozenset[str] = fr
     """Who drives the conversations: the one place that decides it. `media`: what model and engine take beside text."""
     agent = config.actor_rollout_ref.rollout.agent_function_path
     if agent is not None:
-        return AgentDoor(agent, get_parser(config.actor_rollout_ref.rollout.multi_turn.tool_parser))
+        return AgentDoor(agent, _parser(config))
     if config.actor_rollout_ref.rollout.custom_generate_function_path is not None:
         return CustomGenerateDoor(config, args)
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
@@ -158,7 +158,7 @@ def build_runner(
             chat=chat,
             engine=engine,
             limits=limits,
-            parser=get_parser(multi_turn.tool_parser) if executor is not None else None,
+            parser=_parser(config) if executor is not None else None,
             sampling=training_sampling(config),
             sanity=SanityMonitor(parse_mode(multi_turn.tokenization_sanity_check_mode), multi_turn.max_mismatch_rate),
             use_inference_chat_template=multi_turn.use_inference_chat_template,
@@ -208,6 +208,12 @@ def training_sampling(config: Config) -> SamplingParams:
         stop=tuple(dict.fromkeys((*rollout.stop, *_parser_stops(config)))),
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
+
+
+def _parser(config: Config) -> ToolParser:
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    runs = multi_turn.run_calls_in_unclosed_reasoning
+    return get_parser(multi_turn.tool_parser, runs_calls_in_unclosed_reasoning=runs)
 
 
 def _parser_stops(config: Config) -> tuple[str, ...]:

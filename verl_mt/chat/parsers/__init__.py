@@ -89,11 +89,14 @@ aliases: dict[str, str] = {
 """What verl, SGLang and vLLM call these parsers. A hyphen may stand for an underscore."""
 
 
-def get_parser(name_or_dotted_path: str, **kwargs: Any) -> ToolParser:
+def get_parser(
+    name_or_dotted_path: str, *, runs_calls_in_unclosed_reasoning: bool | None = None, **kwargs: Any
+) -> ToolParser:
     """The parser of that name, made with `kwargs`.
 
     Args:
         name_or_dotted_path: a registered name, one of `aliases`, a dotted path or `file.py:Name`.
+        runs_calls_in_unclosed_reasoning: see `ToolParser`; None = as its class says.
 
     Raises:
         PluginError: unknown name (lists what exists), not a `ToolParser`, or arguments that it does not take.
@@ -106,9 +109,12 @@ def get_parser(name_or_dotted_path: str, **kwargs: Any) -> ToolParser:
             f"got {target!r}"
         )
     try:
-        return target(**kwargs)
+        parser = target(**kwargs)
     except TypeError as error:
         raise PluginError(f"tool_parser {name_or_dotted_path!r} with arguments {sorted(kwargs)}: {error}") from error
+    if runs_calls_in_unclosed_reasoning is not None:
+        parser.runs_calls_in_unclosed_reasoning = runs_calls_in_unclosed_reasoning
+    return parser
 
 
 def is_registered(name: str) -> bool:

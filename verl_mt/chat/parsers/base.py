@@ -101,13 +101,9 @@ class ToolParser:
     calls_in_content: bool = False
     """True: the text of a call stays in `content`, as chat templates cannot write this grammar from `tool_calls`."""
 
-    def __init__(
-        self, *, end_markers: Sequence[str] | None = None, runs_calls_in_unclosed_reasoning: bool | None = None
-    ):
+    def __init__(self, *, end_markers: Sequence[str] | None = None):
         if end_markers is not None:
             self.end_markers = tuple(end_markers)
-        if runs_calls_in_unclosed_reasoning is not None:
-            self.runs_calls_in_unclosed_reasoning = runs_calls_in_unclosed_reasoning
 
     def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
         """The first call, valid or malformed, that begins at or after `start`; None if there is none."""
