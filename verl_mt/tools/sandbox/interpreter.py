@@ -275,7 +275,7 @@ class Interpreter:
                     if self._stop() and (full := too_full(self.folder, self._process.pid, self.limits.disk_mb)):
                         return {"ending": "disk", "detail": full}, str(output)
                     self._process.send_signal(signal.SIGCONT)
-                    next_look = begun + max(_LOOK_S, 5 * (time.monotonic() - begun))
+                    next_look = (now := time.monotonic()) + max(_LOOK_S, 2 * (now - begun))
 
     def _stop(self) -> bool:
         """Let the process stand still: a system call that it is in comes to its end. False if it has ended."""
