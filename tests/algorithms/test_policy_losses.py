@@ -276,3 +276,17 @@ def test_the_draw_of_tokens_depends_on_its_generator_only():
         for seed in (0, 0, 1)
     ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(
+    ("loss", "clip", "expected"),
+    [(losses.gspo_loss, {"clip_low": 0.03, "clip_high": 0.04}, 0.4823450), (losses.sapo_loss, {}, 0.9090832)],
+)
+def test_pinned_losses_of_sequences_as_other_libraries_make_one_number_of_them(loss, clip, expected):
+    """What verl 0.6.1's `compute_policy_loss_gspo` and TRL 1.16's loss `sapo` give for these numbers."""
+    old = torch.tensor([[-1.0, -2.0, -0.5, -0.2], [-1.5, -0.3, -0.7, -1.0]], dtype=torch.float64)
+    new = torch.tensor([[-1.3, -1.6, -0.5, -0.4], [-1.2, -0.3, -1.1, -1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]], dtype=torch.bool)
+    loss_BT, _ = loss(new, old, torch.tensor([[1.0], [-2.0]]).double().expand(2, 4), mask, **clip)
+    got = aggregate_loss(loss_BT, mask, torch.arange(2), mode="seq-mean-token-mean")
+    assert got.item() == pytest.approx(expected, abs=1e-6)
