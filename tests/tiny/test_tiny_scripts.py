@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 FEW = [
@@ -44,3 +45,28 @@ def test_the_guards_runs_are_judged_by_their_first_sign(tmp_path, monkeypatch, c
     assert collapses.main(["--out", str(tmp_path), "--only", "seed 11", *FEW]) == 0
     assert collapses.main(["--out", str(tmp_path), "--only", "rate", *FEW]) == 1, "one step is too few to see anything"
     assert "none" in capsys.readouterr().out
+
+
+def test_what_a_critic_can_explain_at_the_most_is_measured(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    import critic_ceiling
+
+    monkeypatch.setattr("sys.argv", ["critic_ceiling.py", "trainer.num_threads=1", "--prompts", "17", "--samples", "8"])
+    critic_ceiling.main()
+    assert "136 answers to 17 prompts" in capsys.readouterr().out
+
+
+def test_what_is_known_explains_the_variance_between_its_values_whatever_their_length(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    import critic_ceiling as critic
+
+    rewards = torch.tensor([[1.0] * 500 + [0.0] * 500, [1.0] * 1000], dtype=torch.float64)
+    prompt = torch.tensor([[0], [1]]).expand_as(rewards)
+    # Variance 3/16, of which 1/8 is within the first prompt: a third is explained.
+    assert critic.explained(rewards, torch.full_like(rewards, 7.0), prompt) == pytest.approx(1 / 3, abs=2e-3)
+    assert critic.explained(rewards, torch.ones_like(rewards), 2 * prompt + rewards) == pytest.approx(1.0)
+    # Three times as many tokens in the second: variance 7/64, of which 1/16 is within.
+    tokens = torch.tensor([[1.0], [3.0]]).double().expand_as(rewards)
+    assert critic.explained(rewards, tokens, prompt) == pytest.approx(3 / 7, abs=2e-3)
+    mean, spread = critic.scatter(rewards.repeat(10, 1), tokens.repeat(10, 1), draws=20)
+    assert 0.2 < mean < 0.7 and spread > 0.01
