@@ -77,7 +77,6 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "fchdir": (81, 50),
     "rename": (82, None),
     "renameat": (264, 38),
-    "renameat2": (316, 276),
     "mkdir": (83, None),
     "mkdirat": (258, 34),
     "rmdir": (84, None),
@@ -215,6 +214,8 @@ def _conditional() -> list[tuple[tuple[int | None, int | None], list[Instruction
     return [
         ((257, 56), [*_arg(2), decides, *_one_of(_OPENING)]),  # openat
         ((2, None), [*_arg(1), decides, *_one_of(_OPENING)]),  # open
+        # renameat2 with nothing, RENAME_NOREPLACE or RENAME_EXCHANGE: RENAME_WHITEOUT leaves a device behind.
+        ((316, 276), [*_arg(4), *_one_of((0, 1, 2))]),
         ((72, 25), [*_arg(1), *_one_of(_FCNTL)]),  # fcntl
         ((16, 29), [*_arg(1), *_one_of(_IOCTL)]),  # ioctl
         ((53, 199), [*_arg(0), *_one_of((_AF_UNIX,))]),  # socketpair, which asyncio makes for itself
