@@ -15,11 +15,6 @@ from pathlib import Path
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.errors import CheckpointError, VerlMTError
-from verl_mt.modeling.load import export_hf, load_causal_lm
-from verl_mt.modeling.lora import adapter_of, add_adapters
-from verl_mt.trainer import build, build_rollout, checkpoint
-from verl_mt.trainer.checkpoint import CheckpointStore
-from verl_mt.workers.worker_group import load_weights
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,6 +47,12 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
     Raises:
         CheckpointError: no checkpoint there, no config, a damaged one, or one of another model.
     """
+    # Here, so that --help need not wait seconds for torch.
+    from verl_mt.modeling.load import export_hf, load_causal_lm
+    from verl_mt.modeling.lora import adapter_of, add_adapters
+    from verl_mt.trainer import build, build_rollout, checkpoint
+    from verl_mt.workers.worker_group import load_weights
+
     folder = _checkpoint(source)
     config = _config(folder, config_file)
     state = checkpoint.load(folder)
@@ -70,6 +71,8 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
 
 
 def _checkpoint(source: Path) -> Path:
+    from verl_mt.trainer.checkpoint import CheckpointStore
+
     if (source / "checkpoints").is_dir():
         newest = CheckpointStore(source / "checkpoints").latest()
         if newest is None:

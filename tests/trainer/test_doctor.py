@@ -12,6 +12,7 @@ from command_lab import environment
 from doctor_faults import FAULTS, QUICK
 from rich.console import Console
 
+from verl_mt import doctor as doctor_command
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError
 from verl_mt.trainer import doctor
@@ -121,7 +122,7 @@ def test_every_check_needs_only_earlier_ones():
 
 def test_a_configuration_that_does_not_compose_is_a_line_of_the_list_and_everything_else_is_skipped():
     out = io.StringIO()
-    status = doctor.main(
+    status = doctor_command.main(
         ["trainer.total_steps=3", "actor_rollout_ref.rollout.top_p=0.9"], console=Console(file=out, width=200)
     )
     assert status == 2
@@ -134,7 +135,7 @@ def test_a_configuration_that_does_not_compose_is_a_line_of_the_list_and_everyth
 def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
-    assert doctor.main([], console=Console(file=out, width=200)) == 0
+    assert doctor_command.main([], console=Console(file=out, width=200)) == 0
     assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
     said = " ".join(out.getvalue().split())
     assert "4 trajectories, 4 finished; reward of the scripted answer: 0" in said

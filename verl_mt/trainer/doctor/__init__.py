@@ -8,12 +8,10 @@ weights are loaded and no run directory is made. Exit status 0: nothing wrong (p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from verl_mt.config.compose import config_of_command
 from verl_mt.config.schema import Config
 from verl_mt.errors import VerlMTError
 from verl_mt.trainer import build
@@ -58,14 +56,7 @@ def report(config: Config, console: Console | None = None) -> int:
     return show([Finding("configuration", "ok", "composes"), *examine(config)], console)
 
 
-def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -> int:
-    """The command: prints the list. Returns the exit status: 0, or 2 where something is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        config = config_of_command(words, None, "verl_mt.doctor")
-    except VerlMTError as raised:
-        skipped = [Finding(check.name, "skipped", "needs configuration") for check in CHECKS]
-        return show([Finding("configuration", "error", str(raised)), *skipped], console)
-    if config is None:
-        return 0
-    return report(config, console)
+def report_uncomposed(error: VerlMTError, console: Console | None = None) -> int:
+    """Print the list of a configuration that does not compose. Returns the exit status, 2."""
+    skipped = [Finding(check.name, "skipped", "needs configuration") for check in CHECKS]
+    return show([Finding("configuration", "error", str(error)), *skipped], console)
