@@ -84,6 +84,24 @@ def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_print
     assert counters["tools/python/model_errors"] == counters["tools/python/timeouts"] == 1
 
 
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("for h in range(3, 64):\n    try: os.write(h, b'[' * 4000 + b'\\n')\n    except OSError: pass", "not its own"),
+        (
+            "for k in range(3):\n    f = open('f', 'wb', 0); f.write(bytes(2**20)); os.unlink('f'); kept += [f]",
+            "1 MiB",
+        ),
+    ],
+)
+def test_a_forged_answer_and_hidden_files_are_the_models_mistakes(code, reason):
+    tool = PythonTool({"timeout_s": 5.0, "keep_state": True, "disk_mb": 1})
+    results, counters = run(tool, [f"import os\nkept = []\n{code}\nwhile True: pass"])
+    assert results[0].failure == "model" and reason in results[0].text, results[0].text
+    assert counters["tools/python/model_errors"] == 1 and "tools/python/errors" not in counters
+    assert "tools/python/timeouts" not in counters
+
+
 def test_the_executors_deadline_ends_the_process_too(stateful):
     begun = time.monotonic()
     results, counters = run(stateful, ["import time; time.sleep(120)"], timeout_s=0.3)
