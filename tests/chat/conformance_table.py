@@ -146,6 +146,7 @@ PITFALLS = {
     "P18": "The end of a turn is written in more than one way.",
     "P23": "The tokenizer class gives other ids than the folder's `tokenizer.json`.",
     "P24": "The template cannot run here: the sandbox forbids it, it needs a tool list or a variable of its own.",
+    "P25": "The template does not end: a loop in it is stopped after 3 seconds of processor time.",
 }
 """The causes that a refusal can carry."""
 

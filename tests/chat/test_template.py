@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from chat_toys import (
@@ -17,7 +20,7 @@ from chat_toys import (
     user,
 )
 
-from verl_mt.chat import ChatTemplate
+from verl_mt.chat import ChatTemplate, render
 from verl_mt.errors import TemplateError
 
 
@@ -228,3 +231,54 @@ def test_end_ids_of_the_generation_config_count():
     chat = ChatTemplate(tokenizer, extra_end_ids=[one(ChatTemplate(tokenizer), "</s>")])
     assert chat.end_token_ids == {one(chat, "<|im_end|>"), one(chat, "</s>")}
     assert after(chat, [user("x")], assistant("a"), one(chat, "</s>")).inserted_end == 0
+
+
+LOOPS = {
+    "loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "writes": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
+    "calls itself": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "too big": "{% for i in range(10000000000) %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_template_that_does_not_end_is_refused_and_named(name, in_thread, monkeypatch):
+    monkeypatch.setattr(render, "_LIMIT_S", 0.2)
+    tokenizer = byte_tokenizer(CHATML + LOOPS[name], eos="<|im_end|>")
+
+    def refused():
+        with pytest.raises(TemplateError, match=r"the chat template of 'looping'") as caught:
+            ChatTemplate(tokenizer, source="the chat template of 'looping'").prompt_ids([user("q")])
+        return str(caught.value)
+
+    begun = time.process_time()
+    if in_thread:
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(refused).result()
+    else:
+        said = refused()
+    assert time.process_time() - begun < 5
+    if name in ("loops", "writes"):
+        assert "does not end" in said and "processor time" in said
+
+
+def test_a_loop_over_what_only_tools_bring_stops_the_probe_too(monkeypatch):
+    monkeypatch.setattr(render, "_LIMIT_S", 0.2)
+    source = TOOL_CHATML + "{% if tools %}" + LOOPS["loops"] + "{% endif %}"
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    assert "does not end" in chat.capabilities.problems["tools"].text
+    with pytest.raises(TemplateError, match="does not end"):
+        chat.require(tools=True, interaction=False)
+    chat.require(tools=False, interaction=True)
+
+
+def test_a_rendering_that_ends_in_time_is_left_alone(chat, monkeypatch):
+    """Also when the watch looks at it at that very moment: what was sent to it does not arrive later."""
+    monkeypatch.setattr(render, "_LOOK_S", 0.0)
+    for limit_s in (1e-5, 1e-4, 1e-3):
+        for _ in range(300):
+            with contextlib.suppress(render._OutOfTime):
+                assert render._WATCH.run(lambda: "".join(map(str, range(300))), limit_s)
+            assert sum(range(2000)) == 1999000
+    assert not render._WATCH._running

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from toys import toy_tokenizer
 
+from verl_mt.chat import encode
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.dataset import DataRow
 from verl_mt.errors import DataError
@@ -58,3 +63,32 @@ def test_a_row_that_needs_tools_is_refused_where_there_are_none(extra, said):
 def test_a_row_that_only_carries_arguments_of_tools_is_no_mistake():
     extra = {"need_tools_kwargs": False, "tool_selection": [], "tools_kwargs": {"calc": {}}, "interaction_kwargs": {}}
     assert builder().keep([row("q", **extra)])
+
+
+HUGE = "two and two? " * 1_600_000
+"""20 MB."""
+
+
+@pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
+def test_a_prompt_of_twenty_megabytes_is_refused_at_once_with_its_row(truncation):
+    begun = time.process_time()
+    with pytest.raises(DataError, match=r"toy\.jsonl, row 7: the prompt has 20,800,\d+ characters.*shorten it"):
+        builder(2000, filtered=False, truncation=truncation).keep([row("short"), row(HUGE, 7)])
+    assert time.process_time() - begun < 5
+
+
+def test_a_prompt_of_twenty_megabytes_is_left_out_and_counted_like_any_that_is_too_long():
+    prompts, rows = builder(2000), [row("short"), row(HUGE, 7)]
+    begun = time.process_time()
+    assert prompts.keep(rows) == rows[:1]
+    assert prompts.num_filtered == 1
+    assert time.process_time() - begun < 5
+
+
+@given(st.text("ab \n<|im_end|>", max_size=400), st.integers(1, 40))
+def test_what_is_surely_longer_is_longer(text, limit):
+    encoder = CHAT._encoder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "_CHARS_PER_TOKEN", 1)
+        assert not encoder.surely_longer(text, limit) or len(encoder.encode(text)) > limit
+        assert encoder.surely_longer(text * 200 + "x" * 2000, limit)

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -299,6 +300,28 @@ def test_a_prompt_over_the_limit_that_is_neither_filtered_nor_cut(refusal, tmp_p
     file = jsonl(tmp_path / "rows.jsonl", rows)
     text = refusal(f"data.train_files={file}", "data.filter_overlong_prompts=False")
     says(text, f"{file}, row 1", "tokens, data.max_prompt_length is 256", "data.truncation=left|right|middle")
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_prompt_of_twenty_megabytes(refusal, tmp_path, truncation):
+    rows = good_rows(3)
+    rows[1]["prompt"] = [{"role": "user", "content": "two and two? " * 1_600_000}]
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    begun = time.process_time()
+    cut = f"data.truncation={truncation}"
+    text = refusal(f"data.train_files={file}", "data.filter_overlong_prompts=False", cut)
+    assert time.process_time() - begun < 20
+    says(text, f"{file}, row 1", "characters, far more than data.max_prompt_length=256", "filter_overlong_prompts=True")
+
+
+def test_a_template_that_loops_for_ever(refusal, tmp_path):
+    file = tmp_path / "endless.jinja"
+    loop = "{% for i in range(100000) %}"
+    file.write_text(CHATML + loop + loop + "{% endfor %}{% endfor %}")
+    begun = time.process_time()
+    text = refusal(f"{MODEL}.custom_chat_template={file}")
+    assert time.process_time() - begun < 20
+    says(text, str(file), "was not rendered after 3 s", "a loop in it does not end")
 
 
 def test_only_prompts_over_the_limit(refusal):

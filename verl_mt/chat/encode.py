@@ -24,6 +24,8 @@ from verl_mt.errors import TemplateError
 
 _TWINS: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 _TWIN_LOCK = threading.Lock()
+_CHARS_PER_TOKEN = 16
+"""More than nearly all texts have."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -111,6 +113,19 @@ class Encoder:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
         refuse_surrogates(text)
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def surely_longer(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens, for certain; found out without encoding much more than those.
+
+        False where all of it would have to be encoded to know.
+        """
+        # A word that the cut divides has other tokens than it has whole, about as many.
+        enough, size = limit + limit // 8 + 64, _CHARS_PER_TOKEN * (limit + 64)
+        while size < len(text):
+            if len(self.encode(text[:size])) > enough:
+                return True
+            size *= 4
+        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens kept, no spaces cleaned."""

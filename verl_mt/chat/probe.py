@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from verl_mt.chat.cut import common_length
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
-from verl_mt.chat.render import CallShape, Renderer, normalise
+from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
@@ -142,13 +142,19 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
-    """The first way of writing a tool call that comes out whole; a problem if none does."""
+    """The first way of writing a tool call that comes out whole; a problem if none does.
+
+    Raises:
+        TemplateError: the template does not end; other ways would not help.
+    """
     first: Problem | None = None
     for flat, arguments, short in product((False, True), ("dict", "string"), (False, True)):
         shape = CallShape(arguments, short, flat)  # type: ignore[arg-type]
         problem = _try_call(renderer, shape, _CALL_ID if short else "call_1")
         if problem is None:
             return shape, None
+        if problem.cause == ENDLESS:
+            raise TemplateError(problem.text, cause=ENDLESS)
         first = first or problem
     return CallShape(), first
 

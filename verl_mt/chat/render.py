@@ -5,11 +5,16 @@ Nothing here changes the caller's messages: what a template needs in another sha
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jinja2
@@ -18,6 +23,17 @@ from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
 ArgumentShape = Literal["dict", "string"]
+ENDLESS = "P25"
+"""The pitfall of a template that does not end."""
+_LIMIT_S = 3.0
+"""Processor time that one rendering may take. A conversation of a million tokens takes a tenth of it."""
+_NEXT_LIMIT_S = 0.05
+"""The same after it was run into: probes render a template thirty times. It doubles with each rendering that ends."""
+_RAISED_BY_TEMPLATES = (
+    TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
+_WALL_FACTOR = 5.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,89 @@ class CallShape:
     """Name and arguments are read from the call itself, not from its `function`."""
 
 
+class _OutOfTime(BaseException):
+    """Raised inside a rendering by the watch. No `except Exception` on the way may keep it."""
+
+
+@dataclass(eq=False)
+class _Rendering:
+    """One that is going on."""
+
+    thread: int
+    ends_at: float
+    """On its thread's clock."""
+    clock: Callable[[], float]
+    interrupted: bool = False
+
+
+class _Watch:
+    """Ends renderings that would not end by themselves: a sandbox bounds what a template reaches, not how long it runs.
+
+    A thread looks after the ones that are going on, and raises `_OutOfTime` inside the thread of one whose time is up.
+    It exists only while templates are rendered; a rendering itself costs two entries into a set more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[_Rendering] = set()
+        self._thread: threading.Thread | None = None
+
+    def run(self, render: Callable[[], str], limit_s: float) -> str:
+        """What `render` returns.
+
+        Raises:
+            _OutOfTime: it used more than `limit_s` seconds of processor time.
+        """
+        rendering = self._begin(limit_s)
+        try:
+            try:
+                return render()
+            finally:
+                self._end(rendering)
+        except _OutOfTime:
+            self._end(rendering)  # it may have come in the middle of the first
+            raise
+
+    def _begin(self, limit_s: float) -> _Rendering:
+        thread, clock = threading.get_ident(), time.monotonic
+        if hasattr(time, "pthread_getcpuclockid"):
+            number = time.pthread_getcpuclockid(thread)
+            clock = lambda: time.clock_gettime(number)  # noqa: E731
+        else:  # a busy machine or other threads may have held it up
+            limit_s *= _WALL_FACTOR
+        rendering = _Rendering(thread, clock() + limit_s, clock)
+        with self._lock:
+            self._running.add(rendering)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._look, name="template watch", daemon=True)
+                self._thread.start()
+        return rendering
+
+    def _end(self, rendering: _Rendering) -> None:
+        with self._lock:
+            self._running.discard(rendering)
+            if rendering.interrupted:  # it ended just then: what was sent must not arrive later
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rendering.thread), None)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                if not self._running:
+                    self._thread = None
+                    return
+                for rendering in self._running:
+                    if not rendering.interrupted and rendering.clock() > rendering.ends_at:
+                        rendering.interrupted = True
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(rendering.thread), ctypes.py_object(_OutOfTime)
+                        )
+
+
+_WATCH = _Watch()
+os.register_at_fork(after_in_child=_WATCH.__init__)  # type: ignore[misc]
+
+
 class Renderer:
     """One template with its variables; `text` is the only place that calls into Jinja."""
 
@@ -44,6 +143,7 @@ class Renderer:
         self._named = source or (f"the chat template of {name!r}" if name else "the chat template")
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
+        self._limit_s = _LIMIT_S
         self.source(None)
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -79,15 +179,27 @@ class Renderer:
         Raises:
             TemplateError: the template is broken or refused; `cause` is the known pitfall.
         """
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            list(messages),
+            tools=None if tools is None else list(tools),
+            chat_template=template or self.source(tools),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self.template_kwargs,
+        )
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),
-                chat_template=template or self.source(tools),
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.template_kwargs,
-            )
+            text = _WATCH.run(render, self._limit_s)
+            self._limit_s = min(_LIMIT_S, 2 * self._limit_s)
+            return text
+        except _OutOfTime:
+            limit_s, self._limit_s = self._limit_s, _NEXT_LIMIT_S
+            raise TemplateError(
+                f"{self._named} was not rendered after {limit_s:g} s of processor time ({len(messages)} messages): a "
+                "loop in it does not end, or nearly so. Correct it, or give "
+                "actor_rollout_ref.model.custom_chat_template",
+                cause=ENDLESS,
+            ) from None
         except jinja2.TemplateSyntaxError as error:
             problem = str(error.message).rstrip(".")
             raise TemplateError(
@@ -95,7 +207,7 @@ class Renderer:
                 "actor_rollout_ref.model.custom_chat_template",
                 cause="P24",
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES) as error:
             cause, advice = classify(error, messages, tools)
             roles = " ".join(str(m.get("role")) for m in messages)
             raise TemplateError(

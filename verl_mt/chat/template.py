@@ -185,6 +185,14 @@ class ChatTemplate:
         """
         return self.mixed_prompt_ids(messages, [], tools, add_generation_prompt=add_generation_prompt)
 
+    def surely_longer(self, messages: Sequence[Message], tools: Sequence[Any] | None, limit: int) -> bool:
+        """Whether their prompt has more than `limit` tokens, for certain: what is far longer is not encoded to the end.
+
+        Raises:
+            TemplateError: the template cannot render these messages or tools.
+        """
+        return self._encoder.surely_longer(self._full(messages, tools, gen=True), limit)
+
     def mixed_prompt_ids(
         self,
         messages: Sequence[Message],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_mt.chat.encode import strings_in
 from verl_mt.chat.message_traces import require_traces
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
@@ -13,6 +14,11 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, has_media
 from verl_mt.errors import DataError, TemplateError
 from verl_mt.tools.registry import ToolSet
+
+_LONG_CHARS = 200_000
+"""Shorter prompts are tokenized in less than a second."""
+_MAX_CUT_CHARS = 2_000_000
+"""What `data.truncation` still cuts: some seconds of tokenization."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class PromptBuilder:
             return known
         toolset, problem = self._tools_of(row)
         tools = toolset.schemas() if toolset is not None else []
+        if self._far_too_long(row, tools):
+            return None
         ids = self._ids(row, tools)
         too_long = len(ids) > self.max_prompt_length
         if too_long:
@@ -130,6 +138,29 @@ class PromptBuilder:
             "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
         )
+
+    def _far_too_long(self, row: DataRow, tools: list[dict[str, Any]]) -> bool:
+        """Whether to leave a row out that would take minutes to tokenize; it is not tokenized to find that out.
+
+        Raises:
+            DataError: it is that long, and over-long rows are not left out.
+        """
+        limit, num_chars = self.max_prompt_length, sum(map(len, strings_in(row.prompt)))
+        cut = not self.filter_overlong and self.truncation != "error"
+        if has_media(row.prompt) or num_chars <= (_MAX_CUT_CHARS if cut else _LONG_CHARS):
+            return False
+        try:
+            if not self.chat.surely_longer(row.prompt, tools or None, limit):
+                return False
+        except TemplateError as error:
+            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+        if not self.filter_overlong:
+            also = f"; data.truncation={self.truncation} cuts prompts of up to {_MAX_CUT_CHARS:,}" if cut else ""
+            raise DataError(
+                f"{row.file}, row {row.index}: the prompt has {num_chars:,} characters, far more than "
+                f"data.max_prompt_length={limit} tokens{also}; shorten it, or set data.filter_overlong_prompts=True"
+            )
+        return True
 
     def _truncate(self, row: DataRow, ids: list[int]) -> list[int]:
         limit = self.max_prompt_length
