@@ -99,6 +99,53 @@ def test_prefilled_reasoning_that_the_rendering_drops_is_stripped_reasoning():
     assert run(ToyChat(), messages, parts).causes == (Cause.STRIPPED_REASONING,)
 
 
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+def empty_block_in_the_last_turn(messages, tools=None, *, add_generation_prompt=False):
+    """Qwen3 with `enable_thinking=False`: the generation prompt begins with it, and so does the last finished turn."""
+    shown = [*messages[:-1], *({**m, "content": EMPTY + m["content"]} for m in messages[-1:] if m["role"] != "user")]
+    shown += [m for m in messages[-1:] if m["role"] == "user"]
+    return chatml(shown, tools, add_generation_prompt=add_generation_prompt) + EMPTY * add_generation_prompt
+
+
+NOT_THINKING = (U1 + GEN + EMPTY, "A1<|im_end|>", U2 + EMPTY, "A2<|im_end|>")
+
+
+@pytest.mark.cap("P5", "V6", "V7")
+@pytest.mark.parametrize("mode", [STRICT, IGNORE])
+def test_an_empty_think_block_of_the_generation_prompt_has_its_own_cause_and_is_no_mismatch(mode, caplog):
+    finding = run(ToyChat(empty_block_in_the_last_turn), TWO_TURNS, NOT_THINKING, mode)
+    (span,) = finding.spans
+    assert (span.cause, span.recorded, span.rendered) == (Cause.GENERATION_PROMPT, EMPTY, "")
+    assert stream(*NOT_THINKING)[0][span.start : span.end] == encode(EMPTY)
+    assert (finding.in_budget, finding.counted) == (False, ())
+    assert finding.to_row()["counted"] == []
+    monitor = SanityMonitor(mode, max_mismatch_rate=0.0)
+    with caplog.at_level(logging.WARNING):
+        monitor.observe(finding)
+        monitor.observe(finding)
+    (logged,) = caplog.messages
+    assert logged.startswith(WARNING) and "the template means this" in logged
+    assert monitor.metrics() == {"sanity/mismatch_rate": 0.0, "sanity/generation_prompt": 2.0}
+    assert run(ToyChat(empty_block_in_the_last_turn), TWO_TURNS[:2], NOT_THINKING[:2], mode) is None
+
+
+@pytest.mark.cap("P2", "P5")
+def test_behind_an_empty_think_block_everything_else_is_still_compared():
+    chat = ToyChat(empty_block_in_the_last_turn)
+    odd = [user("Hi"), assistant("Hello"), user("U2"), assistant("A2")]
+    parts = (NOT_THINKING[0], encode("Hello<|im_end|>", merge=False), *NOT_THINKING[2:])
+    retokenized = run(chat, odd, parts)
+    assert retokenized.causes == (Cause.GENERATION_PROMPT, Cause.RETOKENIZED)
+    assert (retokenized.cause, retokenized.counted) == (Cause.RETOKENIZED, (Cause.RETOKENIZED,))
+    other = run(chat, [user("Hi"), assistant("B1"), *TWO_TURNS[2:]], NOT_THINKING)
+    assert (other.cause, other.in_budget) == (Cause.REWRITES_HISTORY, True)
+    assert other.causes == (Cause.GENERATION_PROMPT, Cause.REWRITES_HISTORY)
+    whole = combine([run(chat, TWO_TURNS, NOT_THINKING), retokenized])
+    assert (whole.cause, whole.record) == (Cause.RETOKENIZED, 1)
+
+
 PREFILL = GEN + "<think>\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl_mt.chat.full_rendering import CutPrompt, sampled_runs, text_between
 from verl_mt.chat.mismatch_causes import (
+    NOT_COUNTED,
     Cause,
     KnownTexts,
     TurnTexts,
     cause_of_given,
     causes_of_turn,
+    closed_opening,
     differing_text,
     squeeze,
 )
@@ -66,6 +68,11 @@ class Finding:
     """Which record of the trajectory the most serious mismatch is in."""
 
     @property
+    def counted(self) -> tuple[Cause, ...]:
+        """Those of its causes that make a mismatch of it."""
+        return tuple(cause for cause in self.causes if cause not in NOT_COUNTED)
+
+    @property
     def causes(self) -> tuple[Cause, ...]:
         """All causes, each once, in order of appearance."""
         return tuple(dict.fromkeys(span.cause for span in self.spans))
@@ -79,6 +86,7 @@ class Finding:
         row = asdict(self)
         row["cause"] = self.cause.value
         row["causes"] = [cause.value for cause in self.causes]
+        row["counted"] = [cause.value for cause in self.counted]
         row["spans"] = [{**span, "cause": span["cause"].value} for span in row["spans"]]
         return row
 
@@ -93,7 +101,8 @@ def describe(cause: Cause, start: int, recorded: str, rendered: str) -> str:
 def combine(findings: Sequence[Finding | None]) -> Finding | None:
     """One finding of a trajectory from one per record, in order; None where no record has any.
 
-    The most serious comes first: one against the budget, else one that is a mismatch, else one that was not rendered.
+    The most serious comes first: one against the budget, else one that is a mismatch, else one that was not rendered,
+    else one that only the generation prompt makes.
     """
     found = [
         replace(finding, record=k, spans=tuple(replace(span, record=k) for span in finding.spans))
@@ -102,7 +111,7 @@ def combine(findings: Sequence[Finding | None]) -> Finding | None:
     ]
     if not found:
         return None
-    main = min(found, key=lambda f: (not f.in_budget, f.cause is Cause.RENDER_FAILED))
+    main = min(found, key=lambda f: (not f.in_budget, not f.counted, f.cause is not Cause.RENDER_FAILED))
     return replace(main, spans=tuple(span for finding in found for span in finding.spans))
 
 
@@ -144,13 +153,15 @@ class Comparison:
         self.end_texts = tuple(chat.decode([token]) for token in sorted(self.ends))
         self.run_starts = [start for start, _ in sampled_runs(self.sampled)]
         self.known = _known_texts(messages, tools)
+        self._opening = "" if chat.prefilled_reasoning else closed_opening(chat.generation_prompt_text)
+        self._opening_ids = list(chat.encode_text(self._opening, neutral=False)) if self._opening else []
 
     def finding(self, *, ignore_blanks: bool, neutralised: bool, stop_length: bool) -> Finding | None:
         """All mismatches as one finding; None where none is left."""
         spans = self.mismatches(ignore_blanks=ignore_blanks, neutralised=neutralised, stop_length=stop_length)
         if not spans:
             return None
-        main = next((span for span in spans if span.in_budget), spans[0])
+        main = min(spans, key=lambda span: (not span.in_budget, span.cause in NOT_COUNTED))
         before = self.chat.decode(self.recorded[max(main.start - _CONTEXT_TOKENS, 0) : main.start])
         after = self.chat.decode(self.recorded[main.end :][:_CONTEXT_TOKENS])
         after_rendered = self.chat.decode(self.rendered[main.rendered_end :][:_CONTEXT_TOKENS])
@@ -177,6 +188,12 @@ class Comparison:
             return found
         num_unknown = self._num_prompt if self.cut_prompt is not None and self.cut_prompt.whole is None else 0
         for chunk in differing_chunks(self.recorded, self.rendered, self.ends, self.chat.decode):
+            opening = self._opening_of(chunk)
+            if opening is not None:
+                found.append(_mismatch(Cause.GENERATION_PROMPT, opening, self._opening, "", in_budget=False))
+                chunk = DiffSpan(opening.end, chunk.end, opening.rendered_end, chunk.rendered_end)
+                if chunk.recorded_ids(self.recorded) == chunk.rendered_ids(self.rendered):
+                    continue
             recorded, rendered = self._texts(chunk)
             core = chunk.core(self.recorded, self.rendered)
             if chunk.start < num_unknown:
@@ -188,6 +205,22 @@ class Comparison:
             elif not (ignore_blanks and squeeze(recorded) == squeeze(rendered)):
                 found += self._other_text(chunk, recorded, rendered, stop_length)
         return found
+
+    def _opening_of(self, chunk: DiffSpan) -> DiffSpan | None:
+        """Where the generation prompt began this turn with an empty think block that the rendering does not show."""
+        first = bisect_left(self.run_starts, chunk.start)
+        if not self._opening_ids or first == len(self.run_starts) or self.run_starts[first] >= chunk.end:
+            return None
+        end = self.run_starts[first]
+        start = end - len(self._opening_ids)
+        place = chunk.rendered_start + start - chunk.start
+        if start < chunk.start or self.recorded[start:end] != self._opening_ids:
+            return None
+        if self.rendered[chunk.rendered_start : place] != self.recorded[chunk.start : start]:
+            return None
+        if self.rendered[place : place + len(self._opening_ids)] == self._opening_ids:
+            return None
+        return DiffSpan(start, end, place, place)
 
     @property
     def _num_prompt(self) -> int:

@@ -35,11 +35,17 @@ class Cause(enum.StrEnum):
     """The last turn was cut by a length limit, and its rest cannot be rendered as it is; or the prompt was cut."""
     TEMPLATE_DEFAULT_TEXT = "template_default_text"
     """The template adds text that stands in no message (a default system prompt, an empty think block)."""
+    GENERATION_PROMPT = "generation_prompt"
+    """The generation prompt begins a turn with an empty think block that earlier turns of a rendering do not show."""
     NEUTRALISED_TEXT = "neutralised_text"
     """Control-token text was encoded as plain text on one of the two sides."""
     RENDER_FAILED = "render_failed"
     """The template cannot render the conversation, so there was nothing to compare with."""
 
+
+NOT_COUNTED = frozenset({Cause.GENERATION_PROMPT, Cause.RENDER_FAILED})
+"""No mismatch of the conversation: what the template's own generation prompt is meant to write, and what could not be
+compared."""
 
 _REASONING = re.compile(
     r"<think>.*?(?:</think>|\Z)"
@@ -52,6 +58,7 @@ _REASONING = re.compile(
     re.DOTALL,
 )
 _REASONING_TAG = r"</?think>|\[/?THINK\]|</?seed:think>|</?reasoning>|<\|inner_(?:prefix|suffix)\|>|◁/?think▷"
+_OPENING = re.compile(rf"(?:(?:{_REASONING_TAG}|<\|channel>thought|<channel\|>)\s*)+\Z")
 _ONLY_TAGS = re.compile(rf"(?:\s*(?:{_REASONING_TAG}))+\s*")
 _TAG = re.compile(_REASONING_TAG + r"|<\|(?:channel|message|end|start)\|>")
 _CONTROL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
@@ -138,6 +145,12 @@ def cause_of_given(turn: TurnTexts) -> Cause:
     if squeeze(turn.recorded) == squeeze(turn.rendered):
         return Cause.TURN_SEPARATOR
     return _cause_of_rest(turn, turn.recorded, turn.rendered)
+
+
+def closed_opening(generation_prompt: str) -> str:
+    """The empty reasoning block that a generation prompt ends with (thinking switched off); empty where it has none."""
+    found = _OPENING.search(generation_prompt)
+    return found.group() if found else ""
 
 
 def without_empty_reasoning(text: str) -> str:

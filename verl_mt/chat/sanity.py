@@ -156,7 +156,7 @@ class SanityMonitor:
             self._observed += 1
             if finding is None:
                 return
-            self._mismatched += finding.cause is not Cause.RENDER_FAILED
+            self._mismatched += bool(finding.counted)
             self._by_cause.update(finding.causes)
             if finding.in_budget:
                 self._against_budget.append(finding)
@@ -172,8 +172,9 @@ class SanityMonitor:
             reset: the step is over: hold it against the budget and count anew. False only looks.
 
         Returns:
-            `sanity/mismatch_rate`, the share of the observed trajectories, and `sanity/<cause>`, the number
-            of trajectories with that cause, for every cause since the last reset. (Not "of this run": a resumed
+            `sanity/mismatch_rate`, the share of the observed trajectories with a counted cause (`NOT_COUNTED` has the
+            others), and `sanity/<cause>`, the number of trajectories with that cause, for every cause since the last
+            reset. (Not "of this run": a resumed
             run has not met what the run it goes on from has, and must write the same numbers.)
 
         Raises:
@@ -207,7 +208,12 @@ def warning_text(finding: Finding, cause: Cause) -> str:
             f"The tokenization sanity check could not render a conversation ({finding.rendered}). "
             "Such trajectories are trained on as recorded, unchecked (docs/multiturn.md)."
         )
+    span = next(span for span in finding.spans if span.cause is cause)
+    if cause is Cause.GENERATION_PROMPT:
+        return (
+            f"{WARNING} ({describe(cause, span.start, span.recorded, span.rendered)}; the template means this: its "
+            "generation prompt writes it, nothing of it is trained, and no such trajectory counts as a mismatch)"
+        )
     if cause is finding.cause:
         return f"{WARNING} ({finding.describe()})"
-    span = next(span for span in finding.spans if span.cause is cause)
     return f"{WARNING} ({describe(cause, span.start, span.recorded, span.rendered)})"

@@ -66,7 +66,7 @@ def _line(row: Mapping[str, Any], numbers: Sequence[tuple[Mapping[str, Any], Rec
         "ratio": _rounded(_largest(ratios)),
         "edge_ratio": _rounded(_largest(edges)),
         "advantage": _rounded(float(np.nanmean(gains)) if np.isfinite(gains).any() else None),
-        "mismatch": list(sanity.get("causes") or ([sanity["cause"]] if sanity.get("cause") else [])),
+        "mismatch": list(sanity.get("counted", sanity.get("causes") or [c for c in [sanity.get("cause")] if c])),
         "seconds": _rounded(max(s["end_s"] for s in spans) - min(s["start_s"] for s in spans)) if spans else None,
     }
 

@@ -80,8 +80,9 @@ const Conversation = (() => {
 
   function sanity(finding) {
     const spans = finding.spans ?? [finding];
-    return el("div", { class: "note warn" },
-      el("strong", {}, "Tokenization mismatch: "), (finding.causes ?? [finding.cause]).join(", ").replaceAll("_", " "), ". ",
+    const meant = finding.counted?.length === 0;
+    return el("div", { class: meant ? "note" : "note warn" },
+      el("strong", {}, meant ? "No mismatch: " : "Tokenization mismatch: "), (finding.causes ?? [finding.cause]).join(", ").replaceAll("_", " "), ". ",
       el("span", {}, "Tokenizing the whole conversation again would not give these tokens; training uses them as recorded."),
       el("ul", {}, spans.map((span) => el("li", {},
         el("button", { class: "plain", onclick: () => jump(span.record ?? 0, span.start) }, `token ${span.start}`),
@@ -90,7 +91,9 @@ const Conversation = (() => {
 
   function mismatchMarks(details) {
     const marks = new Set();
+    const counted = details.sanity?.counted;
     for (const span of details.sanity?.spans ?? []) {
+      if (counted && !counted.includes(span.cause)) continue;
       for (let t = span.start; t < Math.max(span.end, span.start + 1); t++) marks.add(`${span.record ?? 0}/${t}`);
     }
     return marks;

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from verl_mt.chat.mismatch_causes import Cause, closed_opening
 from verl_mt.chat.parser_fit import written_call
 from verl_mt.data.requests import GenerationRequest
 from verl_mt.data.trajectory import Status, Trajectory
@@ -42,10 +43,16 @@ def rollout(subject: Subject) -> Iterator[Note]:
             f"{len(idle)} of {len(found)} trajectories have no trained token (stop reason {idle[0].stop_reason})",
             "look at actor_rollout_ref.rollout.multi_turn.loss_scale, and at masks that the generate function sets",
         )
-    checked = [t.sanity for t in found if t.sanity]
-    if checked:
+    counted = [cause for t in found if t.sanity for cause in t.sanity["counted"] or ()]
+    meant = any(t.sanity and Cause.GENERATION_PROMPT in t.sanity["causes"] for t in found)
+    if meant:
+        yield ok(
+            f"earlier turns keep {closed_opening(subject.known_chat.generation_prompt_text)!r}, which the template's "
+            "generation prompt writes and its rendering of finished turns does not show (docs/multiturn.md)"
+        )
+    if counted:
         yield warning(
-            f"the sanity check finds a mismatch: {checked[0].get('cause')}",
+            f"the sanity check finds a mismatch: {counted[0]}",
             "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
         )
     stops = Counter(str(t.stop_reason) for t in found)
