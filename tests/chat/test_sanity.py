@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from conformance_table import generic_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, encode, stream, user
 
-from verl_mt.chat import load_chat
+from verl_mt.chat import load_chat, replay
 from verl_mt.chat.sanity import WARNING, Cause, SanityMode, SanityMonitor, check, combine, parse_mode
 from verl_mt.errors import ConfigError, TemplateError
 
@@ -129,6 +130,23 @@ def test_an_empty_think_block_of_the_generation_prompt_has_its_own_cause_and_is_
     assert logged.startswith(WARNING) and "the template means this" in logged
     assert monitor.metrics() == {"sanity/mismatch_rate": 0.0, "sanity/generation_prompt": 2.0}
     assert run(ToyChat(empty_block_in_the_last_turn), TWO_TURNS[:2], NOT_THINKING[:2], mode) is None
+
+
+@pytest.mark.cap("P5")
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "google-gemma-4-31B-it", "deepseek-ai-DeepSeek-V3.2", "SmolLM3-ort"]
+)
+def test_published_templates_without_thinking_show_no_mismatch(shared_data, name):
+    chat = generic_template(shared_data / "templates" / f"{name}.jinja").with_kwargs({"enable_thinking": False})
+    end, messages, steps = min(chat.stop_token_ids), [user("Hi")], []
+    for text in ("A1", "A2", "A3"):
+        steps.append({"type": "sample", "ids": [*chat.encode_text(text, neutral=False), end]})
+        messages += [assistant(text), user("Go on")]
+        steps.append({"type": "env", "messages": messages[-1:]})
+    ids, sampled = replay(chat, messages[:1], None, steps)
+    finding = check(chat, messages=messages, tools=None, token_ids=ids, sampled=sampled, mode=STRICT)
+    assert finding is None or finding.causes == (Cause.GENERATION_PROMPT,)
+    assert (finding is None) == (name == "SmolLM3-ort")
 
 
 @pytest.mark.cap("P2", "P5")

@@ -84,6 +84,22 @@ def test_a_template_that_forks_every_turn_makes_several_records(shared_data, nam
     assert "rewrites history: three plain turns come back changed" in one(found, "chat template", "ok").text
 
 
+@pytest.mark.cap("V6")
+def test_thinking_that_is_switched_off_is_no_alarm(shared_data, tmp_path, monkeypatch):
+    """Qwen3 begins each turn with an empty think block, and does not show it in earlier ones: that is meant."""
+    monkeypatch.chdir(tmp_path)
+    found = findings(
+        [
+            f"actor_rollout_ref.model.custom_chat_template={shared_data / 'templates' / 'Qwen-Qwen3-0.6B.jinja'}",
+            "actor_rollout_ref.model.template_kwargs={enable_thinking: false}",
+            "data.max_prompt_length=1024",
+        ],
+        "rollout",
+    )
+    assert not [f for f in found if f.check == "rollout" and f.status != "ok"], found
+    assert "earlier turns keep '<think>" in one(found, "rollout", "ok").text
+
+
 def test_dependants_of_a_failed_check_are_skipped_and_nobody_else():
     def fails(subject):
         raise ConfigError("no such thing")

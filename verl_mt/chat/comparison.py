@@ -190,7 +190,8 @@ class Comparison:
         for chunk in differing_chunks(self.recorded, self.rendered, self.ends, self.chat.decode):
             opening = self._opening_of(chunk)
             if opening is not None:
-                found.append(_mismatch(Cause.GENERATION_PROMPT, opening, self._opening, "", in_budget=False))
+                kept = self._text(self.rendered, opening.rendered_start, opening.rendered_end)
+                found.append(_mismatch(Cause.GENERATION_PROMPT, opening, self._opening, kept, in_budget=False))
                 chunk = DiffSpan(opening.end, chunk.end, opening.rendered_end, chunk.rendered_end)
                 if chunk.recorded_ids(self.recorded) == chunk.rendered_ids(self.rendered):
                     continue
@@ -220,7 +221,16 @@ class Comparison:
             return None
         if self.rendered[place : place + len(self._opening_ids)] == self._opening_ids:
             return None
-        return DiffSpan(start, end, place, place)
+        shown = next(
+            (n for n in self._shorter_openings if self.rendered[place : place + n] == self._opening_ids[-n:]), 0
+        )
+        return DiffSpan(start, end, place, place + shown)
+
+    @cached_property
+    def _shorter_openings(self) -> list[int]:
+        """How many ids at the opening's end a template may keep of it in earlier turns: `</think>` (DeepSeek V3.2)."""
+        ids = self._opening_ids
+        return [n for n in range(len(ids) - 1, 0, -1) if squeeze(self.chat.decode(ids[-n:]))]
 
     @property
     def _num_prompt(self) -> int:
