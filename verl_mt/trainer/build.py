@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from rich.markup import escape
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -127,7 +128,7 @@ def _before_anything_slow(config: Config) -> None:
     """Refuse what can be refused; say which directory it will be if not the one that is named."""
     check(config)
     if (words := other_directory(config.trainer)) is not None:
-        Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(words)
+        Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(escape(words))
     import_plugins(config.external_plugins)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
