@@ -332,3 +332,13 @@ def reward_for_bad(args, sample, **kwargs):
 
 def rewards_for_bad(args, samples, **kwargs):
     return [reward_for_bad(args, sample) for sample in samples]
+
+
+PAYLOAD: list = []
+"""What `asks_wrongly` sends to the engine in a conversation about `bad`."""
+
+
+async def asks_wrongly(args, sample, params):
+    if "bad" in sample.prompt:
+        await post(url(args), PAYLOAD[0])
+    return await once(args, sample, params)

@@ -239,7 +239,7 @@ def test_texts_are_shown_as_the_sampling_parameters_ask(params, text):
         ({"text": "PROMPT", "sampling_params": {"temperature": 0.5}}, "temperature is 0.5, but this rollout samples"),
         ({"text": "PROMPT", "sampling_params": {"n": 2}}, "sampling_params.n is 2: not offered"),
         ({"text": "PROMPT", "sampling_params": {"max_new_token": 2}}, "did you mean 'max_new_tokens'"),
-        ({"text": "PROMPT", "sampling_params": {"max_new_tokens": 0}}, "must be at least 1"),
+        ({"text": "PROMPT", "sampling_params": {"max_new_tokens": 0}}, "whole number of at least 1"),
         ({"text": "PROMPT", "image_data": ["x"]}, "image_data not offered"),
         ({"text": "PROMPT", "stream": True}, "stream is not offered"),
         ({"text": "PROMPT", "input_ids": [1]}, "give either text or input_ids"),

@@ -21,7 +21,7 @@ from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, write_r
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.scheduler import Env, GymScheduler, MultiTurnScheduler, RolloutOutput
+from verl_mt.rollout.scheduler import Env, GymScheduler, MultiTurnScheduler, RequestConfig, RolloutOutput
 from verl_mt.rollout.schedulers.conversation import current
 
 
@@ -270,13 +270,55 @@ def test_every_field_of_an_output_is_checked(name, says, value, tmp_path):
     through(OneTurn(spoil), tmp_path, says)
 
 
+class Asks(OneTurn):
+    """Hands the engine a request config with a field that is wrong in the conversation about `bad`."""
+
+    def __init__(self, **fields):
+        super().__init__(None)
+        self.fields = fields
+
+    async def run(self, infer_request, request_config=None, **kwargs):
+        bad = infer_request.messages[0]["content"] == "bad"
+        response = await self.infer_engine.infer_async(infer_request, RequestConfig(**(self.fields if bad else {})))
+        infer_request.messages.append({"role": "assistant", "content": response.choices[0].message.content})
+        return RolloutOutput(response, infer_request.messages)
+
+
+WRONG_SAMPLING = {
+    "max_tokens": ["5", 1.5, 0, -3, True, [5], Unshowable()],
+    "stop": [5, [5], [""], {"a": 1}, Unshowable()],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in WRONG_SAMPLING.items() for v in values])
+def test_what_a_scheduler_asks_the_engine_for_is_checked(name, value, tmp_path):
+    through(Asks(**{name: value}), tmp_path, f"request_config.{name} must be")
+
+
 # ---- generate functions
 
 
-def through_a_function(spoil, tmp_path, says: str, **keys) -> None:
+WRONG_PAYLOADS: list[tuple[str, Any]] = [
+    ("expected a dict", "text"),
+    ("must be a dict", {"text": "q", "sampling_params": 5}),
+    *[("input_ids", {"input_ids": ids}) for ids in (5, "abc", [1.5], ["5"], [None], [True], [[5]], [-1], [10**9])],
+    *[("text must be one text", {"text": text}) for text in (5, ["a", "b"], b"q")],
+    *[("max_new_tokens", {"text": "q", "sampling_params": {"max_new_tokens": n}}) for n in ("5", 1.5, 0, True, [5])],
+    *[("sampling_params.stop", {"text": "q", "sampling_params": {"stop": stop}}) for stop in (5, [5], [""])],
+    *[("stop_token_ids", {"text": "q", "sampling_params": {"stop_token_ids": ids}}) for ids in (5, ["5"], [1.5])],
+]
+
+
+@pytest.mark.parametrize(("says", "payload"), WRONG_PAYLOADS)
+def test_what_a_generate_function_asks_the_engine_for_is_checked(says, payload, tmp_path):
+    generate_functions.PAYLOAD[:] = [payload]
+    through_a_function(lambda sample: sample, tmp_path, says, path="generate_functions.asks_wrongly")
+
+
+def through_a_function(spoil, tmp_path, says: str, path="generate_functions.wrong_for_bad") -> None:
     generate_functions.SPOIL[:] = [spoil]
     engine = ScriptedEngine(lambda request: turn("x" if ".00000." in request.request_id else "yes"))
-    runner = generate_runner("generate_functions.wrong_for_bad", [], engine=engine, **keys)
+    runner = generate_runner(path, [], engine=engine)
     groups = roll_out_groups(runner, rows("bad", "good"))
     one_fails([t for group in groups for t in group.trajectories], says, tmp_path)
 

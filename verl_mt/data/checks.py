@@ -65,6 +65,21 @@ def text_of(value: Any, what: str) -> str:
     return value
 
 
+def stops_of(value: Any, what: str) -> tuple[str, ...]:
+    """Strings that end a turn: a text or a list of texts, none of them empty; None for none."""
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise _wrong(value, what, "a text or a list of texts, none of them empty")
+    return tuple(stops)
+
+
+def count_of(value: Any, what: str) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise _wrong(value, what, "a whole number of at least 1")
+    return operator.index(value)
+
+
 def ids_of(value: Any, what: str) -> list[int]:
     """A flat list of whole numbers."""
     items = _items(value, what, "a list of token ids")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.data.checks import WrongValue, bool_of, messages_of, plain_of, text_of
+from verl_mt.data.checks import WrongValue, bool_of, count_of, messages_of, plain_of, stops_of, text_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import TrajectoryRecord
 from verl_mt.errors import value_text
@@ -95,7 +95,7 @@ def _read(body: Any) -> ChatRequest:
         messages=messages_of(messages, "messages"),
         tools=tools if choice != "none" else [],
         max_tokens=_positive(given, "max_completion_tokens") or _positive(given, "max_tokens"),
-        stop=_stop(given.get("stop", [])),
+        stop=stops_of(given.get("stop"), "stop"),
         stream=bool_of(given.get("stream", False), "stream"),
         include_usage=bool_of(_mapping(given, "stream_options").get("include_usage", False), "include_usage"),
         logprobs=bool_of(given.get("logprobs", False), "logprobs"),
@@ -111,17 +111,7 @@ def _mapping(given: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _positive(given: Mapping[str, Any], key: str) -> int | None:
-    value = given.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise RequestError(f"{key} is {value_text(value)}, must be a whole number of at least 1")
-    return value
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise RequestError(f"stop is {value_text(value)}, must be a text or a list of texts, none of them empty")
-    return tuple(stops)
+    return None if given.get(key) is None else count_of(given[key], key)
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:

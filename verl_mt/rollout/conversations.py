@@ -19,10 +19,11 @@ from typing import Any
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.data.checks import WrongValue, ids_of
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory
-from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
+from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError, value_text
 from verl_mt.rollout.engine_reply import abort_reply, reply_to
 from verl_mt.rollout.generate_args import TurnSampling
 from verl_mt.rollout.prompts import Prompt
@@ -54,6 +55,8 @@ class EngineRequest:
         Raises:
             LedgerError: neither text nor ids, or an option that is not offered.
         """
+        if not isinstance(payload, Mapping):
+            raise LedgerError(f"payload of /generate: expected a dict, got {value_text(payload)}")
         unknown = [k for k, v in payload.items() if k not in _KNOWN and v not in (None, False)]
         if unknown:
             raise LedgerError(f"payload of /generate: {', '.join(unknown)} not offered; there is {', '.join(_KNOWN)}")
@@ -67,11 +70,14 @@ class EngineRequest:
                 f"payload of /generate: text must be one text, got {type(text).__name__}; render messages first "
                 "(data.apply_chat_template=True gives sample.prompt rendered)"
             )
-        if ids is not None and not all(isinstance(i, int) for i in ids):
-            raise LedgerError("payload of /generate: input_ids must be the ids of one request")
+        if ids is not None:
+            try:
+                ids = ids_of(ids, "input_ids")
+            except WrongValue as error:
+                raise LedgerError(f"payload of /generate: input_ids must be the ids of one request; {error}") from None
         turn = TurnSampling.parse(payload.get("sampling_params"), base)
         wants = (bool(payload.get("return_logprob")), bool(payload.get("return_text_in_logprobs")))
-        return cls(text, None if ids is None else list(ids), turn, *wants)
+        return cls(text, ids, turn, *wants)
 
 
 @dataclass
@@ -131,6 +137,10 @@ class Conversations:
         if self.lost is not None:
             return -1, abort_reply(str(self.lost))
         request = EngineRequest.parse(payload, self._run.sampling)
+        size = len(self._run.chat.tokenizer)
+        unknown = [i for i in request.ids or () if not 0 <= i < size]
+        if unknown and not any(unknown[0] in c.session.record.token_ids for c in self.items):
+            raise LedgerError(f"payload of /generate: input_ids holds {unknown[0]}, but the vocabulary has {size} ids")
         if not self._run.engine.capabilities.returns_token_ids:
             raise EngineError("a generate function needs an engine that returns token ids; this one gives text only")
         if self._run.deterministic and any(c.busy for c in self.items):

@@ -11,8 +11,9 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
+from verl_mt.data.checks import WrongValue, count_of, ids_of, stops_of
 from verl_mt.data.requests import SamplingParams
-from verl_mt.errors import ConfigError, LedgerError
+from verl_mt.errors import ConfigError, LedgerError, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.limits import Limits
@@ -162,6 +163,8 @@ class TurnSampling:
         Raises:
             LedgerError: a parameter that is not offered, or another distribution than the run's.
         """
+        if given is not None and not isinstance(given, Mapping):
+            raise LedgerError(f"sampling_params must be a dict, got {value_text(given)}")
         given = dict(given or {})
         for name in ("temperature", "top_p", "top_k", "min_p"):
             value = given.pop(name, None)
@@ -174,17 +177,19 @@ class TurnSampling:
             value = given.pop(name, values[0])
             if value not in values:
                 raise LedgerError(f"sampling_params.{name} is {value!r}: not offered, leave it out")
-        limit = given.pop("max_new_tokens", None)
-        if limit is not None and limit < 1:
-            raise LedgerError(f"sampling_params.max_new_tokens is {limit}, must be at least 1")
-        stop, stop_ids = given.pop("stop", None) or (), given.pop("stop_token_ids", None) or ()
+        limit, stop = given.pop("max_new_tokens", None), given.pop("stop", None) or None
+        try:
+            limit = None if limit is None else count_of(limit, "sampling_params.max_new_tokens")
+            stops = stops_of(stop, "sampling_params.stop")
+            stop_ids = ids_of(given.pop("stop_token_ids", None) or [], "sampling_params.stop_token_ids")
+        except WrongValue as error:
+            raise LedgerError(str(error)) from None
         skip, keep = bool(given.pop("skip_special_tokens", True)), bool(given.pop("no_stop_trim", False))
         given.pop("spaces_between_special_tokens", None)
         if given:
             name = next(iter(given))
             known = ["temperature", "max_new_tokens", "stop", "stop_token_ids", *_NEUTRAL, *_FORMAT_ONLY]
             raise LedgerError(f"unknown sampling parameter {name!r}{suggest(name, known)}")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(
             base,
             stop=tuple(dict.fromkeys([*base.stop, *stops])),

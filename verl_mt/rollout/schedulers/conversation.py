@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.data.checks import WrongValue, bits_of, bool_of, ids_of, log_probs_of, messages_of, plain_of, tools_of
+from verl_mt.data import checks
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.requests import (
     ChatCompletionResponse,
@@ -240,26 +240,22 @@ class Conversation:
         """Ids and mask of the last turn, as the scheduler wants them recorded."""
         if ids is None:
             return
-        self._ids = ids_of(ids, "response_token_ids")
+        self._ids = checks.ids_of(ids, "response_token_ids")
         size = len(self.session.context.chat.tokenizer)
         unknown = [i for i in self._ids if not 0 <= i < size and i not in self.session.record.token_ids]
         if unknown:
             raise LedgerError(f"response_token_ids holds {unknown[0]}, but the vocabulary has {size} ids")
-        bits = [1] * len(self._ids) if mask is None else bits_of(mask, "response_loss_mask")
-        log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
+        bits = [1] * len(self._ids) if mask is None else checks.bits_of(mask, "response_loss_mask")
+        checks.log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
         if mask is not None:
             self.session.mask_given = True
             clear_bits(self.session, self._start, self._ids, bits)
 
     def is_over(self, said: Any) -> bool:
-        """What `check_finished` returned; nothing counts as no.
-
-        Raises:
-            UserCodeError: neither True nor False.
-        """
+        """What `check_finished` returned; nothing counts as no, what is neither True nor False fails the trajectory."""
         try:
-            return said is not None and bool_of(said, "the answer")
-        except WrongValue as error:
+            return said is not None and checks.bool_of(said, "the answer")
+        except checks.WrongValue as error:
             raise self.error("check_finished", str(error)) from None
 
     def add_infos(self, infos: Any, where: str) -> None:
@@ -271,8 +267,8 @@ class Conversation:
         plain = {str(key): value for key, value in infos.items() if key not in MEDIA}
         for key, value in plain.items():
             try:
-                json.dumps(plain_of(value, f"rollout_infos[{key!r}]"))
-            except WrongValue as error:
+                json.dumps(checks.plain_of(value, f"rollout_infos[{key!r}]"))
+            except checks.WrongValue as error:
                 raise self.error(where, str(error)) from None
             except (TypeError, ValueError) as error:
                 reason = f"cannot be written as JSON ({error_text(error)}): {value_text(value, 100)}"
@@ -350,10 +346,10 @@ class Conversation:
 
     def _check_request(self, request: Any) -> None:
         try:
-            messages_of(getattr(request, "messages", None), "the request's messages")
+            checks.messages_of(getattr(request, "messages", None), "the request's messages")
             if request.tools is not None:
-                tools_of(request.tools, "the request's tools")
-        except WrongValue as error:
+                checks.tools_of(request.tools, "the request's tools")
+        except checks.WrongValue as error:
             raise self.error("infer_async", str(error)) from None
 
     def _sampling(self, config: Any) -> tuple[int | None, tuple[str, ...]]:
@@ -364,15 +360,21 @@ class Conversation:
         for key in ("temperature", "top_p", "top_k"):
             value = getattr(config, key, None)
             if value is not None and value != getattr(own, key):
-                raise self.error(
-                    "infer_async",
-                    f"request_config.{key} is {value}, the run's is {getattr(own, key)}: log-probs would not be of the "
-                    f"policy that is trained; set actor_rollout_ref.rollout.{key}, or leave it None",
+                reason = (
+                    f"is {value_text(value)}, the run's is {getattr(own, key)}: log-probs would not be of the policy"
                 )
+                reason += f" that is trained; set actor_rollout_ref.rollout.{key}, or leave it None"
+                raise self.error("infer_async", f"request_config.{key} {reason}")
         if (getattr(config, "n", None) or 1) != 1:
-            raise self.error("infer_async", f"request_config.n is {config.n}: one turn at a time; call it again")
-        stop = getattr(config, "stop", None) or ()
-        return getattr(config, "max_tokens", None), (stop,) if isinstance(stop, str) else tuple(stop)
+            raise self.error(
+                "infer_async", f"request_config.n is {value_text(config.n)}: one turn at a time; call it again"
+            )
+        limit = getattr(config, "max_tokens", None)
+        try:
+            limit = None if limit is None else checks.count_of(limit, "request_config.max_tokens")
+            return limit, checks.stops_of(getattr(config, "stop", None) or None, "request_config.stop")
+        except checks.WrongValue as error:
+            raise self.error("infer_async", str(error)) from None
 
     def conclude(self, max_turns: int | None) -> None:
         """The scheduler is done: name the reason, keep the last messages and infos."""
