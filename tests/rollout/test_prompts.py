@@ -14,6 +14,8 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.dataset import DataRow
 from verl_mt.errors import DataError
 from verl_mt.rollout.prompts import PromptBuilder
+from verl_mt.tools.function_tool import function_tool
+from verl_mt.tools.toolset import ToolSet
 
 CHAT = ChatTemplate(toy_tokenizer())
 
@@ -58,6 +60,42 @@ def test_a_row_that_needs_tools_is_refused_where_there_are_none(extra, said):
         builder().keep([row("short"), row("q", 7, **extra)])
     kept = builder(single_turn=True).keep([row("q", 7, **extra)])
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (
+            {"tools_kwargs": {"lokup": {"create_kwargs": {"x": 1}}}},
+            r"lokup: unknown tool; did you mean 'lookup'",
+        ),
+        (
+            {"tools_kwargs": {"lookup": {"create_kwarg": {"x": 1}}}},
+            r"unknown key 'create_kwarg'; did you mean 'c",
+        ),
+        ({"tools_kwargs": ["lookup"]}, r"tools_kwargs must be a mapping tool -> arguments, got \['lookup'\]"),
+        ({"tool_selection": "lokup"}, r"must be a list of tool names .* got 'lokup'; did you mean \['lookup'\]\?"),
+        ({"tool_selection": {"lookup": True}}, r"must be a list of tool names .*Configured: lookup"),
+        ({"tool_selection": ["lokup"]}, r"unknown tool 'lokup'; did you mean 'lookup'\?"),
+        ({"tool_selection": [["lookup"]]}, r"unknown tool \['lookup'\]"),
+        ({"need_tools_kwargs": "False"}, r"need_tools_kwargs must be true or false, got 'False'"),
+    ],
+)
+def test_what_a_row_says_wrongly_about_tools_is_refused_with_file_and_row(extra, said):
+    @function_tool
+    def lookup(key: str) -> str:
+        """Look up.
+
+        Args:
+            key: what
+        """
+        return key
+
+    prompts = PromptBuilder(CHAT, ToolSet([lookup]), 1000, True, "error")
+    with pytest.raises(DataError, match=rf"toy\.jsonl, row 7: extra_info\..*{said}"):
+        prompts.keep([row("good"), row("bad", 7, **extra)])
+    made_during_the_run = prompts.build(row("bad", 8, **extra))
+    assert "toy.jsonl, row 8" in made_during_the_run.problem  # its own trajectories fail, and the run goes on
 
 
 def test_a_row_that_only_carries_arguments_of_tools_is_no_mistake():

@@ -268,6 +268,32 @@ def test_a_column_of_the_wrong_type(refusal, tmp_path, column, value, part):
     says(refusal(f"data.train_files={file}"), f"{file}, row 2", column, part)
 
 
+def test_arguments_of_a_tool_that_is_not_configured(refusal, tmp_path):
+    rows = good_rows(3)
+    rows[1]["extra_info"]["tools_kwargs"] = {"calculater": {"create_kwargs": {"x": 1}}}
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    says(refusal(f"data.train_files={file}"), f"{file}, row 1", "tools_kwargs.calculater", "did you mean 'calculator'?")
+    says(refusal(f"data.val_files={file}"), f"{file}, row 1")
+
+
+def test_a_selection_of_tools_that_is_a_text(refusal, tmp_path):
+    rows = good_rows(3)
+    rows[2]["extra_info"]["tool_selection"] = "calculator"
+    file = jsonl(tmp_path / "rows.jsonl", rows)
+    text = refusal(f"data.train_files={file}")
+    says(text, f"{file}, row 2", "must be a list of tool names", "got 'calculator'", "did you mean ['calculator']?")
+
+
+def test_an_interaction_that_is_not_configured(refusal, tmp_path):
+    rows = good_rows(2)
+    rows[1]["extra_info"]["interaction_kwargs"] = {"name": "teecher"}
+    file, interactions = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "interactions.yaml"
+    entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
+    text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
+    says(text, f"{file}, row 1", "unknown interaction 'teecher'", "did you mean 'teacher'?")
+
+
 def test_another_prompt_key(refusal):
     says(refusal("data.prompt_key=question"), "column 'question' is missing", "columns present", "prompt")
 

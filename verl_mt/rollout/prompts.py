@@ -33,7 +33,8 @@ class Prompt:
     toolset: ToolSet | None = None
     """The tools that this row may call."""
     problem: str | None = None
-    """What is wrong with the row's own arguments; its trajectories fail with this text, the others go on."""
+    """What is wrong with the row's own arguments, where a sampler made the row during the run: its trajectories fail
+    with this text, the others go on. `PromptBuilder.keep` refuses such a row."""
     truncated: bool = False
     """`data.truncation` cut it to `data.max_prompt_length`."""
 
@@ -80,7 +81,7 @@ class PromptBuilder:
         """The rows whose prompt fits; the others are counted in `num_filtered`.
 
         Raises:
-            DataError: no row is left.
+            DataError: no row is left, or what a row says about tools cannot be; names file and row.
         """
         kept = []
         for row in rows:
@@ -88,6 +89,8 @@ class PromptBuilder:
             if prompt is None:
                 self.num_filtered += 1
                 continue
+            if prompt.problem is not None:
+                raise DataError(prompt.problem)
             self._cache[id(row)] = prompt
             kept.append(row)
         if rows and not kept:
@@ -122,7 +125,7 @@ class PromptBuilder:
         try:
             chosen = self.tools.for_row(
                 extra.get("tools_kwargs"),
-                need_tools_kwargs=bool(extra.get("need_tools_kwargs")),
+                need_tools_kwargs=extra.get("need_tools_kwargs"),
                 tool_selection=extra.get("tool_selection"),
             )
         except DataError as error:

@@ -12,7 +12,7 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from verl_mt.errors import DataError, PluginError, ToolCallError
+from verl_mt.errors import DataError, PluginError, ToolCallError, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
@@ -127,7 +127,7 @@ class ToolSet:
         self,
         tools_kwargs: Mapping[str, Any] | None = None,
         *,
-        need_tools_kwargs: bool = False,
+        need_tools_kwargs: bool | None = False,
         tool_selection: Sequence[str] | None = None,
     ) -> ToolSet:
         """The tools that one row of the data may use; the tool objects are shared.
@@ -138,8 +138,10 @@ class ToolSet:
             tool_selection: the row's `extra_info.tool_selection`: names; None = all tools.
 
         Raises:
-            DataError: an unknown tool or key, or `need_tools_kwargs` without any.
+            DataError: an unknown tool or key, another type, or `need_tools_kwargs` without any.
         """
+        if not isinstance(need_tools_kwargs, bool | int | None):
+            raise DataError(f"extra_info.need_tools_kwargs must be true or false, got {value_text(need_tools_kwargs)}")
         given = parse_row_kwargs(tools_kwargs, self.names)
         if need_tools_kwargs and not given:
             raise DataError(
@@ -148,8 +150,16 @@ class ToolSet:
             )
         if tool_selection is None:
             return self
+        if not isinstance(tool_selection, list | tuple):
+            given = [tool_selection] if isinstance(tool_selection, str) else []
+            close = [c for name in given for c in difflib.get_close_matches(name, self.names, n=1)]
+            raise DataError(
+                "extra_info.tool_selection must be a list of tool names (null = all), got "
+                f"{value_text(tool_selection)}{f'; did you mean {close}?' if close else ''}. "
+                f"Configured: {listing(self.names)}"
+            )
         for name in tool_selection:
-            if name not in self._entries:
+            if not isinstance(name, str) or name not in self._entries:
                 raise DataError(
                     f"extra_info.tool_selection: unknown tool {name!r}{suggest(str(name), self.names)}. "
                     f"Configured: {listing(self.names)}"
@@ -166,7 +176,7 @@ def parse_row_kwargs(tools_kwargs: Mapping[str, Any] | None, names: Sequence[str
     if tools_kwargs is None:
         return {}
     if not isinstance(tools_kwargs, Mapping):
-        raise DataError(f"extra_info.tools_kwargs must be a mapping tool -> arguments, got {tools_kwargs!r}")
+        raise DataError(f"extra_info.tools_kwargs must be a mapping tool -> arguments, got {value_text(tools_kwargs)}")
     found: RowKwargs = {}
     for tool, kinds in without_nulls(tools_kwargs).items():
         where = f"extra_info.tools_kwargs.{tool}"

@@ -27,7 +27,8 @@ from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.errors import CheckpointError, ConfigError, DataError
+from verl_mt.interactions.registry import pick_interaction
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.prompts import PromptBuilder
@@ -135,8 +136,12 @@ def _before_anything_slow(config: Config) -> None:
 
 
 def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
-    """What the engine cannot show, or no reward scores."""
+    """What the engine cannot show, no reward scores, or no interaction answers."""
     for row in prompts.rows():
+        try:
+            pick_interaction(runner.interactions, row.extra_info.get("interaction_kwargs"))
+        except DataError as error:
+            raise DataError(f"{row.file}, row {row.index}: {error}") from error
         require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
         runner.reward.check(row)
 

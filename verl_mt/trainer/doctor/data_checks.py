@@ -50,11 +50,6 @@ def prompts(subject: Subject) -> Iterator[Note]:
             f"{builder.num_filtered} of the first {len(few)} prompts are over-long and would be left out",
             "raise data.max_prompt_length, or shorten prompts and tool schemas",
         )
-    broken = [p.problem for p in subject.prompts if p.problem is not None]
-    if broken:
-        yield error(
-            f"{len(broken)} of {len(subject.prompts)} rows: {broken[0]}", "correct the rows' extra_info.tools_kwargs"
-        )
     assert subject.reward is not None
     for prompt in subject.prompts:
         subject.reward.check(prompt.row)
