@@ -249,6 +249,17 @@ def test_a_call_that_was_under_way_beside_one_that_never_ends_is_late_and_not_ma
 
 
 @pytest.mark.slow
+def test_calls_that_all_block_one_after_the_other_all_fail(quick, monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.5)
+
+    class Blocks(Base):
+        async def work(self, number):
+            quick.wait(0.7)
+
+    assert [type(r) for r in nine_calls(UserCode(Blocks(), Base, "plug-in"))] == [CallTimeout] * 9
+
+
+@pytest.mark.slow
 def test_the_loops_of_calls_that_are_over_end(quick):
     plugin = ThirdBlocks(False, quick, for_s=0.9)
     nine_calls(UserCode(plugin, Base, "ending"))

@@ -129,6 +129,7 @@ class UserCode:
         patient = True
         try:
             while not await call.replies_within(timeout_s):
+                blocks = call.blocks(timeout_s)
                 if await call.lane.answers():
                     if call.is_late(timeout_s):
                         raise late
@@ -136,10 +137,11 @@ class UserCode:
                 if not call.lane.shared:
                     raise late
                 self._replace(call.lane)
-                if call.withdraw() or (repeatable and call.is_held_up()):
+                blocks = blocks or call.blocks(timeout_s)
+                if call.withdraw() or (repeatable and not blocks):
                     call.end()
                     call = self._begin(work)
-                elif not (patient and call.is_held_up() and await call.comes_free(timeout_s)):
+                elif blocks or not patient or not await call.comes_free(timeout_s):
                     raise late
                 else:
                     patient = False
@@ -151,7 +153,7 @@ class UserCode:
         with self._lock:
             lane = self._lane
             # After a fork the thread object is there but not alive.
-            if lane is None or not lane.is_alive():
+            if lane is None or not lane.thread.is_alive():
                 lane = _Lane(self._name, shared=not self._blocks)
                 self._lane = lane if lane.shared else None
             call = _Call(lane, work)
@@ -186,11 +188,8 @@ class _Lane:
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[_Call]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._num_calls, self._retired = 0, False
-        self._thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
+        self.thread.start()
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended: nobody waits any more
@@ -206,8 +205,7 @@ class _Lane:
         self._stop_if_over()
 
     def retire(self) -> None:
-        with self._lock:
-            self._retired = True
+        self._retired = True
         self._stop_if_over()
 
     def _stop_if_over(self) -> None:
@@ -269,20 +267,22 @@ class _Call:
     def is_late(self, timeout_s: float) -> bool:
         return self._begun_s is not None and time.monotonic() - self._begun_s >= timeout_s
 
-    def is_held_up(self) -> bool:
-        """Whether its loop executes something else."""
-        return self.lane.running() is not self
+    def blocks(self, timeout_s: float) -> bool:
+        """Whether it is late and its loop executes nothing else."""
+        return self.is_late(timeout_s) and self.lane.running() is self
 
     async def comes_free(self, timeout_s: float) -> bool:
         """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
-        beat, ends, own_s = _Reply(), time.monotonic() + _PATIENCE_S, 0.0
+        beat, ends = _Reply(), time.monotonic() + _PATIENCE_S
+        since_s = None if self.is_late(timeout_s) else self._begun_s
         self.lane.post(beat.send, _Outcome())
-        while not beat.future.done() and time.monotonic() < ends and own_s < timeout_s:
-            look_s = min(_GRACE_S, timeout_s / 4)
-            await asyncio.wait({beat.future}, timeout=look_s)
-            own_s += 0.0 if self.is_held_up() else look_s
+        while not beat.future.done() and time.monotonic() < ends:
+            mine, looked_s = self.lane.running() is self, time.monotonic()
+            await asyncio.wait({beat.future}, timeout=min(_GRACE_S, timeout_s / 4))
+            if mine and time.monotonic() - (since_s := since_s or looked_s) >= timeout_s:
+                return False
         self._begun_s = time.monotonic()
-        return beat.future.done() and own_s < timeout_s
+        return beat.future.done()
 
     def withdraw(self) -> bool:
         """End it if it has not begun; whether that is so."""
