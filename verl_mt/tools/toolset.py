@@ -151,8 +151,8 @@ class ToolSet:
         if tool_selection is None:
             return self
         if not isinstance(tool_selection, list | tuple):
-            given = [tool_selection] if isinstance(tool_selection, str) else []
-            close = [c for name in given for c in difflib.get_close_matches(name, self.names, n=1)]
+            single = [tool_selection] if isinstance(tool_selection, str) else []
+            close = [c for name in single for c in difflib.get_close_matches(name, self.names, n=1)]
             raise DataError(
                 "extra_info.tool_selection must be a list of tool names (null = all), got "
                 f"{value_text(tool_selection)}{f'; did you mean {close}?' if close else ''}. "
