@@ -50,14 +50,28 @@ def test_a_checkpoint_is_exported_as_the_run_itself_would(run, tmp_path, capsys)
 
 def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
     """As Ray workers leave it: the small part in state.pt, all tensors in actor/."""
-    folder = tmp_path / "run" / "checkpoints" / "step_000001"
-    shutil.copytree(run / "checkpoints" / "step_000001", folder)
+    (tmp_path / "run").mkdir()
     shutil.copy(run / "config.yaml", tmp_path / "run")
-    state = checkpoint.load(folder)
-    save_shards(state["workers"]["actor"].pop("tensors"), folder)
-    torch.save(state, folder / "state.pt")
+    state = checkpoint.load(run / "checkpoints" / "step_000001")
+    tensors = state["workers"]["actor"].pop("tensors")
+    store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = store.save(1, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
     assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "model")]) == 0
     assert same(weights(tmp_path / "model"), weights(run / "hf"))
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
+    damaged = store.save(2, checkpoint.load(store.latest()), score=None)
+    content = bytearray((damaged / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / "state.pt").write_bytes(content)
+    assert export.main(["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert f"{damaged}/state.pt is damaged" in said
+    assert f"--checkpoint {tmp_path}/run/checkpoints/step_000001 exports it" in said
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_is_no_checkpoint_or_has_no_config_is_refused(run, tmp_path, capsys):

@@ -55,7 +55,7 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
 
     folder = _checkpoint(source)
     config = _config(folder, config_file)
-    state = checkpoint.load(folder)
+    state = checkpoint.load(folder, way_out="--checkpoint {intact} exports it")
     model = config.actor_rollout_ref.model
     module = load_causal_lm(
         model.path,

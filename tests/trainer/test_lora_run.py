@@ -85,12 +85,12 @@ def test_its_export_is_a_plain_model_with_the_adapter_beside_it(straight, tmp_pa
 
 def test_a_sharded_checkpoint_of_adapters_is_exported_too(straight, tmp_path):
     """As Ray workers leave it: the small part in state.pt, adapters in actor/."""
-    folder = tmp_path / "run" / "checkpoints" / "step_000003"
-    shutil.copytree(straight / "checkpoints" / "step_000003", folder)
+    (tmp_path / "run").mkdir()
     shutil.copy(straight / "config.yaml", tmp_path / "run")
-    state = checkpoint.load(folder)
-    save_shards(state["workers"]["actor"].pop("tensors"), folder)
-    torch.save(state, folder / "state.pt")
+    state = checkpoint.load(straight / "checkpoints" / "step_000003")
+    tensors = state["workers"]["actor"].pop("tensors")
+    store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = store.save(3, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
     assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "model")]) == 0
     exported, by_run = (load_causal_lm(str(path)).state_dict() for path in (tmp_path / "model", straight / "hf"))
     assert all(torch.equal(tensor, by_run[name]) for name, tensor in exported.items())
