@@ -23,7 +23,8 @@ from verl_mt.errors import ConfigError, VerlMTError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for bad input (one line on stderr), 130 for Ctrl-C."""
+    """Returns the exit status: 0, 2 for bad input or where not one trajectory survived (one line on stderr), 130 for
+    Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--run", help="run directory: its config.yaml and its hf/ export")
     parser.add_argument("--config", help="YAML file to start from, instead of a run's")
