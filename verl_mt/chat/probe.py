@@ -142,11 +142,8 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
-    """The first way of writing a tool call that comes out whole; a problem if none does.
-
-    Raises:
-        TemplateError: the template does not end; other ways would not help.
-    """
+    """The first way of writing a tool call that comes out whole; a problem if none does. Raises a TemplateError where
+    the template does not end: other ways would not help."""
     first: Problem | None = None
     for flat, arguments, short in product((False, True), ("dict", "string"), (False, True)):
         shape = CallShape(arguments, short, flat)  # type: ignore[arg-type]
