@@ -168,6 +168,7 @@ def messages_are_left_out(num):
     return left, right, {END}, decode
 
 
+@pytest.mark.slow  # long conversations
 @pytest.mark.parametrize("case", [every_message_differs, every_second_message_repeats, messages_are_left_out])
 def test_four_times_the_messages_take_about_four_times_as_long(case):
     """Quadratic work would take sixteen times as long."""
@@ -175,6 +176,7 @@ def test_four_times_the_messages_take_about_four_times_as_long(case):
     assert seconds_of(differing_chunks, *case(1600)) < 9 * seconds_of(differing_chunks, *case(400)) + 0.01
 
 
+@pytest.mark.slow  # long texts
 def test_openings_that_lead_nowhere_are_not_read_to_the_end_again_and_again():
     text = '{"a": [' * 20_000
     assert canonical_json(text) == text

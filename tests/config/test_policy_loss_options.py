@@ -11,6 +11,7 @@ from verl_mt.config.policy_loss import USED_BY, PolicyLossOptions, idle_clips, r
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, UnknownKeyError
 
+pytestmark = pytest.mark.slow  # many configurations
 ACTOR = "actor_rollout_ref.actor"
 
 

@@ -12,6 +12,7 @@ from verl_mt.config.normalize import normalize_argv
 from verl_mt.config.rollout_correction import RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.errors import ConfigError, UnknownKeyError
 
+pytestmark = pytest.mark.slow  # many configurations
 KEY = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 

@@ -18,6 +18,7 @@ from verl_mt.config.verl_defaults import VERL_DEFAULTS
 from verl_mt.errors import ConfigError
 from verl_mt.migrate import main, migrate, report
 
+pytestmark = pytest.mark.slow  # many configurations
 REPO = Path(__file__).resolve().parents[2]
 VERL = "python3 -m verl.trainer.main_ppo data.train_files=$HOME/a.parquet actor_rollout_ref.model.path=org/model "
 SGLANG = "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo "

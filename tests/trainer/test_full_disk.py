@@ -15,6 +15,7 @@ from verl_mt.data import run_files
 from verl_mt.errors import CheckpointError
 
 
+@pytest.mark.slow  # whole runs
 @pytest.mark.parametrize("name", ["metrics.jsonl", "token_texts.jsonl", "step_000001.jsonl"])
 def test_the_file_that_does_not_fit_is_named_and_the_run_goes_on_later(tmp_path, monkeypatch, name):
     overrides = (*NO_VALIDATION, "data.train_batch_size=2", "trainer.total_training_steps=1", "trainer.save_freq=1")

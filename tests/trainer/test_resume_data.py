@@ -14,6 +14,8 @@ from verl_mt.tiny.problems import rows as problems
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 def write(file: Path, rows) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -161,6 +161,7 @@ def test_a_record_without_advantage_counts_in_gspos_ratio_though_it_moves_nothin
     torch.testing.assert_close(flat(found[0], step=1), flat(found[1], step=1), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow  # two more processes
 @pytest.mark.parametrize("mode", ["gspo", "clip_cov", "kl_cov"])
 def test_what_is_taken_over_a_mini_batch_is_the_same_over_ranks(ranks, mode):
     """Records of one trajectory go to different ranks; tokens are chosen among those of all ranks."""
