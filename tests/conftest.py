@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "ray", "sglang"))):
             item.add_marker(pytest.mark.timeout(HANG_S))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no garbage collection has to look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

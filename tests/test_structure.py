@@ -35,11 +35,6 @@ NOT_READ_YET: set[str] = set()
 """Keys that nothing reads yet; the list may only shrink."""
 
 
-@functools.cache
-def nodes(file: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(file.read_text())))
-
-
 def test_rooms_import_only_from_lower_floors():
     words = [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
@@ -65,7 +60,7 @@ def over_budget() -> Iterator[tuple[str, str]]:
         lines = text.count("\n")
         if lines > MAX_FILE_LINES and not name.startswith("tests/"):  # tests are lists of cases
             yield name, f"{lines} lines, at most {MAX_FILE_LINES}"
-        for node in nodes(file):
+        for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -77,7 +72,6 @@ def over_budget() -> Iterator[tuple[str, str]]:
                 yield f"{name}::{node.name}", f"{number} parameters, at most {MAX_PARAMETERS}"
 
 
-@pytest.mark.xdist_group("sources")  # parsed once
 def test_files_functions_and_signatures_keep_their_budgets():
     allowed = allow_list()
     found = list(over_budget())
@@ -88,11 +82,10 @@ def test_files_functions_and_signatures_keep_their_budgets():
     assert all(reason.strip() for reason in allowed.values())
 
 
-@pytest.mark.xdist_group("sources")
 def test_no_error_is_swallowed():
     silent = []
     for file in PYTHON_FILES:
-        for node in nodes(file):
+        for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ExceptHandler) and all(isinstance(s, ast.Pass) for s in node.body):
                 broad = node.type is None or (
                     isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")

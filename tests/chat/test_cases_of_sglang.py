@@ -175,6 +175,7 @@ THOUGHTS = list(_cases("test_reasoning_parser.py"))
 ABSENT = "SGLang's parser tests are not here"
 
 
+@pytest.mark.slow  # each compiles the whole file again
 @pytest.mark.skipif(not CALLS, reason=ABSENT)
 @pytest.mark.parametrize(
     ("file", "group", "name"),

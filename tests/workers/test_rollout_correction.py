@@ -18,6 +18,7 @@ from verl_mt.workers.micro_batch import compute_log_probs
 from verl_mt.workers.ranks import ALONE
 from verl_mt.workers.rollout_correction import RolloutCorrection
 
+pytestmark = pytest.mark.slow  # every option over every split
 OPTIONS = {
     "token weights": {"rollout_is": "token"},
     "token weights between bounds": {"rollout_is": "token", "rollout_is_threshold_lower": 0.8},

