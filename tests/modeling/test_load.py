@@ -60,7 +60,7 @@ def test_a_failed_export_leaves_the_older_one_untouched(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(newer, "save_pretrained", half_written)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full"):
         export_hf(newer, None, tmp_path / "export")
     assert torch.equal(load_causal_lm(str(tmp_path / "export")).lm_head.weight, older.lm_head.weight)
     assert [p.name for p in tmp_path.iterdir()] == ["export"]

@@ -149,7 +149,9 @@ def run(code: str, namespace: dict, name: str) -> bool:
 
 def main() -> None:
     """Lock in, say so, then serve code until stdin ends."""
-    control = int(sys.argv[1])
+    inherited = int(sys.argv[1])
+    control = os.dup(inherited)  # a low number, whatever this process's parent had open: RLIMIT_NOFILE bounds them
+    os.close(inherited)
     with open(os.dup(0), encoding="utf-8") as commands:
         setup = json.loads(commands.readline())
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
