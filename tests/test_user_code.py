@@ -184,8 +184,10 @@ def slow(*values):
 class ThirdBlocks(Base):
     """Every third call blocks its loop; the others return at once, or after a moment in which they wait."""
 
-    def __init__(self, waits: bool, release: threading.Event, for_s: float = 20.0, nested: bool = False):
-        self.waits, self.release, self.for_s, self.nested = waits, release, for_s, nested
+    def __init__(self, waits: bool, release: threading.Event, nested: bool = False):
+        self.waits, self.release, self.nested = waits, release, nested
+        self.late: list[threading.Event] | None = None
+        """Where it is given, a call that blocks goes on when it has failed."""
         self.begun: list[int] = []
         self.loops: set[asyncio.AbstractEventLoop] = set()
 
@@ -193,27 +195,36 @@ class ThirdBlocks(Base):
         self.begun.append(number)
         self.loops.add(asyncio.get_running_loop())
         if number % 3 == 2:
-            await (asyncio.gather(self.block()) if self.nested else self.block())
+            over = self.late[number] if self.late else self.release
+            await (asyncio.gather(self.block(over)) if self.nested else self.block(over))
         if self.waits:
             await asyncio.sleep(0.01)
         return number
 
-    async def block(self):
-        self.release.wait(self.for_s)
+    async def block(self, over):
+        over.wait(60)
 
 
-def nine_calls(code, **keys):
+def nine_calls(code, plugin=None):
+    over = [threading.Event() for _ in range(9)]
+    if plugin is not None:
+        plugin.late = over
+
+    async def one(number):
+        try:
+            return await code.call("work", (number,), {}, timeout_s=0.6)
+        finally:
+            over[number].set()
+
     async def main():
-        return await asyncio.gather(
-            *(code.call("work", (n,), {}, timeout_s=0.4) for n in range(9)), return_exceptions=True
-        )
+        return await asyncio.gather(*map(one, range(9)), return_exceptions=True)
 
     return asyncio.run(main())
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
     release = threading.Event()
     yield release
     release.set()
@@ -221,15 +232,15 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize(("waits", "nested"), [(True, False), slow(False, False), slow(True, True)])
 def test_of_nine_calls_of_which_three_block_three_fail_and_none_is_made_twice(quick, caplog, waits, nested):
-    plugin = ThirdBlocks(waits, quick, for_s=0.9, nested=nested)
+    plugin = ThirdBlocks(waits, quick, nested=nested)
     code = UserCode(plugin, Base, "plug-in")
-    results = nine_calls(code)
+    results = nine_calls(code, plugin)
     assert [r if isinstance(r, int) else type(r) for r in results] == [
         n if n % 3 != 2 else CallTimeout for n in range(9)
     ]
     assert sorted(plugin.begun) == list(range(9))
     assert caplog.text.count("blocks its event loop") == 1
-    assert nine_calls(code)[:2] == [0, 1] and len(plugin.loops) > 9  # each call has a loop of its own now
+    assert nine_calls(code, plugin)[:2] == [0, 1] and len(plugin.loops) > 9  # each call has a loop of its own now
 
 
 def test_calls_that_may_be_repeated_are_made_again_where_another_never_ends(quick):
@@ -248,22 +259,48 @@ def test_a_call_that_was_under_way_beside_one_that_never_ends_is_late_and_not_ma
     assert sorted(plugin.begun) == list(range(9))
 
 
+def test_a_call_gets_the_time_back_that_another_took_which_ended_when_its_deadline_fired(quick, monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 20.0)
+    begun = threading.Event()
+
+    class Blocks(Base):
+        async def work(self, blocks):
+            if blocks:
+                await asyncio.sleep(0)  # the other has begun
+                begun.set()
+                quick.wait(60)
+            await asyncio.sleep(0.01)
+            return "done"
+
+    async def main():
+        code = UserCode(Blocks(), Base, "plug-in")
+        held = asyncio.create_task(code.call("work", (False,), {}, timeout_s=0.6))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(code.call("work", (True,), {}, timeout_s=60))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await asyncio.sleep(0.8)
+        quick.set()
+        return await held, await other
+
+    assert asyncio.run(main()) == ("done", "done")
+
+
 @pytest.mark.slow
 def test_calls_that_all_block_one_after_the_other_all_fail(quick, monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.5)
 
     class Blocks(Base):
         async def work(self, number):
-            quick.wait(0.7)
+            quick.wait(0.9)
 
     assert [type(r) for r in nine_calls(UserCode(Blocks(), Base, "plug-in"))] == [CallTimeout] * 9
 
 
 @pytest.mark.slow
 def test_the_loops_of_calls_that_are_over_end(quick):
-    plugin = ThirdBlocks(False, quick, for_s=0.9)
-    nine_calls(UserCode(plugin, Base, "ending"))
-    ends = time.monotonic() + 5
+    plugin = ThirdBlocks(False, quick)
+    nine_calls(UserCode(plugin, Base, "ending"), plugin)
+    ends = time.monotonic() + 60
     while time.monotonic() < ends and any(t.name == "ending" for t in threading.enumerate()):
         time.sleep(0.01)
     assert not [t for t in threading.enumerate() if t.name == "ending"]

@@ -11,6 +11,9 @@ A call that blocks inside `async def` (the usual mistake) stops that shared loop
   time again. It is never made twice, for it may have had effects; only where the caller says that calls may be repeated
   (rewards) is it made again;
 - from then on every call of that object has a loop and a thread of its own.
+
+A deadline counts the time in which the loop could serve the call: where it fires although the loop is free, what other
+code, or a machine that stood still, took of the call's time is given back to it, once.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.errors import error_text
+from verl_mt.event_loops import HeldUp, LoopClock, Outcome, Reply, serve
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ _GRACE_S = 0.5
 _BEGIN_S = 60.0
 """A call with a later deadline than this, or none, that has not begun by then asks whether its loop is blocked."""
 _PATIENCE_S = 60.0
-"""How long a call that is under way waits for a loop that another call blocks past its deadline."""
+"""How long a call that is under way waits for a loop that others, one after the other, block past their deadlines."""
 
 
 class CallTimeout(Exception):
@@ -46,17 +49,6 @@ class CallTimeout(Exception):
 
 class NotAnException(RuntimeError):
     """Foreign code raised a `BaseException` (a SystemExit, a bare subclass); it is the `__cause__`."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    value: Any = None
-    error: Exception | None = None
-
-    def unwrap(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 def is_async_callable(function: Any) -> bool:
@@ -95,8 +87,16 @@ class UserCode:
         if (lane := self.__dict__.get("_lane")) is not None:
             lane.retire()
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float) -> Any:
-        """`target.method(*args, **kwargs)`, awaited where it is awaitable.
+    async def call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        timeout_s: float,
+        held_up: HeldUp | None = None,
+    ) -> Any:
+        """`target.method(*args, **kwargs)`, awaited where it is awaitable. `held_up` gets what it lost to others.
 
         Raises:
             CallTimeout: after `timeout_s` seconds. Async code is cancelled; a thread cannot be, it is left behind.
@@ -105,49 +105,61 @@ class UserCode:
         function = getattr(self._target, method)
         if self._inline(method):
             return (await _with_deadline(_run(function, args, kwargs), timeout_s)).unwrap()
-        return await self.run(function, args, kwargs, timeout_s=timeout_s)
+        return await self.run(function, args, kwargs, timeout_s=timeout_s, held_up=held_up)
 
     async def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        timeout_s: float,
+        held_up: HeldUp | None = None,
     ) -> Any:
         """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does."""
         if is_async_callable(function) or inspect.iscoroutinefunction(inspect.unwrap(function)):
             work = functools.partial(function, *args, **kwargs)
-            return await self._on_loop(work, timeout_s, repeatable=self._repeatable)
+            return await self._on_loop(work, timeout_s, held_up, repeatable=self._repeatable)
         outcome = await _with_deadline(_in_thread(function, args, kwargs, self._name), timeout_s)
         value = outcome.unwrap()
         if inspect.isawaitable(value):
-            return await self._on_loop(lambda: value, timeout_s, repeatable=False)
+            return await self._on_loop(lambda: value, timeout_s, held_up, repeatable=False)
         return value
 
     def _inline(self, method: str) -> bool:
         own, inherited = getattr(type(self._target), method, None), getattr(self._base, method, None)
         return own is inherited or bool(getattr(self._target, "runs_inline", False))
 
-    async def _on_loop(self, work: Callable[[], Any], timeout_s: float, *, repeatable: bool) -> Any:
-        call, late = self._begin(work), CallTimeout(f"timed out after {timeout_s:g} s")
-        patient = True
+    async def _on_loop(
+        self, work: Callable[[], Any], timeout_s: float, held_up: HeldUp | None, *, repeatable: bool
+    ) -> Any:
+        asked_s, late = time.monotonic(), CallTimeout(f"timed out after {timeout_s:g} s")
+        call, counted = self._begin(work), False
         try:
             while not await call.replies_within(timeout_s):
                 blocks = call.blocks(timeout_s)
                 if await call.lane.answers():
                     if call.is_late(timeout_s):
-                        raise late
+                        if blocks or counted or not call.gets_back(timeout_s):
+                            raise late
+                        counted = True
                     continue
                 if not call.lane.shared:
-                    raise late
+                    if call.is_late(timeout_s):
+                        raise late
+                    continue
                 self._replace(call.lane)
                 blocks = blocks or call.blocks(timeout_s)
                 if call.withdraw() or (repeatable and not blocks):
                     call.end()
                     call = self._begin(work)
-                elif blocks or not patient or not await call.comes_free(timeout_s):
+                elif blocks or not await call.comes_free(timeout_s):
                     raise late
-                else:
-                    patient = False
             return call.reply.future.result().unwrap()
         finally:
             call.end()
+            if held_up is not None:
+                held_up.seconds += call.held_up_s(asked_s)
 
     def _begin(self, work: Callable[[], Any]) -> _Call:
         with self._lock:
@@ -182,13 +194,13 @@ class _Lane:
     """An event loop in a daemon thread. It ends when it is retired and its last call is over."""
 
     def __init__(self, name: str, *, shared: bool):
-        self.shared = shared
-        self.loop = asyncio.new_event_loop()
+        self.shared, self.clock = shared, LoopClock()
+        self.loop = asyncio.SelectorEventLoop(self.clock)
         self.loop.set_task_factory(self._new_task)
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[_Call]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._num_calls, self._retired = 0, False
-        self.thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
+        self.thread = threading.Thread(target=serve, args=(self.loop,), daemon=True, name=name)
         self.thread.start()
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
@@ -213,8 +225,8 @@ class _Lane:
             self.post(self.loop.stop)
 
     async def answers(self) -> bool:
-        beat = _Reply()
-        self.post(beat.send, _Outcome())
+        beat = Reply()
+        self.post(beat.send, Outcome())
         await asyncio.wait({beat.future}, timeout=_GRACE_S)
         return beat.future.done()
 
@@ -235,11 +247,14 @@ class _Call:
     """One call on a lane."""
 
     def __init__(self, lane: _Lane, work: Callable[[], Any]):
-        self.lane, self.reply, self._work = lane, _Reply(), work
+        self.lane, self.reply, self._work = lane, Reply(), work
         self._context = contextvars.copy_context()
-        self._task: asyncio.Task[_Outcome] | None = None
+        self._task: asyncio.Task[Outcome] | None = None
         self._lock = threading.Lock()
         self._begun_s: float | None = None
+        self._lost_s = 0.0
+        """What its loop had lost when it began."""
+        self._patience_ends_s: float | None = None
         self._over = False
         lane.enter()
         lane.post(self._context.run, self._start)
@@ -250,11 +265,11 @@ class _Call:
             self._task = self.lane.loop.create_task(self._body())
             self._task.add_done_callback(lambda done: None if done.cancelled() else self.reply.send(done.result()))
 
-    async def _body(self) -> _Outcome:
+    async def _body(self) -> Outcome:
         with self._lock:
             if self._over:
-                return _Outcome()
-            self._begun_s = time.monotonic()
+                return Outcome()
+            self._lost_s, self._begun_s = self.lane.clock.lost_s(), time.monotonic()
         return await _run(self._work, (), {})
 
     async def replies_within(self, timeout_s: float) -> bool:
@@ -264,18 +279,29 @@ class _Call:
             await asyncio.wait({self.reply.future}, timeout=self._begun_s + timeout_s - time.monotonic())
         return self.reply.future.done()
 
+    def held_up_s(self, asked_s: float) -> float:
+        """From when it was asked for until its time began."""
+        return (time.monotonic() if self._begun_s is None else self._begun_s) - asked_s
+
     def is_late(self, timeout_s: float) -> bool:
         return self._begun_s is not None and time.monotonic() - self._begun_s >= timeout_s
 
+    def gets_back(self, timeout_s: float) -> bool:
+        """Count anew without the time that its loop has lost since it began; whether it is in time then."""
+        if self._begun_s is not None:
+            self._begun_s = min(self._begun_s + self.lane.clock.lost_s() - self._lost_s, time.monotonic())
+        return not self.is_late(timeout_s)
+
     def blocks(self, timeout_s: float) -> bool:
-        """Whether it is late and its loop executes nothing else."""
-        return self.is_late(timeout_s) and self.lane.running() is self
+        """Whether it is late and its loop executes it, not just for a moment."""
+        return self.is_late(timeout_s) and self.lane.running() is self and self.lane.clock.busy_s() >= _GRACE_S / 2
 
     async def comes_free(self, timeout_s: float) -> bool:
         """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
-        beat, ends = _Reply(), time.monotonic() + _PATIENCE_S
+        beat, ends = Reply(), self._patience_ends_s or time.monotonic() + _PATIENCE_S
+        self._patience_ends_s = ends
         since_s = None if self.is_late(timeout_s) else self._begun_s
-        self.lane.post(beat.send, _Outcome())
+        self.lane.post(beat.send, Outcome())
         while not beat.future.done() and time.monotonic() < ends:
             mine, looked_s = self.lane.running() is self, time.monotonic()
             await asyncio.wait({beat.future}, timeout=min(_GRACE_S, timeout_s / 4))
@@ -302,33 +328,6 @@ class _Call:
         if not self.reply.future.done():
             self.lane.post(lambda: self._task.cancel() if self._task is not None else None)
         self.lane.leave()
-
-
-class _Reply:
-    """A future of the loop that waits, answered from another thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[_Outcome] = self._loop.create_future()
-
-    def send(self, outcome: _Outcome) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._set, outcome)
-
-    def _set(self, outcome: _Outcome) -> None:
-        if not self.future.done():
-            self.future.set_result(outcome)
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, then cancel what is left on it."""
-    loop.run_forever()
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.wait(left))
-    loop.close()
 
 
 def user_code_of(target: Any, base: type, name: str) -> UserCode:
@@ -358,36 +357,34 @@ async def _with_deadline(awaitable: Any, timeout_s: float) -> Any:
         raise
 
 
-async def _in_thread(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
-) -> _Outcome:
-    reply, context = _Reply(), contextvars.copy_context()
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Outcome:
+    reply, context = Reply(), contextvars.copy_context()
 
     def work() -> None:
         try:
-            reply.send(_Outcome(value=context.run(function, *args, **kwargs)))
+            reply.send(Outcome(value=context.run(function, *args, **kwargs)))
         except BaseException as error:
-            reply.send(_Outcome(error=_as_exception(error)))
+            reply.send(Outcome(error=_as_exception(error)))
 
     threading.Thread(target=work, daemon=True, name=name).start()
     return await reply.future
 
 
-async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
+async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     try:
         value = function(*args, **kwargs)
-        return _Outcome(value=await value if inspect.isawaitable(value) else value)
+        return Outcome(value=await value if inspect.isawaitable(value) else value)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return _Outcome(error=_as_exception(error))
+        return Outcome(error=_as_exception(error))
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             raise
-        return _Outcome(error=NotAnException("raised KeyboardInterrupt"))
+        return Outcome(error=NotAnException("raised KeyboardInterrupt"))
     except BaseException as error:
-        return _Outcome(error=_as_exception(error))
+        return Outcome(error=_as_exception(error))
 
 
 def _as_exception(error: BaseException) -> Exception:

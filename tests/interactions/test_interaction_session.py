@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -193,19 +192,23 @@ def test_whatever_an_interaction_raises_is_its_own_error(method, name):
 
 
 def test_of_nine_answers_of_which_three_block_in_async_code_three_fail(monkeypatch):
-    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
+    over = [threading.Event() for _ in range(9)]
 
     class ThirdBlocks(BaseInteraction):
         async def generate_response(self, instance_id, messages, **kwargs):
-            if int(instance_id.split("/")[0]) % 3 == 2:
-                time.sleep(0.9)
+            if (number := int(instance_id.split("/")[0])) % 3 == 2:
+                over[number].wait(60)
             await asyncio.sleep(0.01)
             return True, "", 1.0, {}
 
     shared = ThirdBlocks({"name": "third"})
 
     async def one(number):
-        return (await InteractionSession(shared, str(number), timeout_s=0.4).respond(MESSAGES, turn=1)).score
+        try:
+            return (await InteractionSession(shared, str(number), timeout_s=0.6).respond(MESSAGES, turn=1)).score
+        finally:
+            over[number].set()
 
     async def main():
         return await asyncio.gather(*map(one, range(9)), return_exceptions=True)

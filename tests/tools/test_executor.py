@@ -645,23 +645,25 @@ def test_whatever_the_close_of_a_tool_raises_stops_no_other(name):
 
 @pytest.mark.parametrize("method", ["execute", pytest.param("release", marks=pytest.mark.slow)])
 def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(method, monkeypatch):
-    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.05)
-    tool, begun = Tool(), []
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
+    tool, begun, over = Tool(), [], [threading.Event() for _ in range(9)]
 
     async def blocks(instance_id, *args, **kwargs):
         begun.append(instance_id)
-        if int(instance_id.split("/")[0]) % 3 == 2:
-            time.sleep(0.9)
+        number = int(instance_id.split("/")[0])
+        if number % 3 == 2:
+            over[number].wait(60)
         await asyncio.sleep(0.01)
         return "ok"
 
     setattr(tool, method, blocks)
-    tools = executor(tool, timeout_s=0.4)
+    tools = executor(tool, timeout_s=0.6)
 
     async def one(number):
         session = tools.open(str(number))
         results = await session.run(calls({}), turn=1)
         await session.close()
+        over[number].set()
         return results[0].failure, session.counters.get("tools/tool/errors", 0)
 
     async def main():
@@ -671,6 +673,32 @@ def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(metho
     assert [errors for _, errors in found] == [0, 0, 1] * 3
     assert [failure for failure, _ in found] == [None, None, "tool" if method == "execute" else None] * 3
     assert sorted(begun) == [f"{n}/tool" for n in range(9)]
+
+
+def test_a_trajectory_that_begins_while_another_blocks_the_tool_has_its_whole_time(monkeypatch):
+    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
+    blocks, over = threading.Event(), threading.Event()
+
+    async def behave(parameters):
+        if parameters:
+            blocks.set()
+            over.wait(60)
+        await asyncio.sleep(0.01)
+        return "ok"
+
+    tools = executor(Tool(behave), timeout_s=0.6)
+
+    async def main():
+        first, second = tools.open("first"), tools.open("second")
+        held = asyncio.create_task(first.run(calls({"block": 1}), turn=1))
+        assert await asyncio.to_thread(blocks.wait, 60)
+        # Both calls wait for one `create`, which is held up.
+        fine = await second.run(calls({}, {}), turn=1)
+        wrong = await held
+        over.set()
+        return wrong[0].failure, [r.failure for r in fine]
+
+    assert asyncio.run(main()) == ("tool", [None, None])
 
 
 @pytest.mark.parametrize("value", [1e39, -1e308, float("nan")])

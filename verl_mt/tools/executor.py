@@ -21,6 +21,7 @@ from verl_mt.data.conversation import MalformedCall, ToolCall
 from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError, error_text, value_text
+from verl_mt.event_loops import HeldUp
 from verl_mt.plugins import listing
 from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
 from verl_mt.tools.limiter import ConcurrencyLimit
@@ -256,29 +257,29 @@ class ToolSession:
                 self.time_spans.append(TimeSpan("tool", started, ended, turn, name))
 
     async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
-        deadline = time.monotonic() + self._limits.timeout_of(self._tools[name])
+        deadline, held_up = time.monotonic() + self._limits.timeout_of(self._tools[name]), HeldUp()
         for left in range(self._limits.retries, -1, -1):
-            share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
+            share_s = max((deadline + held_up.seconds - time.monotonic()) / (left + 1), 1e-3)
             try:
-                return await self._attempt(name, arguments, share_s)
+                return await self._attempt(name, arguments, share_s, held_up)
             except (ToolCallError, EngineError):
                 raise
             except Exception as error:
                 backoff_s = _FIRST_BACKOFF_S * 2 ** (self._limits.retries - left)
-                if left == 0 or time.monotonic() + backoff_s >= deadline:
+                if left == 0 or time.monotonic() + backoff_s >= deadline + held_up.seconds:
                     raise
                 self._log(name, turn, error)
             self._count(name, "retries")
             await asyncio.sleep(backoff_s)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, name: str, arguments: dict[str, Any], timeout_s: float) -> _Answer:
-        ends = time.monotonic() + timeout_s
-        instance = await self._instance(name, timeout_s)
+    async def _attempt(self, name: str, arguments: dict[str, Any], timeout_s: float, held_up: HeldUp) -> _Answer:
+        ends = time.monotonic() + timeout_s - held_up.seconds
+        instance = await self._instance(name, timeout_s, held_up)
         # The arguments are also in the messages: a tool that changes its own must not change those.
         args = (instance.instance_id, copy.deepcopy(arguments))
-        left_s = max(ends - time.monotonic(), 1e-3)
-        response, reward, metrics = normalize(await self._call(name, "execute", args, left_s))
+        left_s = max(ends + held_up.seconds - time.monotonic(), 1e-3)
+        response, reward, metrics = normalize(await self._call(name, "execute", args, left_s, held_up))
         answer = _from_response(response, reward, metrics)
         if instance.opening is not None:
             opening, instance.opening = _from_response(instance.opening), None
@@ -290,11 +291,14 @@ class ToolSession:
             answer.videos = [load_video(video) for video in answer.videos]
         return answer
 
-    async def _instance(self, name: str, timeout_s: float) -> _Instance:
+    async def _instance(self, name: str, timeout_s: float, held_up: HeldUp | None = None) -> _Instance:
+        asked_s = time.monotonic()
         async with self._creating.setdefault(name, asyncio.Lock()):
+            if held_up is not None:
+                held_up.seconds += time.monotonic() - asked_s
             if name not in self._instances:
                 proposed = f"{self.trajectory_id}/{name}"
-                created = await self._call(name, "create", (proposed,), timeout_s)
+                created = await self._call(name, "create", (proposed,), timeout_s, held_up)
                 self._instances[name] = _as_instance(created, proposed)
             return self._instances[name]
 
@@ -324,13 +328,15 @@ class ToolSession:
             self._log(name, None, error)
         return [*instance.rewards, final]
 
-    async def _call(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+    async def _call(
+        self, name: str, method: str, args: tuple[Any, ...], timeout_s: float, held_up: HeldUp | None = None
+    ) -> Any:
         tool = self._tools[name]
         kwargs = copy.deepcopy(self._row_kwargs.get(name, {}).get(f"{method}_kwargs", {}))
         if method == "create" and reads_nested_kwargs(type(tool)):
             kwargs = {**kwargs, "create_kwargs": dict(kwargs)}
         code = user_code_of(tool, BaseTool, f"tool {name}")
-        return await code.call(method, args, kwargs, timeout_s=timeout_s)
+        return await code.call(method, args, kwargs, timeout_s=timeout_s, held_up=held_up)
 
     def _finish(self, name: str, call_id: str, metric: str, answer: _Answer) -> ToolResult:
         limits, count_tokens = self._limits, self._executor.count_tokens

@@ -250,7 +250,7 @@ def test_the_folder_has_a_limit_over_all_its_files(sandbox):
 
 
 @pytest.mark.parametrize("how", ["open", "tmpfile", "mapped"])
-@pytest.mark.parametrize("pause", ["", "; import time; time.sleep(5)"])
+@pytest.mark.parametrize("pause", ["", "; import time; time.sleep(60)"])
 def test_files_without_a_name_count_while_they_are_held(sandbox, how, pause):
     interpreter = sandbox.open()
     assert interpreter.run(f"{HOLD}\nhold({how!r}, 1)").ending == "ok"
