@@ -17,7 +17,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
-RENDERING_S = 0.3
+RENDERING_S = 0.8
 
 
 class Slow(ChatTemplate):
