@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +175,15 @@ def _sections_of(of: Type | None, section_fields: dict[str, set[str]]) -> Iterat
             yield from (name for name, fields in section_fields.items() if members <= fields)
 
 
+def read_by_property(section: str, word: str) -> set[str]:
+    """Fields of a section that its property `word` reads: who reads the property reads them."""
+    for cls in (s.cls for s in sections().values() if s.cls.__name__ == section):
+        if isinstance(found := getattr(cls, word, None), property):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(found.fget)))
+            return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return set()
+
+
 @pytest.mark.slow
 def test_what_counts_as_reading_a_key():
     assert attributes_read()["made_up"] == {
@@ -180,12 +191,15 @@ def test_what_counts_as_reading_a_key():
         ("Config", "actor_rollout_ref"), ("ActorRolloutRefConfig", "rollout"), ("RolloutConfig", "n"),
         ("DataConfig", "truncation"), ("DataConfig", "shuffle"), ("TrainerConfig", "seed"),
     }  # fmt: skip
+    assert read_by_property("ActorConfig", "aggregation") == {"loss_agg_mode", "policy_loss"}
+    assert read_by_property("ActorConfig", "loss_agg_mode") == read_by_property("DataConfig", "no_such") == set()
 
 
 @pytest.mark.slow
 def test_every_key_of_the_schema_is_read_by_something():
     rooms = {m: found for m, found in attributes_read().items() if not m.startswith(("verl_mt.config.", "made_up"))}
     read = set().union(*rooms.values())
+    read |= {(owner, name) for owner, word in read for name in read_by_property(owner, word)}
     classes = {"": "Config"} | {s.key: s.cls.__name__ for s in sections().values()}
     assert len(set(classes.values())) == len(classes), "a class stands for one section"
     unread = {k for k in leaves() if (classes[k.rpartition(".")[0]], k.rpartition(".")[2]) not in read}
