@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import functools
 import subprocess
 import sys
 import textwrap
@@ -76,6 +77,20 @@ def test_sync_code_runs_in_a_thread_and_gets_its_arguments():
     name, args, kwargs = call(Plugin(), "sync", 1, seconds=5, method="x")
     assert name == "plug-in" and args == (1,) and kwargs == {"seconds": 5, "method": "x"}
     assert call(Plugin(), "returns_awaitable") == "plug-in"
+
+
+def test_a_sync_function_around_an_async_one_runs_in_a_thread_too():
+    """The usual decorator: it ends the coroutine itself, which a running loop does not allow."""
+
+    async def score():
+        return 1.0
+
+    @functools.wraps(score)
+    def wrapper():
+        return asyncio.run(score())
+
+    code = UserCode(object(), Base, "wrapped")
+    assert asyncio.run(code.run(wrapper, (), {}, timeout_s=5.0)) == 1.0
 
 
 def test_inherited_methods_and_inline_plugins_need_no_thread():

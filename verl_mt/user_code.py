@@ -117,7 +117,7 @@ class UserCode:
         held_up: HeldUp | None = None,
     ) -> Any:
         """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does."""
-        if is_async_callable(function) or inspect.iscoroutinefunction(inspect.unwrap(function)):
+        if is_async_callable(function):
             work = functools.partial(function, *args, **kwargs)
             return await self._on_loop(work, timeout_s, held_up, repeatable=self._repeatable)
         outcome = await _with_deadline(_in_thread(function, args, kwargs, self._name), timeout_s)

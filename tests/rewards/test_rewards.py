@@ -338,6 +338,7 @@ def test_a_row_that_a_model_is_to_score_is_not_scored_by_rule_in_silence():
     with pytest.raises(ConfigError, match=r"row 7: reward_model.style is 'model'.*rule for 'gsm8k'.*reward.path"):
         load_reward().check(wants_model)
     load_reward().check(row("gsm8k", {"style": "rule", "ground_truth": "4"}))
+    load_reward().check(row("gsm8k", {"style": "rule-lighteval/MATH_v2", "ground_truth": "4"}))
     load_reward("gsm8k").check(wants_model)  # the user has named what scores it
 
 

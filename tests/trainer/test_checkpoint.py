@@ -191,6 +191,35 @@ def test_a_kill_while_an_old_one_is_deleted_leaves_no_half_checkpoint_for_ever(t
     assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
 
 
+def test_an_old_one_that_cannot_be_moved_away_is_kept_and_ends_no_run(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {"x": 1}, score=None)
+    (tmp_path / ".gone-step_000001" / "held").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: None)
+    store.save(2, {"x": 2}, score=None)
+    assert names(store) == ["step_000001", "step_000002"] and "is kept" in caplog.text
+
+
+def test_a_checkpoint_on_another_disk_is_replaced_and_left_out_like_any_other(tmp_path):
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    moved = Path(shutil.move(store.save(1, {"x": 1}, score=None), tmp_path / "disk"))
+    (store.folder / "step_000001").symlink_to(moved)
+    for _ in range(2):
+        store.save(1, {"x": 3}, score=None)
+    assert checkpoint.load(store.latest())["x"] == 3 and (moved / "state.pt").is_file()
+    shutil.rmtree(store.folder / "step_000001")
+    (store.folder / "step_000001").symlink_to(moved)
+    store.save(2, {"x": 2}, score=None)
+    assert [p.name for p in store.folder.iterdir()] == ["step_000002"]
+
+
+def test_a_version_that_a_flipped_bit_made_older_is_damage(tmp_path):
+    meta = CheckpointStore(tmp_path).save(1, {"x": 1}, score=None) / "meta.json"
+    meta.write_text(meta.read_text().replace('"schema_version": 3', '"schema_version": 2'))
+    with pytest.raises(CheckpointError, match=r"meta.json is damaged"):
+        checkpoint.read_meta(meta.parent)
+
+
 def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
     (tmp_path / "checkpoints").write_text("mine")
     with pytest.raises(CheckpointError, match="checkpoints is a file"):

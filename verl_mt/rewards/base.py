@@ -190,9 +190,9 @@ class DataSourceReward(Reward):
             raise ConfigError(f"{where}: {self._unknown(row.data_source)}")
         wanted = row.raw.get("reward_model")
         style = wanted.get("style") if isinstance(wanted, dict) else None
-        if style not in (None, "rule"):
+        if style == "model":
             raise ConfigError(
-                f"{where}: reward_model.style is {style!r}, so a model is to score it, but without reward.path the "
+                f"{where}: reward_model.style is 'model', so a model is to score it, but without reward.path the "
                 f"rule for {row.data_source!r} would; name the scorer in reward.path (llm_judge asks a model), or set "
                 "the rows' style to rule"
             )

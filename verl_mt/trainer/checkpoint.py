@@ -89,7 +89,7 @@ class CheckpointStore:
                 json.dump(meta | {"sha256": _digest_of(meta)}, file)
                 _sync(file)
             if final.exists():
-                shutil.rmtree(_aside(final), ignore_errors=True)
+                _remove(_aside(final))
                 final.rename(_aside(final))
             partial.rename(final)
             _sync_folder(self.folder)
@@ -139,7 +139,7 @@ class CheckpointStore:
         """Remove what a process that was killed has left half written or half deleted."""
         replaced = (p for p in self.folder.glob(f"{_OLD}step_*") if p.with_name(p.name.removeprefix(_OLD)).exists())
         for leftover in (*self.folder.glob(".partial-*"), *self.folder.glob(f"{_GONE}*"), *replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
 
     def _prune(self) -> None:
         self.sweep()
@@ -152,8 +152,20 @@ class CheckpointStore:
             if old != best and step_of(old) < oldest:
                 # A folder that is being emptied must not look like a checkpoint to whoever comes after a kill.
                 gone = old.with_name(_GONE + old.name.removeprefix(_OLD))
-                old.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                try:
+                    old.rename(gone)
+                except OSError as error:  # what lies under that name could not be deleted
+                    log.warning("%s is kept, for it cannot be moved away: %s", old, error)
+                else:
+                    _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint that was moved to another disk stands here as a link: the link goes, and what it points to stays."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
@@ -178,7 +190,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     version = meta.get("schema_version") if isinstance(meta, dict) else None
     if version not in (SCHEMA_VERSION, _WITHOUT_DIGESTS):
         raise CheckpointError(f"{path}: schema_version {version!r}, this program reads {SCHEMA_VERSION}")
-    if version == SCHEMA_VERSION and meta.pop("sha256", None) != _digest_of(meta):
+    digest = meta.pop("sha256", None)
+    if (version == SCHEMA_VERSION or digest is not None) and digest != _digest_of(meta):
         raise CheckpointError(f"{path / 'meta.json'} is damaged: its content is not what was written")
     return meta
 
