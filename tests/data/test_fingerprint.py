@@ -79,6 +79,20 @@ def test_other_entries_are_named(tmp_path):
     assert f"had the entries a ({one}), now it has a ({one}), b ({two})" in difference("K", of(one), of([one, two]))
 
 
+def test_a_file_of_another_name_with_the_same_rows_is_the_same(tmp_path):
+    one, two, other = (write(tmp_path / f"{n}.jsonl", rows(4, s)) for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    assert difference("K", of(one), of(two)) is None
+    said = difference("K", of(one), of(other))
+    assert f"had the entries a ({one}), now it has c ({other})" in said and "row 0 is the first" in said
+
+
+def test_a_name_that_says_what_scores_the_rows_counts(tmp_path):
+    content = [{"prompt": "q", "answer": "1"}]
+    one, two = (write(tmp_path / f"{name}.jsonl", content) for name in ("a", "b"))
+    first, second = (of(path, label_key="answer") for path in (one, two))
+    assert "now it has b" in difference("K", first, second) and difference("K", first, first) is None
+
+
 class Opaque:
     """An object whose text says where it lies in memory."""
 
@@ -153,4 +167,15 @@ class TestLargeFiles:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         path = write(tmp_path / "data.jsonl", rows(8))
+        assert of(path) == of(path) and hashed == [8, 8]
+
+    def test_without_a_home_they_are_hashed_each_time(self, tmp_path, hashed, settled, monkeypatch):
+        path = write(tmp_path / "data.jsonl", rows(8))
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+
+        def nobody(uid):
+            raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+        monkeypatch.setattr("pwd.getpwuid", nobody)
         assert of(path) == of(path) and hashed == [8, 8]

@@ -201,3 +201,16 @@ def test_a_sampler_that_cannot_work_is_refused(given_options, sources, error, pa
 def test_a_checkpoint_of_other_data_is_refused():
     with pytest.raises(CheckpointError, match="resume_mode=disable"):
         make("shuffled", 0, (5, 5)).load_state_dict(make("shuffled", 0, (5, 6)).state_dict())
+
+
+def test_entries_of_other_names_are_the_same_data_unless_the_order_depends_on_them():
+    def renamed(mixing):
+        sampler = make(mixing, 0, (5, 5))
+        state = sampler.state_dict()
+        return sampler, state | {"rows": {f"old_{name}": n for name, n in state["rows"].items()}}
+
+    sampler, state = renamed("shuffled")
+    sampler.load_state_dict(state)
+    sampler, state = renamed("weighted")
+    with pytest.raises(CheckpointError, match="resume_mode=disable"):
+        sampler.load_state_dict(state)

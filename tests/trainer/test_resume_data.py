@@ -66,6 +66,15 @@ def test_an_explicit_key_goes_on_in_them_at_the_same_place(start, tmp_path, capl
     assert "goes on in these" in caplog.text and "20 rows, then 16" in caplog.text
 
 
+def test_the_rows_of_another_file_are_taken_with_the_same_key(start, tmp_path, caplog):
+    write(tmp_path / "more.jsonl", of_seed(1, 20))
+    other = f"data.train_files={tmp_path}/more.jsonl"
+    with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=other_data"):
+        start(other)
+    assert start(other, "trainer.resume_mode=other_data") != start.first
+    assert "goes on in these" in caplog.text and "now it has more" in caplog.text
+
+
 def test_the_same_key_takes_a_named_checkpoint_into_a_new_directory(start, tmp_path):
     write(tmp_path / "train.jsonl", of_seed(1, 20))
     saved = f"trainer.resume_from_path={tmp_path}/run/checkpoints/step_000001"

@@ -62,6 +62,33 @@ def test_a_changed_config_is_refused_with_its_difference(tmp_path):
         open_run(tmp_path, changed)
 
 
+def test_other_files_of_data_are_taken_where_the_key_asks_for_it_and_nothing_else_is(tmp_path):
+    open_run(tmp_path).close()
+    rows = {"train_files": "other.jsonl", "val_files": None, "train_max_samples": 5, "val_max_samples": 6}
+    other = CONFIG | {"data": {"seed": 0, **rows}}
+    with pytest.raises(CheckpointError, match=r"go on in these rows with trainer\.resume_mode=other_data, or start"):
+        open_run(tmp_path, other)
+    trainer = TrainerConfig(default_local_dir=str(tmp_path / "run"), resume_mode="other_data")
+    assert preview(trainer, other).startswith(f"{tmp_path}/run, an unfinished run")
+    open_run(tmp_path, other, resume_mode="other_data").close()
+    more = other | {"data": {"seed": 7, **rows}}
+    with pytest.raises(CheckpointError, match=r"(?s)-  seed: 0.*same command to resume it, or start anew"):
+        open_run(tmp_path, more, resume_mode="other_data")
+
+
+def test_a_file_system_without_locks_is_named_with_the_key_that_gives_another(tmp_path, monkeypatch):
+    open_run(tmp_path).close()
+
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("verl_mt.trainer.run_directory.fcntl.flock", refuse)
+    trainer = TrainerConfig(default_local_dir=str(tmp_path / "run"))
+    for look in (lambda: other_directory(trainer), lambda: preview(trainer, CONFIG), lambda: open_run(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"/run: .*No locks available; choose another .*default_local_dir"):
+            look()
+
+
 def test_keys_that_change_nothing_computed_may_change(tmp_path):
     open_run(tmp_path).close()
     shown = {"data": {"seed": 0}, "trainer": {"seed": 0, "progress": "off"}}

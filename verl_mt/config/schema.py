@@ -167,7 +167,8 @@ class TrainerConfig(Section):
     resume_mode: str = knob(
         "auto",
         "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`; other_data = as "
-        "resume_path where that is given, else as auto, though data.* has other rows now.",
+        "resume_path where that is given, else as auto, though there are other rows now, in the same files or others "
+        "(data.train_files, val_files, train_max_samples, val_max_samples).",
         choices=("auto", "disable", "resume_path", "other_data"),
     )
     resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path or other_data.")

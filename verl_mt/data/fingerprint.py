@@ -48,6 +48,8 @@ class SourceFingerprint:
     digest: str
     blocks: str
     """Hash of each block of rows, 16 hex digits each."""
+    named_rows: bool = False
+    """Rows have no `data_source` but the entry's name."""
 
     @property
     def rows_per_block(self) -> int:
@@ -62,10 +64,17 @@ def fingerprint(sources: Sequence[DataSource]) -> list[dict[str, Any]]:
 def difference(key: str, then: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str | None:
     """How the rows that `key` names differ from what they were, in words; None if they do not."""
     old, new = ([SourceFingerprint(**source) for source in sources] for sources in (then, now))
-    if [s.name for s in old] != [s.name for s in new]:
-        return f"{key} had the entries {_names(old)}, now it has {_names(new)}"
-    found = [_source_difference(a, b) for a, b in zip(old, new, strict=True) if a.digest != b.digest]
-    return f"{key}: {'; '.join(found)}" if found else None
+    entries = f"{key} had the entries {_names(old)}, now it has {_names(new)}"
+    if len(old) != len(new):
+        return entries
+    pairs = list(zip(old, new, strict=True))
+    renamed = [(a, b) for a, b in pairs if a.name != b.name]
+    found = [_source_difference(a, b) for a, b in pairs if a.digest != b.digest]
+    if found:
+        return f"{entries if renamed else key}: {'; '.join(found)}"
+    # A name alone is no other data, unless it says what scores the rows.
+    counts = any(a.named_rows or b.named_rows for a, b in renamed)
+    return f"{entries}, and their rows have no data_source but that name" if counts else None
 
 
 def _names(sources: Sequence[SourceFingerprint]) -> str:
@@ -98,7 +107,8 @@ def _of_source(source: DataSource) -> SourceFingerprint:
     digests = (cached and cached.read()) or _hash(source.rows)
     if cached is not None:
         cached.keep(digests, read_at_s=source.read_at_s)
-    return SourceFingerprint(source.name, path, num_rows, *digests)
+    named_rows = any(row.raw.get("data_source") is None for row in source.rows)
+    return SourceFingerprint(source.name, path, num_rows, *digests, named_rows)
 
 
 def _hash(rows: Sequence[DataRow]) -> tuple[str, str]:
@@ -141,16 +151,16 @@ class _Cache:
 
     @classmethod
     def of(cls, path: str, num_rows: int) -> _Cache | None:
-        """None for a file that is not worth it, or has gone since it was read."""
-        absolute = Path(path).expanduser().absolute()
+        """None for a file that is not worth it or has gone since it was read, or where there is no place for it."""
         try:
+            absolute = Path(path).expanduser().absolute()
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl_mt" / "rows"
             stat = absolute.stat()
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: `~` of a user without a home
             return None
         if stat.st_size < _CACHED_FROM_BYTES:
             return None
         known_by = [str(absolute), num_rows, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl_mt" / "rows"
         name = hashlib.sha256(f"{absolute}\n{num_rows}".encode()).hexdigest()[:32]
         return cls(folder / f"{name}.json", known_by, max(stat.st_mtime, stat.st_ctime))
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
 _BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
+_ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
+"""Of `data`: which rows there are. They may change where `trainer.resume_mode=other_data` asks for it."""
 # Keys that change what a person sees or how often, never what is computed.
 _HARMLESS = {
     "trainer": {
@@ -63,12 +66,8 @@ class RunDirectory:
                 named by `resume_from_path` does not exist.
         """
         wanted = wanted_directory(trainer)
-        try:
+        with _usable(wanted):
             return cls._open(trainer, wanted, config)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot make or read the run directory {wanted}: {error}; choose another trainer.default_local_dir"
-            ) from error
 
     @classmethod
     def _open(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
@@ -85,7 +84,7 @@ class RunDirectory:
                 continue  # It began to train there a moment ago.
             run = cls(path, None, lock)
             try:
-                _refuse_changed_config(path, config)
+                _refuse_changed_config(path, config, trainer)
                 run.resume_from = CheckpointStore(path / "checkpoints").latest()
             except CheckpointError:
                 run.close()
@@ -152,6 +151,11 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
         CheckpointError: what it would refuse.
     """
     wanted = wanted_directory(trainer)
+    with _usable(wanted):
+        return _preview(trainer, wanted, config)
+
+
+def _preview(trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> str:
     parent = next(p for p in wanted.absolute().parents if p.exists())
     if not os.access(parent, os.W_OK):
         raise CheckpointError(
@@ -167,15 +171,24 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
         if _passed_over(path, trainer) is not None:
             continue
         _require_config(path)
-        _refuse_changed_config(path, config)
+        _refuse_changed_config(path, config, trainer)
         latest = CheckpointStore(path / "checkpoints").latest()
         return f"{path}, an unfinished run that goes on from {latest.name if latest is not None else 'its beginning'}"
     return f"{path}, new"
 
 
 def other_directory(trainer: TrainerConfig) -> str | None:
-    """Which directory a run will take, and why, if it is not the one that the config names; None if it is."""
+    """Which directory a run will take, and why, if it is not the one that the config names; None if it is.
+
+    Raises:
+        CheckpointError: what is there cannot be read or locked.
+    """
     wanted = wanted_directory(trainer)
+    with _usable(wanted):
+        return _other_directory(trainer, wanted)
+
+
+def _other_directory(trainer: TrainerConfig, wanted: Path) -> str | None:
     passed: list[str] = []
     for path in _numbered(wanted):
         reason = None if _is_fresh(path) else _passed_over(path, trainer)
@@ -183,6 +196,17 @@ def other_directory(trainer: TrainerConfig) -> str | None:
             return f"{', '.join(passed)}: this run takes {path}" if passed else None
         passed.append(f"{path} {reason}")
     raise AssertionError("unreachable: the numbers do not end")
+
+
+@contextlib.contextmanager
+def _usable(wanted: Path) -> Iterator[None]:
+    """What its file system refuses (a lock, too) is said with the key that names another."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make or read the run directory {wanted}: {error}; choose another trainer.default_local_dir"
+        ) from error
 
 
 def _passed_over(path: Path, trainer: TrainerConfig) -> str | None:
@@ -264,11 +288,13 @@ def _holder(path: Path) -> str | None:
     return None
 
 
-def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
+def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig) -> None:
     old = _comparable(_read_config(path / "config.yaml"))
     new = _comparable(config)
-    if old == new:
+    same_but_rows = _without_rows(old) == _without_rows(new)
+    if old == new or (same_but_rows and trainer.resume_mode == "other_data"):
         return
+    go_on = ", go on in these rows with trainer.resume_mode=other_data" if same_but_rows else ""
     lines = difflib.unified_diff(
         yaml.safe_dump(old).splitlines(),
         yaml.safe_dump(new).splitlines(),
@@ -280,7 +306,7 @@ def _refuse_changed_config(path: Path, config: dict[str, Any]) -> None:
     shown = "\n".join(line for line in lines if not line.startswith("@@"))
     raise CheckpointError(
         f"{path} holds an unfinished run with another config:\n{shown}\n"
-        "Give the same command to resume it, or start anew with trainer.experiment_name=<another name> "
+        f"Give the same command to resume it{go_on}, or start anew with trainer.experiment_name=<another name> "
         "or trainer.resume_mode=disable."
     )
 
@@ -298,6 +324,13 @@ def _read_config(file: Path) -> dict[str, Any]:
             "trainer.experiment_name=<another name> or trainer.resume_mode=disable"
         ) from error
     return sections
+
+
+def _without_rows(config: dict[str, Any]) -> dict[str, Any]:
+    data = config.get("data")
+    if not isinstance(data, dict):
+        return config
+    return config | {"data": {k: v for k, v in data.items() if k not in _ROWS}}
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
