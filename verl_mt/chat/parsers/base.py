@@ -28,10 +28,12 @@ class IndexedText(str):
     _matches: dict[re.Pattern[str], tuple[int, re.Match[str] | None]]
     unreadable: dict[int, tuple[str, int | None]]
     """Where values begin that are known to be broken: what is wrong, and at which place."""
+    unclosed: set[int]
+    """Where brackets open that are known not to be closed."""
 
     def __new__(cls, text: str) -> IndexedText:
         indexed = super().__new__(cls, text)
-        indexed._places, indexed._matches, indexed.unreadable = {}, {}, {}
+        indexed._places, indexed._matches, indexed.unreadable, indexed.unclosed = {}, {}, {}, set()
         return indexed
 
     def find(self, wanted: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]

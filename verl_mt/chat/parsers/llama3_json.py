@@ -118,21 +118,35 @@ def _end_of_broken(text: str, body: int, at: int | None, names: set[str]) -> int
 
     What stands in front of that place, or between brackets that are closed, was meant as its arguments.
     """
-    if at is not None and text.startswith("{", at) and at > body and _NAMED.match(text, at):
-        return at
     tag = text.find(_TAG, body)
     limit = tag if tag >= 0 else len(text)
+    if (closed := _closed_at(text, body, limit)) is not None:
+        return closed
+    if at is not None and text.startswith("{", at) and at > body and _NAMED.match(text, at):
+        return at
     following = first_match(_NEXT, text, body + 1 if at is None else max(at, body + 1))
     while following and following.end() < limit:
         if _meant_as_call(text, following.end(), names):
             limit = following.end()
         following = first_match(_NEXT, text, following.end() + 1)
-    depth = 0
-    for part in _PART.finditer(text, body, limit) if text.startswith(("{", "["), body) else ():
-        depth += (part[0] in ("[", "{")) - (part[0] in ("]", "}"))
-        if depth == 0:
-            return part.end()
     return limit
+
+
+def _closed_at(text: str, body: int, limit: int) -> int | None:
+    """Behind the bracket that closes the one at `body`; None if none does, which is noted for all that stay open."""
+    unclosed = text.unclosed if isinstance(text, IndexedText) else set()
+    around: list[int] = []
+    for part in _PART.finditer(text, body, limit) if text.startswith(("{", "["), body) else ():
+        if part.start() in unclosed:
+            break
+        if part[0] in ("[", "{"):
+            around.append(part.start())
+        elif part[0] in ("]", "}"):
+            around.pop()
+            if not around:
+                return part.end()
+    unclosed.update(around)
+    return None
 
 
 def _is_call(value: Any, names: set[str]) -> bool:
