@@ -10,13 +10,12 @@ from verl_mt.chat.parsers.base import FoundCalls, ToolParser, skip_space
 from verl_mt.chat.parsers.tagged import (
     ArgumentTags,
     BadCall,
+    Values,
     end_of_broken,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_span,
-    value_text,
 )
 from verl_mt.data.conversation import ToolCall, ToolSchema
 
@@ -67,6 +66,7 @@ def _read(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -
     name, position = head[1], head.end()
     parameters = parameters_of(tools, name)
     arguments: dict[str, Any] = {}
+    values = Values(text, _TAGS, name, parameters)
     while not text.startswith(_CLOSE, position):
         opening = _KEY.match(text, position)
         key = opening[1].strip() if opening else ""
@@ -74,9 +74,7 @@ def _read(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -
             raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name, position)
         if key in arguments:
             raise BadCall(f"the argument {key!r} is given twice", name, position)
-        span = value_span(text, opening.end(), _TAGS, parameters)
-        if span is None:
-            raise BadCall(f"the value of {key!r} is not closed", name, position)
-        arguments[key] = read_argument(value_text(text, opening.end(), span), key, parameters)
-        position = skip_space(text, span[1])
+        value, after = values.read(opening.end(), key)
+        arguments[key] = read_argument(value, key, parameters)
+        position = skip_space(text, after)
     return ToolCall(name, arguments), position + len(_CLOSE)

@@ -13,13 +13,12 @@ from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, skip_
 from verl_mt.chat.parsers.tagged import (
     ArgumentTags,
     BadCall,
+    Values,
     end_of_broken,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_span,
-    value_text,
 )
 from verl_mt.data.conversation import ToolCall, ToolSchema
 
@@ -105,6 +104,7 @@ class Qwen3CoderParser(ToolParser):
             raise BadCall(f"a function tag with a name should come where {found_instead(text, start)}")
         parameters = parameters_of(tools, name)
         arguments: dict[str, Any] = {}
+        values = Values(text, self._tags, name, parameters, padded=self.padded)
         position = skip_space(text, head.end())
         while not text.startswith(_CLOSE_FUNCTION, position):
             opening = _PARAMETER.match(text, position)
@@ -113,12 +113,9 @@ class Qwen3CoderParser(ToolParser):
                 raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
             if key in arguments:
                 raise BadCall(f"the parameter {key!r} is given twice", name, position)
-            span = value_span(text, opening.end(), self._tags, parameters)
-            if span is None:
-                raise BadCall(f"the parameter {key!r} is not closed", name, position)
-            value = value_text(text, opening.end(), span, padded=self.padded)
+            value, after = values.read(opening.end(), key)
             arguments[key] = read_argument(value, key, parameters, null_word=True)
-            position = skip_space(text, span[1])
+            position = skip_space(text, after)
         return ToolCall(name, arguments), position + len(_CLOSE_FUNCTION)
 
 

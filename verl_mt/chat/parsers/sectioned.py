@@ -11,12 +11,11 @@ from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, kind_of
 from verl_mt.chat.parsers.tagged import (
     ArgumentTags,
     BadCall,
+    Values,
     found_instead,
     not_run,
     parameters_of,
     read_argument,
-    value_span,
-    value_text,
 )
 from verl_mt.data.conversation import MalformedCall, ToolCall, ToolSchema
 
@@ -175,12 +174,15 @@ class DeepSeekDsmlParser(SectionedParser):
             raise BadCall("the invoke tag has no name")
         name, position = head["name"].strip(), skip_space(text, head.end())
         if head["closed"]:
+            if text.startswith(("{", "<｜DSML｜parameter", self.call_end), position):
+                raise BadCall("its invoke tag closes itself, but the rest of a call stands behind it", name, position)
             return ToolCall(name, {}), head.end()
         if text.startswith("{", position):
             arguments, position = json_arguments(text, position, name)
             return self.closed(text, position, ToolCall(name, arguments))
         arguments = {}
         parameters = parameters_of(tools, name)
+        values = Values(text, self._tags, name, parameters)
         while not text.startswith(self.call_end, position):
             opening = self._parameter.match(text, position)
             if opening is None:
@@ -188,11 +190,9 @@ class DeepSeekDsmlParser(SectionedParser):
             key = opening["key"]
             if key in arguments:
                 raise BadCall(f"the parameter {key!r} is given twice", name, position)
-            span = value_span(text, opening.end(), self._tags, parameters)
-            if span is None:
-                raise BadCall(f"the parameter {key!r} is not closed", name, position)
-            arguments[key] = _typed(value_text(text, opening.end(), span), key, opening["string"], parameters)
-            position = skip_space(text, span[1])
+            value, after = values.read(opening.end(), key)
+            arguments[key] = _typed(value, key, opening["string"], parameters)
+            position = skip_space(text, after)
         return self.closed(text, position, ToolCall(name, arguments))
 
 

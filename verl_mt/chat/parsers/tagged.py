@@ -83,7 +83,44 @@ def end_of_broken(text: str, position: int, opening: str, closing: str) -> int:
     return open_ if open_ >= 0 else len(text)
 
 
-def value_span(
+class Values:
+    """The values of one call, read in the order written.
+
+    Args:
+        name: of the tool.
+        parameters: the schema of the tool's arguments; None = the tool is unknown.
+        padded: one line end before a value and one after it are the template's.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        tags: ArgumentTags,
+        name: str,
+        parameters: Mapping[str, Any] | None,
+        *,
+        padded: bool = False,
+    ):
+        self.text, self.tags, self.name, self.parameters, self.padded = text, tags, name, parameters, padded
+        self._one_not_closed = False
+
+    def read(self, start: int, key: str) -> tuple[str, int]:
+        """The raw value of `key` that begins at `start`, and where the text goes on.
+
+        Raises:
+            BadCall: where it ends cannot be told. So it is with a closing tag too many behind a value that the opening
+                of the next argument ended: then that value was closed, and quotes the opening.
+        """
+        span = _value_span(self.text, start, self.tags, self.parameters)
+        if span is None:
+            raise BadCall(f"the parameter {key!r} is not closed", self.name, start)
+        if self._one_not_closed and self.text.find(self.tags.closing, start, span[0]) >= 0:
+            raise BadCall(f"the parameter {key!r} is closed twice, and one before it is not closed", self.name, start)
+        self._one_not_closed |= span[0] == span[1]
+        return _value_text(self.text, start, span, self.padded), span[1]
+
+
+def _value_span(
     text: str, start: int, tags: ArgumentTags, parameters: Mapping[str, Any] | None
 ) -> tuple[int, int] | None:
     """The end of the value that begins at `start`, and where the text goes on; None if it cannot be told.
@@ -129,12 +166,8 @@ def value_span(
     return (loose, loose + len(tags.closing)) if loose >= 0 else None
 
 
-def value_text(text: str, start: int, span: tuple[int, int], *, padded: bool = False) -> str:
-    """The value itself. White space before the opening of the next argument is the template's.
-
-    Args:
-        padded: one line end before the value and one after it are the template's too.
-    """
+def _value_text(text: str, start: int, span: tuple[int, int], padded: bool) -> str:
+    """The value itself. White space before the opening of the next argument is the template's."""
     value = text[start : span[0]]
     if span[0] == span[1]:
         value = value.rstrip()
