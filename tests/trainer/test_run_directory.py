@@ -107,6 +107,17 @@ def test_a_foreign_folder_is_not_touched(tmp_path):
         open_run(tmp_path)
 
 
+def test_a_run_of_an_older_version_goes_on_where_the_new_keys_have_their_defaults(tmp_path):
+    open_run(tmp_path).close()
+    newer = {"data": {"seed": 0, "shuffle": True}, "trainer": {"seed": 0, "progress": "auto"}}
+    again = open_run(tmp_path, newer)
+    again.close()
+    assert again.path == tmp_path / "run"
+    newer["data"]["shuffle"] = False
+    with pytest.raises(CheckpointError, match=r"-  shuffle: true\n\+  shuffle: false"):
+        open_run(tmp_path, newer)
+
+
 def test_a_run_killed_before_it_wrote_its_config_is_fresh(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text("")

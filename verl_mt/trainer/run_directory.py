@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from verl_mt.config.schema import TrainerConfig
+from verl_mt.config.tree import leaves, sections
 from verl_mt.data.run_files import writing
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
@@ -289,8 +290,8 @@ def _holder(path: Path) -> str | None:
 
 
 def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig) -> None:
-    old = _comparable(_read_config(path / "config.yaml"))
     new = _comparable(config)
+    old = _comparable(_with_new_keys(_read_config(path / "config.yaml"), config))
     same_but_rows = _without_rows(old) == _without_rows(new)
     if old == new or (same_but_rows and trainer.resume_mode == "other_data"):
         return
@@ -324,6 +325,18 @@ def _read_config(file: Path) -> dict[str, Any]:
             "trainer.experiment_name=<another name> or trainer.resume_mode=disable"
         ) from error
     return sections
+
+
+def _with_new_keys(old: dict[str, Any], new: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """The configuration of a run that an older version began: a key that it did not know had its default."""
+    filled = dict(old)
+    for name, value in new.items():
+        key = f"{section}{name}"
+        if name not in old and key in leaves():
+            filled[name] = leaves()[key].default
+        elif isinstance(old.get(name), dict) and isinstance(value, dict) and key in sections():
+            filled[name] = _with_new_keys(old[name], value, f"{key}.")
+    return filled
 
 
 def _without_rows(config: dict[str, Any]) -> dict[str, Any]:
