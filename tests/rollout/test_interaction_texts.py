@@ -110,7 +110,7 @@ def test_ten_megabytes_cost_next_to_nothing():
 
 
 WRONG = {
-    "should_terminate": ["False", "True", "", 0, 1, None, [], math.nan, Unshowable()],
+    "should_terminate": ["False", "True", "", 2, 0.5, None, [], math.nan, Unshowable()],
     "text": [None, 5, b"bytes", ["x"], {"role": "user"}, Unshowable()],
     "score": ["1.0", "good", math.nan, math.inf, 10**400, [1.0], {"score": 1.0}, 1j, Unshowable()],
     "extra": ["text", [1], 5, {"k": deep()}, {"k": endless()}, Unshowable()],

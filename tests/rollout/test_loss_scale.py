@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from scheduler_lab import CHAT, converse, prompt_of, roll_out, runner_for, said
@@ -264,6 +265,10 @@ def test_assistant_messages_of_the_data_set_are_not_trained_unless_that_is_asked
     asked = converse(Ask(max_turns=1), [said("three")], prompt=prompt, train_prompt_assistants=True)
     assert trained_text(asked.record) == f"one{END}|three{END}"
     assert asked.trajectory.counters["trained_given_tokens"] == 4
+    for no in (0, np.bool_(False), torch.tensor(False)):
+        same = prompt_of(prompt=[m | {"loss": no} if "loss" in m else m for m in FEW_SHOT])
+        run = converse(Ask(max_turns=1), [said("three")], prompt=same, train_prompt_assistants=True)
+        assert trained_text(run.record) == trained_text(asked.record)
     last = load_loss_scale("last_round")
     both = converse(Ask(max_turns=1), [said("three")], prompt=prompt, train_prompt_assistants=True, loss_scale=last)
     assert trained_text(both.record) == f"three{END}"

@@ -10,6 +10,7 @@ from typing import Any
 import generate_functions
 import numpy as np
 import pytest
+import torch
 from generate_support import roll_out as roll_out_groups
 from generate_support import rows, turn
 from generate_support import runner_of as generate_runner
@@ -183,7 +184,7 @@ def test_every_field_of_a_step_is_checked(name, says, value, tmp_path):
     through(Steps(lambda result: result | {name: value}), tmp_path, says)
 
 
-@pytest.mark.parametrize("value", ["False", "no", 0, 1, [], {}, Unshowable()])
+@pytest.mark.parametrize("value", ["False", "no", 5, 0.5, np.array([True]), [], {}, Unshowable()])
 def test_whether_it_is_over_is_said_by_a_bool(value, tmp_path):
     class Says(Steps):
         def check_finished(self, infer_request, response_choice, current_turn):
@@ -192,8 +193,8 @@ def test_whether_it_is_over_is_said_by_a_bool(value, tmp_path):
     through(Says(lambda result: result), tmp_path, "check_finished")
 
 
-@pytest.mark.parametrize("value", [None, False, np.bool_(False)])
-def test_a_check_that_says_nothing_or_a_bool_of_numpy_is_understood(value):
+@pytest.mark.parametrize("value", [None, False, 0, np.bool_(False), np.array(0), torch.tensor(False)])
+def test_a_check_that_says_nothing_or_a_bool_of_another_kind_is_understood(value):
     class Says(Steps):
         def check_finished(self, infer_request, response_choice, current_turn):
             return value
@@ -234,6 +235,19 @@ class OneTurn(MultiTurnScheduler):
 )
 def test_what_a_run_returns_is_checked(says, value, tmp_path):
     through(OneTurn(lambda output: value), tmp_path, says)
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_an_output_may_hold_one_array_per_turn(array):
+    def as_arrays(output):
+        (ids,) = output.response_token_ids
+        output.response_token_ids, output.response_loss_mask = [array(ids)], [array([0] + [1] * (len(ids) - 1))]
+        output.rollout_logprobs = [array([-0.5] * len(ids))]
+        return output
+
+    (trajectory,) = roll_out(runner_for(ScriptedEngine([said("abc")]), OneTurn(as_arrays)), [prompt_of("bad")])
+    assert trajectory.status is Status.COMPLETED, trajectory.error
+    assert sum(trajectory.records[0].loss_mask) == 3
 
 
 class OwnId:
@@ -406,7 +420,7 @@ class Shop(Env):
 @pytest.mark.parametrize(
     ("says", "value"),
     [("reward", ("o", v, False, {})) for v in ("1.0", None, math.nan, [1.0], Unshowable())]
-    + [("done", ("o", 1.0, v, {})) for v in ("False", None, 0, [], Unshowable())]
+    + [("done", ("o", 1.0, v, {})) for v in ("False", None, 5, [], Unshowable())]
     + [("cannot be written", ("o", 1.0, False, {"k": object()})), ("nested", ("o", 1.0, True, {"k": deep()}))]
     + [("run", v) for v in (None, "text", (1, 2, 3), ("o", 1.0, False, 5))],
 )

@@ -27,12 +27,11 @@ class WrongValue(ValueError):
 
 
 def bool_of(value: Any, what: str) -> bool:
-    """True or False, also numpy's: a text such as "False" is neither."""
-    if isinstance(value, bool):
-        return value
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    raise _wrong(value, what, "True or False")
+    """True or False, also as 0 or 1, as a scalar of numpy or torch: a text such as "False" is neither."""
+    number = _scalar(value)
+    if not isinstance(number, numbers.Integral) or number not in (0, 1):
+        raise _wrong(value, what, "True or False")
+    return bool(number)
 
 
 def number_of(value: Any, what: str) -> float:
@@ -75,21 +74,23 @@ def stops_of(value: Any, what: str) -> tuple[str, ...]:
 
 def count_of(value: Any, what: str) -> int:
     """A whole number of at least 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+    count = _index(value)
+    if count is None or count < 1:
         raise _wrong(value, what, "a whole number of at least 1")
-    return operator.index(value)
+    return count
 
 
 def ids_of(value: Any, what: str) -> list[int]:
     """A flat list of whole numbers."""
     items = _items(value, what, "a list of token ids")
-    try:
-        found = list(map(operator.index, items))
-    except TypeError:
-        found = []
-    if len(found) != len(items) or any(isinstance(item, bool) for item in items):
-        wrong = next(k for k, item in enumerate(items) if isinstance(item, bool) or not hasattr(item, "__index__"))
-        raise _wrong(items[wrong], f"{what}[{wrong}]", "a whole number")
+    if set(map(type, items)) <= {int}:  # as good as always, and quick
+        return list(items)
+    found = []
+    for place, item in enumerate(items):
+        index = _index(item)
+        if index is None:
+            raise _wrong(item, f"{what}[{place}]", "a whole number")
+        found.append(index)
     return found
 
 
@@ -98,10 +99,11 @@ def bits_of(value: Any, what: str) -> list[int]:
     items = _items(value, what, "a list of 0 and 1")
     if set(map(type, items)) <= {int, bool} and set(items) <= {0, 1}:  # as good as always, and quick
         return list(map(int, items))
-    for place, item in enumerate(items):
-        if not isinstance(item, numbers.Real) or item not in (0, 1):
-            raise _wrong(item, f"{what}[{place}]", "0 or 1")
-    return [int(item) for item in items]
+    found = [_scalar(item) for item in items]
+    for place, bit in enumerate(found):
+        if not isinstance(bit, numbers.Real) or bit not in (0, 1):
+            raise _wrong(items[place], f"{what}[{place}]", "0 or 1")
+    return list(map(int, found))
 
 
 def numbers_of(value: Any, what: str) -> list[float]:
@@ -127,8 +129,9 @@ def log_probs_of(value: Any, what: str, num_ids: int, num_trained: int) -> list[
 
 
 def is_nested(value: Any) -> bool:
-    """Whether it is a list that holds lists, as one list per turn."""
-    return isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value)
+    """Whether it is a list that holds lists, as one list per turn; arrays of numpy and torch are lists too."""
+    value = _as_list(value)
+    return isinstance(value, list | tuple) and any(isinstance(_as_list(item), list | tuple) for item in value)
 
 
 def messages_of(value: Any, what: str) -> list[Message]:
@@ -215,11 +218,29 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _items(value: Any, what: str, expected: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        value = value.tolist() if callable(getattr(value, "tolist", None)) else value
-        if not isinstance(value, list):
-            raise _wrong(value, what, expected)
+    items = _as_list(value)
+    if not isinstance(items, list | tuple):
+        raise _wrong(value, what, expected)
+    return items
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def _scalar(value: Any) -> Any:
+    """What a scalar of numpy or torch holds; anything else as it is."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
     return value
+
+
+def _index(value: Any) -> int | None:
+    """A whole number, also of numpy and torch; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # arrays of several elements and floats have `__index__` too
+        return None
 
 
 def _wrong(value: Any, what: str, expected: str) -> WrongValue:

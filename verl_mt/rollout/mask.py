@@ -27,7 +27,7 @@ def train_prompt_assistants(
             p
             for place, (start, end) in spans.items()
             for p in range(start, end)
-            if messages[place].get("loss") is not False
+            if (loss := messages[place].get("loss")) is None or loss  # also numpy's False, and 0
         ]
     )
 

@@ -77,7 +77,7 @@ def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> Non
     for place, message in enumerate(messages[: len(session.messages)]):
         if message.get("loss") is None:
             continue
-        session.messages[place] = {**session.messages[place], "loss": message["loss"]}
+        session.messages[place] = {**session.messages[place], "loss": bool(message["loss"])}
         if not message["loss"] and place in session.message_rounds:
             wanted = session.message_rounds[place]
             spans = [s for s in session.record.turns if s.kind == "assistant" and session.rounds[s.turn - 1] == wanted]
