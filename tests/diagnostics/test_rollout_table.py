@@ -68,6 +68,7 @@ def test_a_tool_result_of_ten_megabytes_makes_a_small_table():
             {"role": "assistant", "content": "4", "reasoning_content": "easy"},
             "[assistant]\n<think>easy</think>\n4",
         ),
+        ({"role": "assistant", "content": "4", "thinking": "easy"}, "[assistant]\n<think>easy</think>\n4"),
         ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "who?"}]}, "[user]\n<image>\nwho?"),
         ({"role": "assistant", "content": None}, "[assistant]\n"),
     ],

@@ -100,6 +100,15 @@ def test_calls_keep_their_answers_whether_read_or_not(lab):
     assert (second["seconds"], "failure" in second) == (0.5, False)
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_shown_under_whatever_key_the_template_reads_it(lab, key):
+    row = lab.row(lab.trajectory(1, 0, 0), 1)
+    place = next(k for k, message in enumerate(row["messages"]) if message["role"] == "assistant")
+    row["messages"][place] = {"role": "assistant", "content": "4", key: "easy"}
+    _, shown = told(lab, row)
+    assert shown["messages"][place]["reasoning"] == "easy"
+
+
 def test_an_older_row_without_calls_takes_them_from_its_messages(lab):
     row = lab.row(lab.trajectory(1, 0, 0), 1)
     wanted = tool_calls(row)

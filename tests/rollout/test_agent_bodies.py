@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -165,18 +166,21 @@ def speaks(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
 
 def spoken(bodies: list[str], chat: ChatTemplate = CHAT):
     """The trajectory of a conversation with these bodies between its two turns."""
-    engine = ScriptedEngine([turn("hello"), turn("are")], decode=chat.decode)
-    runner = RolloutRunner(
+    SEEN.clear()
+    (group,) = roll_out(runner_of("speaks", chat, [turn("hello"), turn("are")]), rows("q", chat=chat, bodies=bodies))
+    return group.trajectories[0]
+
+
+def runner_of(agent: str, chat: ChatTemplate, script: list[Any]) -> RolloutRunner:
+    engine = ScriptedEngine(script, decode=chat.decode)
+    return RolloutRunner(
         context=SessionContext(
             chat=chat, engine=engine, limits=Limits(response_length=3000, max_model_len=4000), parser=None,
             sampling=SamplingParams(max_new_tokens=1), sanity=SanityMonitor(SanityMode.STRICT),
         ),
         reward=load_reward("generate_support.one", timeout_s=5.0),
-        door=AgentDoor(f"{__name__}.speaks", get_parser("hermes")),
+        door=AgentDoor(f"{__name__}.{agent}", get_parser("hermes")),
     )  # fmt: skip
-    SEEN.clear()
-    (group,) = roll_out(runner, rows("q", chat=chat, bodies=bodies))
-    return group.trajectories[0]
 
 
 def test_every_malformed_body_is_answered_with_400_and_leaves_record_and_connection_as_they_were():
@@ -210,6 +214,43 @@ def test_messages_that_the_template_refuses_are_told_so_and_leave_the_record_as_
         trajectory = spoken([name], chat)
         assert SEEN[name][0] == 400 and "no narrators" in SEEN[name][1]["error"]["message"]
         assert trajectory.records == undisturbed.records and trajectory.messages == undisturbed.messages
+
+
+def thinks(row: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Asks; asks again with the answer in another history, as it was shown; and with another client's spelling."""
+    address = urlsplit(base_url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+
+    def ask(*messages: dict[str, Any]) -> dict[str, Any]:
+        connection.request("POST", f"{address.path}/chat/completions", json.dumps(asking(*messages, tools=[tool])))
+        reply = json.loads(connection.getresponse().read())
+        return reply["choices"][0]["message"]
+
+    first = ask()
+    edited = {**first, "content": "edited"}
+    SHOWN.extend([first, ask(edited, USER)])
+    SHOWN.append(ask({"role": "assistant", "content": "x", "reasoning": "so"}, USER))
+    connection.close()
+
+
+SHOWN: list[dict[str, Any]] = []
+
+
+def test_reasoning_is_shown_under_one_key_and_comes_back_under_the_one_that_the_template_reads():
+    tokenizer = merging_tokenizer()
+    template = (files("verl_mt.tiny") / "checkpoint" / "chat_template.jinja").read_text()
+    chat = ChatTemplate(tokenizer, chat_template=template.replace("reasoning_content", "thinking"))
+    assert chat.capabilities.reasoning_key == "thinking"
+    SHOWN.clear()
+    said = [turn("<think>\nhm\n</think>\n\nhello") for _ in range(3)]
+    (group,) = roll_out(runner_of("thinks", chat, said), rows("q", chat=chat))
+    (trajectory,) = group.trajectories
+    assert trajectory.error is None
+    assert [(m["reasoning_content"], m["content"], "thinking" in m) for m in SHOWN] == [("hm", "hello", False)] * 3
+    second, third = (chat.decode(record.token_ids) for record in trajectory.records[1:])
+    assert "<think>\nhm\n</think>\n\nedited" in second and "<think>\nso\n</think>\n\nx" in third
+    assert [m.get("thinking") for m in trajectory.messages if m["role"] == "assistant"] == ["so", "hm"]
 
 
 def endless() -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_limits_and_stops_of_a_request_count_and_its_sampling_does_not():
         ({"n": 2}, "n is 2: one choice per request"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice is"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, got 0"),
         ({"extra_body": {"guided_regex": "x"}}, "guided_regex: not offered"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
     ],

@@ -21,7 +21,7 @@ from verl_mt.chat.mismatch_causes import (
     squeeze,
 )
 from verl_mt.chat.token_diff import DiffSpan, differing_chunks, end_of_last_turn
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, reasoning_of
 
 if TYPE_CHECKING:
     from verl_mt.chat.template import ChatTemplate
@@ -326,7 +326,7 @@ def _known_texts(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | 
     for message in messages:
         content = message.get("content")
         texts += [part.get("text") for part in content] if isinstance(content, list) else [content]
-        texts.append(message.get("reasoning_content"))
+        texts.append(reasoning_of(message))
     texts += [tool.get("function", tool).get("name") for tool in tools or ()]
     stripped = (text.strip() for text in texts if isinstance(text, str))
     return KnownTexts(tuple(dict.fromkeys(text for text in stripped if len(text) >= _MIN_KNOWN_CHARS)))

@@ -62,7 +62,7 @@ def written_call(
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked: list[Message] = [{"role": "user", "content": _ASKED}]
     # A template that opens every turn in mid-thought shows that opening only where there is a thought.
-    for message in (turn, {**turn, "reasoning_content": "Hm."}):
+    for message in (turn, {**turn, chat.capabilities.reasoning_key: "Hm."}):
         try:
             prompt = chat.full_text(asked, [tool], add_generation_prompt=True)
             full = chat.full_text([*asked, message], [tool])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from verl_mt.chat.cut import common_length
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
 from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import REASONING_KEYS, Message
 from verl_mt.errors import TemplateError
 
 REASONING = (
@@ -29,7 +29,6 @@ REASONING = (
 )
 """How templates open and close a reasoning block."""
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Reasoning = Literal["kept", "dropped_after_user", "ignored"]
 _THOUGHT = "Zqxjkvthought"
 _NAME = "zqxjkvname"

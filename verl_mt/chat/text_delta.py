@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.chat.mismatch_causes import without_empty_reasoning
 from verl_mt.chat.token_diff import common_prefix, end_of_last_turn
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, reasoning_of
 from verl_mt.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def turn_ids(
     for name, way in ways.items():
         try:
             turn = way()
-            if raw and text is None and not message.get("reasoning_content"):
+            if raw and text is None and reasoning_of(message) is None:
                 turn = replace(turn, text=without_empty_reasoning(turn.text))
             return _encode(chat, turn, complete)
         except TemplateError as error:
@@ -101,7 +101,7 @@ def turn_ids(
 def _raw_text(message: Message) -> str | None:
     """The engine's text, where nothing was parsed out of it."""
     content = message.get("content")
-    parsed = message.get("tool_calls") or message.get("reasoning_content")
+    parsed = message.get("tool_calls") or reasoning_of(message)
     return content if isinstance(content, str) and not parsed else None
 
 

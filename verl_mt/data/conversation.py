@@ -6,6 +6,7 @@ templates render and what every user's code already handles.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,17 @@ from pydantic import BaseModel, ConfigDict
 
 Message = dict[str, Any]
 """`role` (system | user | assistant | tool | ...), `content` (str, or a list of typed parts); for an assistant
-optionally `reasoning_content` (str) and `tool_calls` (list of `ToolCall.to_message()`); for a tool `tool_call_id`
-and `name`."""
+optionally its reasoning (str, under one of `REASONING_KEYS`) and `tool_calls` (list of `ToolCall.to_message()`); for a
+tool `tool_call_id` and `name`."""
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Where templates look for the reasoning of a message: a rollout writes it under the key that its template reads."""
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """What was thought before a message; None where it holds no such text."""
+    texts = (message.get(key) for key in REASONING_KEYS)
+    return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 @dataclass(frozen=True)

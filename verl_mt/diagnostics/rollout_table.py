@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, reasoning_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 
 COLUMNS = (
@@ -77,7 +77,7 @@ def _row(step: int, t: Trajectory) -> list[Any]:
 def _message_text(message: Message) -> str:
     content = message.get("content")
     parts = [content] if isinstance(content, str) else [_part_text(p) for p in content or ()]
-    if reasoning := message.get("reasoning_content"):
+    if reasoning := reasoning_of(message):
         parts.insert(0, f"<think>{reasoning}</think>")
     parts += [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)

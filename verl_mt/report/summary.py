@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_mt.data.conversation import reasoning_of
 from verl_mt.report.blocks import blocks_of
 from verl_mt.report.token_columns import RecordNumbers, TokenColumns
 
@@ -141,8 +142,8 @@ def _calls_in(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows and searches of a message."""
     shown: dict[str, Any] = {"role": str(message.get("role", "")), "text": _plain(message.get("content"))}
-    if message.get("reasoning_content"):
-        shown["reasoning"] = str(message["reasoning_content"])
+    if (reasoning := reasoning_of(message)) is not None:
+        shown["reasoning"] = reasoning
     if message.get("tool_calls"):
         shown["calls"] = message["tool_calls"]
     if message.get("name"):

@@ -163,15 +163,16 @@ class AgentConversation:
 
     def _continue(self, request: ChatRequest) -> None:
         """Queue what the request adds to the record, or begin a new record with what it says."""
-        session, messages = self.session, request.messages
+        session = self.session
+        parser = self._parser if request.tools else None
+        session.context = replace(session.context, parser=parser)
+        messages = [_with_reasoning_under(session.reasoning_key, message) for message in request.messages]
         known = [self._shown.get(i, message) for i, message in enumerate(session.messages)]
         new = messages[len(known) :]
         same = [likeness(m) for m in messages[: len(known)]] == [likeness(m) for m in known]
         same = same and _tools_key(request.tools) == _tools_key(session.trajectory.tools)
         begun = any(session.record.sampled)
         fits = (bool(new) or not begun) and all(m["role"] != "assistant" for m in new)
-        parser = self._parser if request.tools else None
-        session.context = replace(session.context, parser=parser)
         if not (same and fits):
             session.rewrite(messages, request.tools)
             self._shown.clear()
@@ -206,6 +207,13 @@ class _Agent:
         if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
             return await self._function(row, base_url, api_key)
         return await in_daemon_thread(self._function, row, base_url, api_key)
+
+
+def _with_reasoning_under(key: str | None, message: Message) -> Message:
+    """Clients are shown `reasoning_content`, whatever the template calls it; sent back, it goes where that reads."""
+    if key is None or "reasoning_content" not in message:
+        return message
+    return {key if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _tools_key(tools: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.checks import WrongValue, bool_of, count_of, messages_of, plain_of, stops_of, text_of
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, reasoning_of
 from verl_mt.data.trajectory import TrajectoryRecord
 from verl_mt.errors import value_text
 from verl_mt.rollout.session import AssistantTurn
@@ -129,6 +129,8 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RequestError(f"{where}: expected a message with a role, got {value_text(value, 80)}")
     message = {key: value[key] for key in _MESSAGE_KEYS if value.get(key) is not None}
+    if not message.get("reasoning_content") and (reasoning := reasoning_of(value)) is not None:
+        message["reasoning_content"] = reasoning
     if message["role"] == "developer":
         message["role"] = "system"
     message["content"] = _text(value.get("content"), where)
@@ -191,8 +193,8 @@ def completion(
         for call in message.get("tool_calls") or ()
     ]
     shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
-    if message.get("reasoning_content"):
-        shown["reasoning_content"] = message["reasoning_content"]
+    if (reasoning := reasoning_of(message)) is not None:
+        shown["reasoning_content"] = reasoning
     if calls:
         shown["tool_calls"] = calls
     choice: dict[str, Any] = {"index": 0, "message": shown, "finish_reason": _finish(turn, bool(calls))}

@@ -216,17 +216,22 @@ class RolloutSession(Ledger):
         self.message_rounds[len(messages) - 1] = self.rounds[-1]
         return messages[-1]
 
+    @property
+    def reasoning_key(self) -> str | None:
+        """Where a message holds its reasoning, for this template and parser; None where the template shows none."""
+        can, parser = self.context.chat.capabilities, self.context.parser
+        if can.reasoning_content != "ignored":
+            return can.reasoning_key
+        return parser.reasoning_key if parser is not None and parser.reasoning_key != "reasoning_content" else None
+
     def _message(self, text: str, parsed: ParsedTurn) -> Message:
         if self.verbatim:
             return {"role": "assistant", "content": text}
         parser = self.context.parser
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
-            can = self.context.chat.capabilities
-            if can.reasoning_content != "ignored":
-                message[can.reasoning_key] = parsed.reasoning
-            elif parser is not None and parser.reasoning_key != "reasoning_content":
-                message[parser.reasoning_key] = parsed.reasoning
+            if (key := self.reasoning_key) is not None:
+                message[key] = parsed.reasoning
             elif not parsed.calls:
                 # This template ignores `reasoning_content`; the text as written is what it can render.
                 message["content"] = text
