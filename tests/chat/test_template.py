@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from chat_toys import (
@@ -282,3 +284,82 @@ def test_a_rendering_that_ends_in_time_is_left_alone(chat, monkeypatch):
                 assert render._WATCH.run(lambda: "".join(map(str, range(300))), limit_s)
             assert sum(range(2000)) == 1999000
     assert not render._WATCH._running
+
+
+def _until(done, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.005)
+    return done()
+
+
+def test_an_interrupt_at_any_moment_of_a_rendering_leaves_nothing_to_the_watch(monkeypatch):
+    """As Ctrl-C or a timer's signal comes: also while a rendering is entered into the set or taken out of it."""
+    monkeypatch.setattr(render, "_LOOK_S", 0.001)
+    watch = render._Watch()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    interrupted = 0
+    try:
+        for i in range(1500):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 + i % 100 * 1e-6)
+                for _ in range(20):
+                    watch.run(str, 0.01)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+                assert not watch._running
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+    assert interrupted > 100
+    assert not watch._running
+    begun = time.thread_time()
+    while time.thread_time() - begun < 0.05:  # past the limit: whatever was left would arrive here
+        pass
+
+
+def test_the_watch_interrupts_no_code_outside_the_rendering_that_it_looks_after(monkeypatch):
+    monkeypatch.setattr(render, "_LOOK_S", 0.001)
+    watch = render._Watch()
+    left = []
+    watch.run(lambda: str(left.extend(map(replace, watch._running))), 0.01)
+    assert len(left) == 1
+
+    def other():
+        with watch._lock:
+            watch._running.update(left)
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.1:
+            pass
+        return "done"
+
+    assert watch.run(other, 3.0) == "done"
+    assert _until(lambda: not watch._running)
+
+
+def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monkeypatch):
+    monkeypatch.setattr(render, "_LOOK_S", 0.001)
+    swallowed = []
+
+    def stubborn():
+        begun = time.thread_time()
+        while time.thread_time() - begun < 2:
+            try:
+                while time.thread_time() - begun < 2:
+                    pass
+            except render._OutOfTime:
+                swallowed.append(1)
+                if len(swallowed) == 3:
+                    raise
+        return ""
+
+    with pytest.raises(render._OutOfTime):
+        render._Watch().run(stubborn, 0.01)
+    assert len(swallowed) == 3

@@ -5,16 +5,19 @@ Nothing here changes the caller's messages: what a template needs in another sha
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import jinja2
@@ -34,6 +37,8 @@ _RAISED_BY_TEMPLATES = (
 )  # fmt: skip
 _WALL_FACTOR = 5.0
 _LOOK_S = 0.05
+_AGAIN_S = 0.05
+"""Processor time after which it is interrupted again: what it runs may have caught the first."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class _OutOfTime(BaseException):
 class _Rendering:
     """One that is going on."""
 
+    frame: FrameType | None
+    """Of the call of `_Watch.run`: while it is on the thread's stack, the rendering goes on."""
     thread: int
     ends_at: float
     """On its thread's clock."""
@@ -73,7 +80,7 @@ class _Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: set[_Rendering] = set()
-        self._thread: threading.Thread | None = None
+        self._is_looking = False
 
     def run(self, render: Callable[[], str], limit_s: float) -> str:
         """What `render` returns.
@@ -81,50 +88,71 @@ class _Watch:
         Raises:
             _OutOfTime: it used more than `limit_s` seconds of processor time.
         """
-        rendering = self._begin(limit_s)
+        thread = threading.get_ident()
+        clock, factor = _clock_of(thread)
+        rendering = _Rendering(sys._getframe(), thread, clock() + factor * limit_s, clock)
         try:
             try:
+                self._begin(rendering)
                 return render()
             finally:
                 self._end(rendering)
-        except _OutOfTime:
-            self._end(rendering)  # it may have come in the middle of the first
+        except BaseException:
+            self._end(rendering)  # Ctrl-C, a signal or the watch itself may have come in the middle of the first
             raise
 
-    def _begin(self, limit_s: float) -> _Rendering:
-        thread, clock = threading.get_ident(), time.monotonic
-        if hasattr(time, "pthread_getcpuclockid"):
-            number = time.pthread_getcpuclockid(thread)
-            clock = lambda: time.clock_gettime(number)  # noqa: E731
-        else:  # a busy machine or other threads may have held it up
-            limit_s *= _WALL_FACTOR
-        rendering = _Rendering(thread, clock() + limit_s, clock)
+    def _begin(self, rendering: _Rendering) -> None:
         with self._lock:
             self._running.add(rendering)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._look, name="template watch", daemon=True)
-                self._thread.start()
-        return rendering
+            if not self._is_looking:
+                _thread.start_new_thread(self._look, ())  # a signal in `Thread.start` breaks what that waits for
+                self._is_looking = True
 
     def _end(self, rendering: _Rendering) -> None:
         with self._lock:
             self._running.discard(rendering)
+            rendering.frame = None  # which holds the rendering
             if rendering.interrupted:  # it ended just then: what was sent must not arrive later
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rendering.thread), None)
 
     def _look(self) -> None:
-        while True:
+        try:
             time.sleep(_LOOK_S)
-            with self._lock:
-                if not self._running:
-                    self._thread = None
-                    return
-                for rendering in self._running:
-                    if not rendering.interrupted and rendering.clock() > rendering.ends_at:
-                        rendering.interrupted = True
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(rendering.thread), ctypes.py_object(_OutOfTime)
-                        )
+            while self._look_once():
+                time.sleep(_LOOK_S)
+        except BaseException:
+            self._is_looking = False  # the next rendering begins another
+            raise
+
+    def _look_once(self) -> bool:
+        """Whether any goes on."""
+        with self._lock:
+            stacks = sys._current_frames()
+            self._running = {r for r in self._running if _is_on_stack(r.frame, stacks.get(r.thread))}
+            self._is_looking = bool(self._running)
+            for rendering in self._running:
+                now = rendering.clock()
+                if now > rendering.ends_at:
+                    rendering.interrupted = True
+                    rendering.ends_at = now + _AGAIN_S
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(rendering.thread), ctypes.py_object(_OutOfTime)
+                    )
+            return self._is_looking
+
+
+def _clock_of(thread: int) -> tuple[Callable[[], float], float]:
+    """The clock of a thread's processor time, and by how much a limit is longer on it."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # a busy machine or other threads may hold it up
+        return time.monotonic, _WALL_FACTOR
+    number = time.pthread_getcpuclockid(thread)
+    return lambda: time.clock_gettime(number), 1.0
+
+
+def _is_on_stack(frame: FrameType | None, top: FrameType | None) -> bool:
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None
 
 
 _WATCH = _Watch()
