@@ -145,6 +145,12 @@ def value_text(value: Any, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def key_text(key: Any) -> str:
+    """`str` of a key that foreign code chose, `repr` where that fails. Never raises, and can be written as UTF-8."""
+    text = _text(lambda: str(key))
+    return text if isinstance(text, str) else value_text(key)
+
+
 def _text(make: Callable[[], str]) -> str | BaseException:
     try:
         return str.encode(make(), "utf-8", "backslashreplace").decode()

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mt.algorithms import advantages as a
+from verl_mt.algorithms.masked import masked_whiten
+from verl_mt.data.trajectory import MAX_REWARD
 
 TWO_GROUPS = ([1.0, 0, 0, 1, 0, 0, 0, 1], [0] * 4 + [1] * 4)
 
@@ -117,6 +119,21 @@ def test_the_order_of_trajectories_does_not_matter(name):
 def test_a_reward_that_is_not_finite_is_refused_with_its_position(name):
     with pytest.raises(ValueError, match="reward 1 is nan"):
         run(name, [1.0, math.nan], [0, 0])
+
+
+@pytest.mark.parametrize("name", sorted(a.by_name))
+def test_advantages_of_the_largest_rewards_are_finite_in_float32(name):
+    parts = torch.tensor([1.0, -1.0, -1.0, 0.5, -0.5, -1.0, 0.5, -1.0]).repeat(512)
+    estimate, kwargs = a.by_name[name], {}
+    if "tokens_N" in inspect.signature(estimate).parameters:
+        kwargs["tokens_N"] = torch.full((len(parts),), 8)
+    for plain in ({}, {"norm_by_std": False}):
+        if plain.keys() <= inspect.signature(estimate).parameters.keys():
+            advantages = estimate(parts * MAX_REWARD, torch.arange(len(parts)) // 8, **kwargs, **plain)
+            assert advantages.isfinite().all() and advantages.float().square().sum().isfinite()
+            assert advantages.abs().max() > 0.1
+    values = masked_whiten(parts * MAX_REWARD, torch.ones(len(parts)))
+    assert values.isfinite().all() and values.abs().min() > 0.1
 
 
 def test_several_rewards_are_normalised_one_by_one_before_they_are_added():

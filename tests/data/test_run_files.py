@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 
 import numpy
 import pytest
+from hostile import Unshowable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,6 +138,14 @@ def test_nan_is_never_written(tmp_path):
 @settings(max_examples=40, deadline=None)
 def test_plain_json_is_left_alone(value):
     assert to_json_value(value) == value
+
+
+def test_keys_that_are_no_texts_are_written_as_str_writes_them():
+    name = uuid.UUID(int=5)
+    written = to_json_value({numpy.int64(3): "a", name: "b", None: "c", 1.5: "d", (1, 2): "e", True: "f"})
+    assert written == {"3": "a", str(name): "b", "None": "c", "1.5": "d", "(1, 2)": "e", "True": "f"}
+    (odd,) = to_json_value({Unshowable(): 1})
+    assert "__repr__ raised" in odd
 
 
 def test_rows_of_other_versions_are_refused_and_new_keys_are_left_aside():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import io
+import uuid
 
+import numpy
 import pytest
 import torch
 from hostile import Unshowable
@@ -131,3 +133,10 @@ def test_a_sample_is_dumped_whatever_a_function_left_in_it(value):
     for _ in range(150):
         inside = inside["itself"]
     assert "whose __repr__ raised AttributeError" in str(inside["k"])
+
+
+def test_keys_that_are_no_texts_are_dumped_as_str_writes_them():
+    name = uuid.UUID(int=5)
+    assert plain({numpy.int64(3): "a", name: "b", 4: "c"}) == {"3": "a", str(name): "b", 4: "c"}
+    (odd,) = plain({Unshowable(): 1})
+    assert "__repr__ raised" in odd

@@ -97,7 +97,6 @@ BODIES: dict[str, Any] = {
     "function without name": called(arguments="{}"),
     "arguments: 5": called(name="f", arguments=5),
     "arguments: list": called(name="f", arguments=[1]),
-    "arguments: text of a number": called(name="f", arguments="5"),
     "call id: 5": said(tool_calls=[{**CALL, "id": 5}]),
     "stop: 5": asking(stop=5),
     "stop: [5]": asking(stop=[5]),
@@ -273,6 +272,17 @@ def test_whatever_else_an_agent_returns_reaches_the_row(value, monkeypatch):
     trajectory = spoken([])
     assert trajectory.status == "completed" and trajectory.info["agent"] is value
     json.dumps(trajectory_to_row(trajectory, step=1), allow_nan=False)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", '"x"', "null", "no JSON"])
+def test_arguments_that_are_no_object_stay_the_text_that_they_are(text):
+    (_, message) = read_request(called(name="f", arguments=text)).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(0, False), (1, True), (False, False), (None, False)])
+def test_whether_log_probs_are_wanted_may_be_said_by_a_number(value, wanted):
+    assert read_request(asking(logprobs=value)).logprobs is wanted
 
 
 FIELDS = ["messages", "tools", "tool_choice", "stop", "stream", "stream_options", "n", "logprobs", "max_tokens",

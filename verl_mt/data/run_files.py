@@ -33,7 +33,7 @@ from typing import Any
 from verl_mt.data.checks import MAX_DEPTH
 from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
-from verl_mt.errors import CheckpointError, DataError, value_text
+from verl_mt.errors import CheckpointError, DataError, key_text, value_text
 
 SCHEMA_VERSION = 1
 
@@ -238,7 +238,7 @@ def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
     if isinstance(value, dict | list | tuple | set | frozenset) and not levels:
         return "(nested too deeply to be written)"
     if isinstance(value, dict):
-        return {_key(k): to_json_value(v, levels - 1) for k, v in value.items()}
+        return {k if isinstance(k, str) else key_text(k): to_json_value(v, levels - 1) for k, v in value.items()}
     if isinstance(value, set | frozenset):  # the order of a set is another one in every process
         value = sorted(value, key=value_text)
     if isinstance(value, list | tuple):
@@ -248,10 +248,6 @@ def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return to_json_value(value.tolist(), levels)
     return value_text(value, 10_000)
-
-
-def _key(key: Any) -> str:
-    return str(key) if key is None or isinstance(key, str | int | float) else value_text(key)
 
 
 def _record_to_row(

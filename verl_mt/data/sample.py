@@ -14,7 +14,7 @@ from typing import Any
 from verl_mt.data.checks import MAX_DEPTH, WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
 from verl_mt.data.trajectory import Status as _Status
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
-from verl_mt.errors import LedgerError, value_text
+from verl_mt.errors import LedgerError, key_text, value_text
 
 
 @dataclass
@@ -214,7 +214,7 @@ def plain(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
     if isinstance(value, dict | list | tuple | set | frozenset) and not levels:
         return "(nested too deeply to be written)"
     if isinstance(value, dict):
-        keys = [plain(k) if isinstance(k, int | float | str) else value_text(k) for k in value]
+        keys = [plain(k) if isinstance(k, int | float | str) else key_text(k) for k in value]
         return {key: plain(inner, levels - 1) for key, inner in zip(keys, value.values())}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(v, levels - 1) for v in value]

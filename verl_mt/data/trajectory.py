@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from verl_mt.data.sample import Sample
 
 
-MAX_REWARD = 3.4028234663852886e38
-"""The largest number of float32, in which batches hold rewards: what is beyond becomes infinite there."""
+MAX_REWARD = 1e15
+"""Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
 
 
 def is_trainable(reward: float) -> bool:
-    """Whether a number can be a reward: finite, also in float32."""
+    """Whether a number can be a reward: finite, and so is what a batch in float32 computes of it."""
     return abs(reward) <= MAX_REWARD
 
 

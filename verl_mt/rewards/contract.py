@@ -110,8 +110,8 @@ def reading_scores() -> Iterator[None]:
 def as_scores(value: Any, label: str) -> Scores:
     """What a reward function returned, as numbers: a number, or a dict with `score` and more.
 
-    Further entries that are no finite numbers are left out, with one warning per reward and key. Beyond float32
-    (`MAX_REWARD`) is not finite.
+    Further entries that are no finite numbers are left out, with one warning per reward and key. So is
+    what is beyond `MAX_REWARD`.
 
     Raises:
         InvalidScore: no score, or one that is not a finite number.
@@ -128,7 +128,8 @@ def as_scores(value: Any, label: str) -> Scores:
         if number is None and (label, name) not in _warned:
             _warned.add((label, name))
             got = value_text(value_of[name], 80)
-            log.warning("reward %s: %r is not a finite number and is left out: %s", label, name, got)
+            limit = f"{MAX_REWARD:.2g}"
+            log.warning("reward %s: %r is no finite number of at most %s and is left out: %s", label, name, limit, got)
     return {name: number for name, number in numbers_by_name.items() if number is not None}
 
 

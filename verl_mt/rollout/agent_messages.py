@@ -159,11 +159,11 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.tool_calls: expected functions with a name, got {value_text(call, 80)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # What is no JSON, or none that can be encoded, stays the text that somebody else wrote.
+        # What is no JSON object, or none that can be encoded, stays the text that somebody else wrote.
         with contextlib.suppress(ValueError, RecursionError):
             read = plain_of(json.loads(arguments), "arguments")
             text_of(json.dumps(read, ensure_ascii=False), "arguments")
-            arguments = read
+            arguments = read if isinstance(read, dict) else arguments
     return {
         "id": text_of(call.get("id") or "", f"{where}.tool_calls: id"),
         "type": "function",

@@ -143,7 +143,7 @@ def as_reward(value: Any) -> float:
     """A finite number, None = 0.
 
     Raises:
-        TypeError: anything else; a NaN, or what float32 cannot hold, in one reward would spoil a whole batch.
+        TypeError: anything else; a NaN, or more than `MAX_REWARD`, in one reward would spoil a whole batch.
     """
     if value is None:
         return 0.0
