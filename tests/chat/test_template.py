@@ -363,3 +363,17 @@ def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monk
     with pytest.raises(render._OutOfTime):
         render._Watch().run(stubborn, 0.01)
     assert len(swallowed) == 3
+
+
+def test_one_slow_conversation_takes_no_time_from_the_others(monkeypatch):
+    """The short limit after a refusal is for probes alone."""
+    monkeypatch.setattr(render, "_LIMIT_S", 0.4)
+    monkeypatch.setattr(render, "_NEXT_LIMIT_S", 0.001)
+    loop = "{% for m in messages %}{% for i in range(m.content|length) %}{% for j in range(2000) %}{% endfor %}"
+    chat = ChatTemplate(byte_tokenizer(CHATML + loop + "{% endfor %}{% endfor %}", eos="<|im_end|>"))
+    assert chat.capabilities.append_only
+    for _ in range(2):
+        with pytest.raises(TemplateError, match="does not end"):
+            chat.full_text([user("x" * 99999)])
+        assert chat.full_text([user("x" * 500)])
+        assert chat.delta_ids([user("x" * 500)], history=[user("q"), assistant("a")], last_ids=[1]).ids

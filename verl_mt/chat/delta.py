@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_mt.chat.cut import TurnEnd, find_end
 from verl_mt.chat.encode import Hidden, strings_in
-from verl_mt.chat.render import CallShape, Renderer, normalise, normalise_call
+from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise, normalise_call, probing
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
@@ -62,6 +62,7 @@ class DeltaRenderer:
         known_ends: control literals that are known to end a turn (eos).
     """
 
+    @probing()
     def __init__(
         self,
         renderer: Renderer,
@@ -122,6 +123,8 @@ class DeltaRenderer:
             try:
                 text = self._text([base.assistant, *base.env], add_generation_prompt, template)
             except TemplateError as error:
+                if error.cause == ENDLESS:
+                    raise  # each other way may take as long
                 first_error = first_error or error
                 continue
             if said in text:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from verl_mt.chat.cut import common_length
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
-from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise
+from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise, probing
 from verl_mt.data.conversation import REASONING_KEYS, Message
 from verl_mt.errors import TemplateError
 
@@ -111,6 +111,7 @@ class TemplateCapabilities:
         return self.supports("parallel_calls")
 
 
+@probing()
 def generation_prompt(renderer: Renderer, pattern: re.Pattern[str] | None) -> tuple[str, bool]:
     """What the template adds after a user's turn, and whether it adds something else when nothing is to be sampled.
 
@@ -140,6 +141,7 @@ def opens_reasoning(prompt: str) -> bool:
     return any(prompt.rfind(start) > prompt.rfind(end) for start, end in REASONING if start in prompt)
 
 
+@probing()
 def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
     """The first way of writing a tool call that comes out whole; a problem if none does. Raises a TemplateError where
     the template does not end: other ways would not help."""
@@ -176,6 +178,7 @@ def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | N
     return None
 
 
+@probing()
 def probe(
     renderer: Renderer, delta: DeltaRenderer | TemplateError, shape: CallShape, call: Problem | None
 ) -> TemplateCapabilities:
@@ -365,14 +368,9 @@ def said() -> Message:
 
 
 def caller(count: int, call_id: str = _CALL_ID) -> Message:
-    calls = [
-        {
-            "id": call_id if i == 0 else f"{call_id[:-1]}{i + 1}",
-            "type": "function",
-            "function": {"name": f"{_NAME}{i}", "arguments": {"query": SAID}},
-        }
-        for i in range(count)
-    ]
+    ids = [call_id if i == 0 else f"{call_id[:-1]}{i + 1}" for i in range(count)]
+    functions = [{"name": f"{_NAME}{i}", "arguments": {"query": SAID}} for i in range(count)]
+    calls = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

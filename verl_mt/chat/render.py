@@ -14,7 +14,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -31,7 +33,7 @@ ENDLESS = "P25"
 _LIMIT_S = 3.0
 """Processor time that one rendering may take. A conversation of a million tokens takes a tenth of it."""
 _NEXT_LIMIT_S = 0.05
-"""The same after it was run into: probes render a template thirty times. It doubles with each rendering that ends."""
+"""The same for probes once one ran into it: they render a template thirty times. It doubles with each that ends."""
 _RAISED_BY_TEMPLATES = (
     TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError, MemoryError,
 )  # fmt: skip
@@ -159,6 +161,22 @@ _WATCH = _Watch()
 os.register_at_fork(after_in_child=_WATCH.__init__)  # type: ignore[misc]
 
 
+_PROBING: ContextVar[bool] = ContextVar("probing", default=False)
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """What is rendered in here tries a template out, so one that does not end is given up sooner the next time.
+
+    A conversation has its whole limit always: one that takes too long says nothing about the others.
+    """
+    token = _PROBING.set(True)
+    try:
+        yield
+    finally:
+        _PROBING.reset(token)
+
+
 class Renderer:
     """One template with its variables; `text` is the only place that calls into Jinja."""
 
@@ -171,7 +189,7 @@ class Renderer:
         self._named = source or (f"the chat template of {name!r}" if name else "the chat template")
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
-        self._limit_s = _LIMIT_S
+        self._probe_limit_s = _LIMIT_S
         self.source(None)
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -216,12 +234,14 @@ class Renderer:
             tokenize=False,
             **self.template_kwargs,
         )
+        limit_s = self._probe_limit_s if _PROBING.get() else _LIMIT_S
         try:
-            text = _WATCH.run(render, self._limit_s)
-            self._limit_s = min(_LIMIT_S, 2 * self._limit_s)
+            text = _WATCH.run(render, limit_s)
+            self._probe_limit_s = min(_LIMIT_S, 2 * self._probe_limit_s)
             return text
         except _OutOfTime:
-            limit_s, self._limit_s = self._limit_s, _NEXT_LIMIT_S
+            if _PROBING.get():
+                self._probe_limit_s = _NEXT_LIMIT_S
             raise TemplateError(
                 f"{self._named} was not rendered after {limit_s:g} s of processor time ({len(messages)} messages): a "
                 "loop in it does not end, or nearly so. Correct it, or give "

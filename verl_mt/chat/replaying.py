@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_mt.chat.render import probing
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.chat.token_diff import common_prefix
@@ -77,6 +78,7 @@ def replay(
     return token_ids, mask
 
 
+@probing()
 def rewritten_turns(template: ChatTemplate, tools: Sequence[Any] | None) -> str:
     """Whether the template only appends, measured: the replay of three plain turns against their rendering.
 
