@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from verl_mt.config.knob import Section
@@ -71,7 +72,11 @@ def set_given(config: Config, keys: frozenset[str]) -> None:
 
 def _watched(section: Section, name: str) -> Any:
     if not name.startswith("_"):
-        reader = sys._getframe(1).f_globals.get("__name__", "")
+        frame: FrameType | None = sys._getframe(1)
+        # From inside a property of the section: who asks for the property reads the keys behind it.
+        while frame is not None and (frame.f_locals.get("self") is section or frame.f_code is _watched.__code__):
+            frame = frame.f_back
+        reader = "" if frame is None else frame.f_globals.get("__name__", "")
         for reads in _active:
             reads.note(section, name, reader)
     return object.__getattribute__(section, name)
