@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import time
@@ -52,8 +53,8 @@ def script_of(chat: ChatTemplate, num_turns: int) -> list[tuple[list[int], None,
     return [(ids, None, "stop", [-0.5] * len(ids)) for ids in turns]
 
 
-def converse(chat: ChatTemplate, num_turns: int, mode: SanityMode) -> tuple[float, Trajectory]:
-    """CPU seconds of one conversation, the check included; and what was recorded."""
+def converse(chat: ChatTemplate, num_turns: int, mode: SanityMode) -> tuple[float, int]:
+    """CPU seconds of one conversation, the check included; and how many tokens were recorded."""
     engine = ScriptedEngine(script_of(chat, num_turns))
     context = SessionContext(
         chat=chat,
@@ -76,10 +77,11 @@ def converse(chat: ChatTemplate, num_turns: int, mode: SanityMode) -> tuple[floa
         session.end(StopReason.FINISHED)
         await session.finish()
 
+    gc.collect()  # what earlier conversations left is not this one's cost
     begun = time.process_time()
     session.start(chat.prompt_ids(prompt, [TOOL]), prompt, [TOOL])
     asyncio.run(go())
-    return time.process_time() - begun, session.trajectory
+    return time.process_time() - begun, len(session.trajectory.records[0].token_ids)
 
 
 def main() -> None:
@@ -95,11 +97,11 @@ def main() -> None:
     for num_turns in args.turns:
         runs = {mode: [converse(chat, num_turns, mode) for _ in range(args.repeats)] for mode in MODES}
         best = {mode: min(seconds for seconds, _ in found) for mode, found in runs.items()}
-        record = runs[SanityMode.OFF][0][1].records[0]
+        num_tokens = runs[SanityMode.OFF][0][1]
         strict, ignore = (best[mode] / best[SanityMode.OFF] for mode in MODES[:2])
         ratios.append(f"{num_turns} turns {strict:.2f}")
         seconds = [f"{best[mode]:.2f}" for mode in MODES]
-        table.add_row(str(num_turns), str(len(record.token_ids)), *seconds, f"{strict:.2f}", f"{ignore:.2f}")
+        table.add_row(str(num_turns), str(num_tokens), *seconds, f"{strict:.2f}", f"{ignore:.2f}")
     console = Console()
     console.print(table)
     console.print(f"sanity check: strict / off at {', '.join(ratios)}", soft_wrap=True)
