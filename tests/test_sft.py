@@ -20,6 +20,8 @@ from verl_mt.modeling.load import load_causal_lm
 from verl_mt.tiny.problems import SYSTEM, generate
 from verl_mt.trainer import build, build_rollout, supervised
 
+pytestmark = pytest.mark.slow  # trainings
+
 TINY = "verl_mt://tiny"
 
 

@@ -13,6 +13,8 @@ from verl_mt.chat.parsers import ToolParser, get_parser, tool_parsers
 from verl_mt.chat.parsers.base import IndexedText
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
 
+pytestmark = pytest.mark.slow  # long texts
+
 _FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "parser_cost.py"
 _SPEC = importlib.util.spec_from_file_location("parser_cost", _FILE)
 assert _SPEC is not None and _SPEC.loader is not None

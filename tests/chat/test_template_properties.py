@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenizer, call, env, sample, tool, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_encode import FOREIGN
 
 from verl_mt.chat import ChatTemplate, replay
+
+pytestmark = pytest.mark.slow  # every property draws conversations
 
 CHATS = {
     "chatml": ChatTemplate(byte_tokenizer(CHATML, eos="<|im_end|>")),

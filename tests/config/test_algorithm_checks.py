@@ -10,6 +10,8 @@ from verl_mt.config.compose import compose
 from verl_mt.config.kl_control import KLControlOptions, read_kl_control
 from verl_mt.errors import ConfigError, UnknownKeyError
 
+pytestmark = pytest.mark.slow  # many configurations
+
 ESTIMATOR = "algorithm.adv_estimator"
 GAE = f"{ESTIMATOR}=gae"
 

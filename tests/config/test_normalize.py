@@ -21,6 +21,8 @@ from verl_mt.config.normalize import (
 from verl_mt.config.tree import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
 
+pytestmark = pytest.mark.slow  # many configurations
+
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 

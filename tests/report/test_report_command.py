@@ -21,6 +21,8 @@ from verl_mt.report.__main__ import main
 from verl_mt.report.collect import collect
 from verl_mt.report.server import ReportServer
 
+pytestmark = pytest.mark.slow  # whole pages
+
 PAGE = Path(page_builder.__file__).parent / "page"
 
 

@@ -16,6 +16,8 @@ from verl_mt.errors import ConfigError
 from verl_mt.rewards import Reward, RewardFailure, RewardInput, llm_judge, load_reward
 from verl_mt.rewards.llm_judge import parse_score
 
+pytestmark = pytest.mark.slow  # servers
+
 pytest.importorskip("openai")
 
 

@@ -6,9 +6,12 @@ import asyncio
 import re
 from pathlib import Path
 
+import pytest
+
 from verl_mt.config.compose import compose
 from verl_mt.rewards import RewardInput, load_reward
 
+pytestmark = pytest.mark.slow  # many configurations
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
 
 

@@ -30,6 +30,8 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 from verl_mt.rollout.agent_door import AgentDoor
 
+pytestmark = pytest.mark.slow  # servers
+
 USER = {"role": "user", "content": "q"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 

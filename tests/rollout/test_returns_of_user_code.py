@@ -25,6 +25,8 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rollout.scheduler import Env, GymScheduler, MultiTurnScheduler, RequestConfig, RolloutOutput
 from verl_mt.rollout.schedulers.conversation import current
 
+pytestmark = pytest.mark.slow  # hundreds of conversations
+
 
 def endless() -> list[Any]:
     value: list[Any] = []

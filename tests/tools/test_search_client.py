@@ -19,6 +19,8 @@ from verl_mt.tools.search_client import (
 )
 from verl_mt.tools.search_settings import KEY_VARIABLE, SearchSettings
 
+pytestmark = pytest.mark.slow  # servers
+
 
 def search(service: SearchService | str, *queries: str, client: SearchClient | None = None, **given):
     """Search for all queries at once."""

@@ -19,6 +19,8 @@ from verl_mt.trainer import doctor
 from verl_mt.trainer.doctor import CHECKS, estimate, resource_checks
 from verl_mt.trainer.doctor.findings import Check, Finding, error, ok, run_checks, warning
 
+pytestmark = pytest.mark.slow  # many configurations
+
 FEW = ("data.train_max_samples=32", "data.val_max_samples=2")
 
 

@@ -18,6 +18,8 @@ from verl_mt.modeling.values import ValueModel
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.workers.critic import update_policy_and_critic
 
+pytestmark = pytest.mark.slow  # models
+
 
 def plain_values(model: ValueModel, batch) -> torch.Tensor:
     """One row, one prefix at a time: the value of token t is read off the last of the tokens before it."""

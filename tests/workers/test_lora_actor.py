@@ -21,6 +21,8 @@ from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.weights import Transport, weight_update_for
 from verl_mt.workers.worker_group import build_worker_group
 
+pytestmark = pytest.mark.slow  # models
+
 
 def gradients(module, batch, **kwargs):
     """By parameter, just before the optimizer's step."""

@@ -98,8 +98,8 @@ def differing_chunks(
 
 
 def _packed_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> tuple[list[int], list[bytes]]:
-    """Where the chunks begin and the last one ends, and each as bytes: they compare and hash fast, and thousands of them
-    start no garbage collection."""
+    """Where the chunks begin and the last one ends, and each as bytes: those compare and hash fast, and thousands of
+    them start no garbage collection."""
     edges, packed = [0, *(end for _, end in split_chunks(ids, end_token_ids))], array("q", ids)
     return edges, [packed[a:b].tobytes() for a, b in itertools.pairwise(edges)]
 

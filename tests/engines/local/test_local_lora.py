@@ -13,6 +13,8 @@ from verl_mt.config.actor import ModelConfig
 from verl_mt.engines.base import InPlace
 from verl_mt.modeling.lora import add_adapters, without_adapters
 
+pytestmark = pytest.mark.slow  # models
+
 
 def adapted(architecture):
     model = add_adapters(make_model(architecture), ModelConfig(lora_rank=4), seed=0)
