@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import settings
+from reference_data import SHARED_DATA
 
 # Properties that say nothing else draw 40 examples; CI draws the same ones every time.
 settings.register_profile("verl_mt", max_examples=40, deadline=None, derandomize="CI" in os.environ)
@@ -20,7 +21,6 @@ settings.load_profile("verl_mt")
 
 REPO = Path(__file__).resolve().parent.parent
 HANG_S = 1500
-SHARED_DATA = Path(os.environ.get("VERL_MT_TEST_DATA", REPO.parent / "shared" / "data"))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from conftest import SHARED_DATA
+from reference_data import SHARED_DATA
 
 from verl_mt.chat.parsers import get_parser
 
