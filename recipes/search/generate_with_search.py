@@ -18,8 +18,7 @@ from typing import Any
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.exact_match import compute_score
 from verl_mt.rollout.custom_generate import GenerateState, Sample, post
-from verl_mt.tools.search_client import SearchClient, SearchError, information_block
-from verl_mt.tools.search_settings import SearchSettings
+from verl_mt.tools.search_client import SearchClient, SearchError, SearchSettings, information_block
 
 logger = logging.getLogger(__name__)
 

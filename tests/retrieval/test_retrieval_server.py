@@ -15,8 +15,7 @@ from retrieval_process import RetrievalProcess
 from verl_mt.retrieval.__main__ import main
 from verl_mt.retrieval.lexical import BM25Index
 from verl_mt.retrieval.server import make_app
-from verl_mt.tools.search_client import SearchClient
-from verl_mt.tools.search_settings import SearchSettings
+from verl_mt.tools.search_client import SearchClient, SearchSettings
 
 PASSAGES = [{"id": str(k), "contents": f"Title {k}\nword{k} common"} for k in range(5)]
 

@@ -20,7 +20,7 @@ from verl_mt.errors import DataError, EngineGoneError, ToolCallError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.calculator import Calculator
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.limiter import ConcurrencyLimit
+from verl_mt.tools.limits import ConcurrencyLimit
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl_mt.tools.toolset import ToolSet
 

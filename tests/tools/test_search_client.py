@@ -10,14 +10,15 @@ import pytest
 from search_service import SearchService, found
 
 from verl_mt.tools.search_client import (
+    KEY_VARIABLE,
     NO_RESULTS,
     SearchClient,
     SearchError,
     SearchResult,
+    SearchSettings,
     format_documents,
     information_block,
 )
-from verl_mt.tools.search_settings import KEY_VARIABLE, SearchSettings
 
 pytestmark = pytest.mark.slow  # servers
 

@@ -71,10 +71,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _build(args: argparse.Namespace) -> Any:
-    from verl_mt.retrieval.corpus import read_corpus
-
     try:
-        from verl_mt.retrieval.lexical import BM25Index
+        from verl_mt.retrieval.lexical import BM25Index, read_corpus
         from verl_mt.retrieval.server import make_app
     except ImportError as error:
         raise ConfigError(f'{error.name} is not installed; pip install "verl_mt[search]"') from error

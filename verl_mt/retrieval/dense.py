@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from verl_mt.errors import ConfigError
-from verl_mt.retrieval.corpus import Passage
-from verl_mt.retrieval.lexical import Hits
+from verl_mt.retrieval.lexical import Hits, Passage
 
 POOLINGS = ("mean", "cls")
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
-from verl_mt.retrieval.corpus import Passage
-from verl_mt.retrieval.lexical import Hits
+from verl_mt.retrieval.lexical import Hits, Passage
 
 
 class Index(Protocol):

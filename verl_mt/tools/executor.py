@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mt.config.rollout import MultiTurnConfig
 from verl_mt.data.conversation import MalformedCall, ToolCall
 from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
@@ -24,8 +23,7 @@ from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError,
 from verl_mt.event_loops import HeldUp
 from verl_mt.plugins import listing
 from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
-from verl_mt.tools.limiter import ConcurrencyLimit
-from verl_mt.tools.limits import ToolLimits
+from verl_mt.tools.limits import ConcurrencyLimit, ToolLimits
 from verl_mt.tools.results import (
     CountTokens,
     Failure,
@@ -66,15 +64,6 @@ class ToolExecutor:
         self.tools, self.limits, self.count_tokens, self.media = tools, limits, count_tokens, media
         self._slots = {tool.name: ConcurrencyLimit(limits.concurrency_of(tool)) for tool in tools}
         self._said: set[tuple[str, str]] = set()
-
-    @classmethod
-    def from_config(cls, tools: ToolSet, config: MultiTurnConfig, tokenizer: Any) -> ToolExecutor:
-        """The executor of a run, counting with the policy's tokenizer."""
-
-        def count_tokens(text: str) -> list[int]:
-            return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-        return cls(tools, ToolLimits.from_config(config), count_tokens)
 
     def open(
         self, trajectory_id: str, tools_kwargs: Mapping[str, Any] | None = None, *, tools: ToolSet | None = None

@@ -2,14 +2,172 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
+import types
 from collections.abc import Callable
-from typing import Any, overload
+from functools import lru_cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
+import docstring_parser
+from docstring_parser.common import DocstringStyle
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from verl_mt.errors import PluginError, ToolCallError
 from verl_mt.tools.base_tool import BaseTool
-from verl_mt.tools.function_schema import from_json, rich_arguments, schema_of
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.user_code import in_daemon_thread
+
+_PLAIN = (str, int, float, bool, type(None), Any, list, dict, Literal, Union, types.UnionType)
+
+
+def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
+    """An OpenAI tool schema from type hints and docstring.
+
+    Plain types (text, numbers, lists, dicts, Literal, Optional) come out as transformers' `get_json_schema` writes
+    them; dataclasses, TypedDicts, pydantic models, enums and what else pydantic knows with their fields. The docstring
+    may be Google's, numpy's or reStructuredText's.
+
+    Raises:
+        PluginError: a type hint or a description is missing, or a type has no schema; names function and argument.
+    """
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    where = f"@function_tool {function.__module__}.{getattr(function, '__qualname__', function)}"
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise PluginError(
+                f"{where}: argument {parameter} cannot be shown to a model; give it a name, a type and a description"
+            )
+    rich = rich_arguments(function)
+    try:
+        schema = get_json_schema(_plainer(function, rich))
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise PluginError(
+            f"{where}: no tool schema can be made: {error} Every argument needs a type hint and a line `name: text` "
+            "under `Args:` in the docstring; or pass tool_schema={...}."
+        ) from error
+    properties = schema["function"]["parameters"]["properties"]
+    for name, adapter in rich.items():
+        properties[name] = {**_json_schema(adapter, f"{where}: argument {name!r}"), **_description(properties[name])}
+    return OpenAIFunctionToolSchema.model_validate(schema)
+
+
+@lru_cache(maxsize=1024)
+def rich_arguments(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """The arguments that JSON cannot give as they are: name -> what makes them from JSON.
+
+    Raises:
+        PluginError: pydantic does not know the type.
+    """
+    found: dict[str, TypeAdapter[Any]] = {}
+    for name, hint in _hints(function).items():
+        if name != "return" and not _is_plain(hint):
+            try:
+                found[name] = TypeAdapter(hint)
+            except PydanticUserError as error:
+                where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+                raise PluginError(
+                    f"@function_tool {where}: argument {name!r} has the type {hint!r}, which no JSON can become; "
+                    "use text, numbers, lists, dicts, dataclasses or pydantic models"
+                ) from error
+    return found
+
+
+def from_json(adapters: dict[str, TypeAdapter[Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with `adapters` applied.
+
+    Raises:
+        ToolCallError: a value that its type refuses; the text is written for the model.
+    """
+    converted = dict(arguments)
+    for name in adapters.keys() & arguments.keys():
+        try:
+            converted[name] = adapters[name].validate_python(arguments[name])
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(map(str, (name, *first["loc"])))
+            raise ToolCallError(f"argument {path!r}: {first['msg']}") from error
+    return converted
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(inspect.unwrap(function), include_extras=True)
+    except NameError as error:
+        raise PluginError(
+            f"@function_tool {function.__module__}.{getattr(function, '__qualname__', function)}: {error}; its type "
+            "hints must name things that exist at the top of its module"
+        ) from error
+
+
+def _is_plain(hint: Any) -> bool:
+    if isinstance(hint, enum.EnumMeta):
+        return False
+    origin = get_origin(hint)
+    if origin is Literal:
+        return True
+    if origin in (list, dict, Union, types.UnionType):
+        return all(map(_is_plain, get_args(hint)))
+    return origin is None and hint in _PLAIN
+
+
+def _plainer(function: Callable[..., Any], rich: dict[str, TypeAdapter[Any]]) -> Callable[..., Any]:
+    """A stand-in with a Google docstring and plain types, which is what transformers reads."""
+    documented = docstring_parser.parse(inspect.getdoc(function) or "")
+    google = documented.style in (None, DocstringStyle.GOOGLE) or not documented.params
+    if google and not rich:
+        return function
+
+    def stand_in() -> None: ...
+
+    signature = inspect.signature(function)
+    hints = {name: str if name in rich else hint for name, hint in _hints(function).items()}
+    parameters = [p.replace(annotation=hints.get(p.name, p.empty)) for p in signature.parameters.values()]
+    stand_in.__name__, stand_in.__annotations__ = function.__name__, hints
+    stand_in.__doc__ = inspect.getdoc(function) if google else _as_google(documented)
+    stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _as_google(documented: docstring_parser.Docstring) -> str:
+    def one_line(text: str | None) -> str:
+        return " ".join((text or "").split())
+
+    arguments = "\n".join(f"    {p.arg_name}: {one_line(p.description)}" for p in documented.params)
+    parts = (documented.short_description, documented.long_description)
+    return "\n\n".join([*filter(None, map(one_line, parts)), f"Args:\n{arguments}"])
+
+
+def _json_schema(adapter: TypeAdapter[Any], where: str) -> dict[str, Any]:
+    schema = adapter.json_schema()
+    return _inlined(schema, schema.pop("$defs", {}), (), where)
+
+
+def _inlined(node: Any, defs: dict[str, Any], inside: tuple[str, ...], where: str) -> Any:
+    """Without references and titles: models read the schema as text."""
+    if isinstance(node, list):
+        return [_inlined(item, defs, inside, where) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        name = node["$ref"].rpartition("/")[2]
+        if name in inside:
+            raise PluginError(f"{where}: {name} contains itself; a model cannot be shown such a type")
+        rest = {key: value for key, value in node.items() if key != "$ref"}
+        return _inlined({**defs[name], **rest}, defs, (*inside, name), where)
+    # A field may be called `title`: only the annotation, which is text, goes.
+    return {
+        key: _inlined(value, defs, inside, where)
+        for key, value in node.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
+def _description(rendered: dict[str, Any]) -> dict[str, Any]:
+    return {"description": rendered["description"]} if "description" in rendered else {}
 
 
 class FunctionTool(BaseTool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from verl_mt.config.declarations import Declaration, load_declarations
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool
-from verl_mt.tools.mcp_base_tool import MCPBaseTool, discover
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.tools.toolset import ToolEntry, ToolSet
 
 __all__ = ["ToolSet", "load_tools"]
 
+_MCP = "verl_mt.tools.mcp_base_tool"
 CONFIG_KEY = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 
 
@@ -72,12 +73,14 @@ def _make(declaration: Declaration) -> list[ToolEntry]:
 
 
 def _make_mcp(declaration: Declaration) -> list[ToolEntry]:
+    # Only who declares a server loads the protocol's library.
+    mcp = importlib.import_module(_MCP)
     where, config = declaration.where, declaration.config
-    kind = declaration.load_class(MCPBaseTool)
+    kind = declaration.load_class(mcp.MCPBaseTool)
     if declaration.values.get("tool_schema"):
         raise ConfigError(f"{where}: an MCP server gives the schemas of its tools; leave tool_schema out")
     try:
-        found = discover(declaration.values.get("mcp"), config, beside=declaration.file.parent)
+        found = mcp.discover(declaration.values.get("mcp"), config, beside=declaration.file.parent)
     except (ConfigError, PluginError) as error:
         raise type(error)(f"{where}: {error}") from error
     entries = []

@@ -1,4 +1,4 @@
-"""Asking a search service: shared by the search tool and by custom generate functions.
+"""Asking a search service: settings, cache and client, shared by the search tool and by custom generate functions.
 
 Two services: one of one's own that speaks Search-R1's protocol (`python -m verl_mt.retrieval` does)::
 
@@ -11,21 +11,215 @@ and Google through serper.dev.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import os
 import random
 import re
 import ssl
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import httpx
 
-from verl_mt.tools.coalescing_cache import CoalescingCache
-from verl_mt.tools.limiter import ConcurrencyLimit
-from verl_mt.tools.search_settings import SearchSettings
+from verl_mt.plugins import listing, suggest
+from verl_mt.tools.limits import ConcurrencyLimit
+
+BACKENDS = ("local", "google")
+KEY_VARIABLE = "SERPER_API_KEY"
+"""Environment variable of the key for backend `google` (serper.dev)."""
+
+ROW_SETTINGS = ("topk", "backend", "retrieval_service_url", "gl", "hl")
+"""What a row may override for its own searches: the others belong to the process."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How to search.
+
+    Raises:
+        ValueError: a value of another type or outside its range, an unknown backend; or no key for `google`.
+    """
+
+    backend: str = "local"
+    """`local` (a retrieval service) or `google` (through serper.dev; its key comes from the environment)."""
+    retrieval_service_url: str = "http://127.0.0.1:8000/retrieve"
+    """Where backend `local` posts `{queries, topk, return_scores}`."""
+    topk: int = 3
+    """Passages per query."""
+    concurrency: int = 256
+    """Requests under way at once, per tool object."""
+    cache_size: int = 10_000
+    """Answers that are kept, least recently used ones dropped; 0 = none."""
+    timeout_s: float = 20.0
+    """Deadline of one search from when it holds a slot, retries included."""
+    retries: int = 2
+    """How often a search is tried again that could not connect, was late, or was answered with 5xx or 429."""
+    serper_url: str = "https://google.serper.dev/search"
+    """Where backend `google` posts."""
+    gl: str = "us"
+    """Country of backend `google`."""
+    hl: str = "en"
+    """Language of backend `google`."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
+            if isinstance(value, bool) or not isinstance(value, accepted):
+                raise ValueError(f"search setting {field.name} must be {_NAMES[kind]}, got {value!r}")
+        for name, least in (("topk", 1), ("concurrency", 1), ("cache_size", 0), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"search setting {name} must be at least {least}, got {getattr(self, name)}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"search setting timeout_s must be above 0, got {self.timeout_s}")
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"unknown search backend {self.backend!r}{suggest(self.backend, BACKENDS)}. "
+                f"Backends: {', '.join(BACKENDS)}"
+            )
+        for name in ("retrieval_service_url", "serper_url"):
+            if not getattr(self, name).startswith(("http://", "https://")):
+                raise ValueError(f"search setting {name} must be an http(s) URL, got {getattr(self, name)!r}")
+        if self.backend == "google":
+            self.api_key()
+
+    def api_key(self) -> str:
+        """The key of backend `google`.
+
+        Raises:
+            ValueError: the environment has none.
+        """
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise ValueError(f"search backend 'google' needs a key from serper.dev in the variable {KEY_VARIABLE}")
+        return key
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], where: str) -> SearchSettings:
+        """From a YAML entry's `config`; verl's `timeout`, `num_workers` and `rate_limit` are understood.
+
+        Raises:
+            ValueError: an unknown key, one setting under two names, or a value that cannot be.
+        """
+        given = {key: value for key, value in values.items() if key != "type"}
+        if "timeout" in given:
+            given["timeout_s"] = _only(given, "timeout", "timeout_s", where)
+        workers = [given.pop(name) for name in ("num_workers", "rate_limit") if name in given]
+        if workers:
+            if "concurrency" in given:
+                raise ValueError(f"{where}: concurrency is num_workers and rate_limit in one; give only concurrency")
+            given["concurrency"] = min(workers)
+        return cls(**_known(given, [field.name for field in dataclasses.fields(cls)], where))
+
+    def overridden(self, values: Mapping[str, Any], where: str) -> SearchSettings:
+        """These settings with those of a row.
+
+        Raises:
+            ValueError: a setting that a row cannot change, or a value that cannot be.
+        """
+        given = _known(dict(values), ROW_SETTINGS, where)
+        try:
+            return dataclasses.replace(self, **given) if given else self
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
+_NAMES = {str: "text", int: "a whole number", float: "a number"}
+
+
+def _only(given: dict[str, Any], alias: str, name: str, where: str) -> Any:
+    value = given.pop(alias)
+    if name in given:
+        raise ValueError(f"{where}: {alias} and {name} are the same setting; give one of them")
+    return value
+
+
+def _known(given: dict[str, Any], names: Any, where: str) -> dict[str, Any]:
+    for key in given:
+        if key not in names:
+            raise ValueError(f"{where}: unknown search setting {key!r}{suggest(key, names)}. Known: {listing(names)}")
+    return given
+
+
+T = TypeVar("T")
+
+
+class CoalescingCache(Generic[T]):
+    """Least recently used answers by key. Errors are never kept, and reach all who waited for the same answer.
+
+    Args:
+        max_entries: answers that are kept; 0 = none (equal questions at the same time are still asked once).
+    """
+
+    def __init__(self, max_entries: int):
+        if max_entries < 0:
+            raise ValueError(f"max_entries must be at least 0, got {max_entries}")
+        self.max_entries = max_entries
+        self.hits = 0
+        """Answers that needed no call of their own: kept ones, and those that another caller was waiting for."""
+        self.misses = 0
+        """Calls that were made, failed ones included."""
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+        # A task belongs to its event loop: the key says which.
+        self._running: dict[tuple[asyncio.AbstractEventLoop, Hashable], _Call[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    async def get(self, key: Hashable, compute: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+        """The answer, and whether it was a hit.
+
+        A caller that is cancelled takes nothing from the others: the call goes on while anyone waits for it.
+
+        Raises:
+            Exception: what `compute` raised.
+        """
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            self.hits += 1
+            return self._kept[key], True
+        where = (asyncio.get_running_loop(), key)
+        call = self._running.get(where)
+        shared = call is not None
+        if call is None:
+            self.misses += 1
+            call = self._running[where] = _Call(asyncio.ensure_future(compute()))
+            call.task.add_done_callback(lambda task: self._ended(where, task))
+        call.num_waiting += 1
+        try:
+            answer = await asyncio.shield(call.task)
+        finally:
+            call.num_waiting -= 1
+            if call.num_waiting == 0 and not call.task.done():
+                # Nobody may join it any more: who asks from now on makes a call of their own.
+                self._running.pop(where, None)
+                call.task.cancel()
+        self.hits += shared
+        return answer, shared
+
+    def _ended(self, where: tuple[asyncio.AbstractEventLoop, Hashable], task: asyncio.Future[T]) -> None:
+        if where in self._running and self._running[where].task is task:
+            del self._running[where]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._kept[where[1]] = task.result()
+        self._kept.move_to_end(where[1])
+        while len(self._kept) > self.max_entries:
+            self._kept.popitem(last=False)
+
+
+@dataclass
+class _Call(Generic[T]):
+    """A call under way."""
+
+    task: asyncio.Future[T]
+    num_waiting: int = 0
+
 
 NO_RESULTS = "No results."
 """What the model is told where nothing was found: an observation is never empty."""

@@ -7,8 +7,7 @@ from typing import Any
 from verl_mt.errors import ToolCallError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl_mt.tools.search_client import SearchClient, SearchError, SearchResult
-from verl_mt.tools.search_settings import SearchSettings
+from verl_mt.tools.search_client import SearchClient, SearchError, SearchResult, SearchSettings
 
 _BETWEEN_QUERIES = "---\n"
 
