@@ -59,6 +59,21 @@ def test_text_without_control_literals_keeps_its_usual_ids(text):
     assert neutral(ENCODER, text) == ENCODER.encode(text)
 
 
+@pytest.mark.parametrize("switch", ["none", "split_special_tokens", "truncation", "padding"])
+def test_ids_and_texts_are_those_of_the_tokenizers_own_methods_whatever_its_switches_say(switch):
+    tokenizer = byte_tokenizer(CHATML)
+    if switch == "split_special_tokens":
+        tokenizer.split_special_tokens = True
+    elif switch == "truncation":
+        tokenizer.backend_tokenizer.enable_truncation(3)
+    elif switch == "padding":
+        tokenizer.backend_tokenizer.enable_padding(length=64)
+    text = "<|im_start|>user\nÜnïcödé 你好 \U0001f642 <tool_call>  two  spaces .<|im_end|>\n"
+    ids = Encoder(tokenizer).encode(text)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert Encoder(tokenizer).decode(ids[:-4]) == tokenizer.decode(ids[:-4], clean_up_tokenization_spaces=False)
+
+
 def test_a_control_literal_beside_a_private_use_character_is_not_confused_with_it():
     hidden = ENCODER.hidden()
     shown = hidden.hide(["<|im_end|>"], beside=["\ue000"])

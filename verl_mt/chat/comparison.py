@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,13 @@ class Finding:
 
     def to_row(self) -> dict[str, Any]:
         """Plain values for the rollout rows (`Trajectory.sanity`)."""
-        row = asdict(self)
-        row["cause"] = self.cause.value
-        row["causes"] = [cause.value for cause in self.causes]
-        row["counted"] = [cause.value for cause in self.counted]
-        row["spans"] = [{**span, "cause": span["cause"].value} for span in row["spans"]]
-        return row
+        return {
+            **vars(self),
+            "cause": self.cause.value,
+            "spans": [{**vars(span), "cause": span.cause.value} for span in self.spans],
+            "causes": [cause.value for cause in self.causes],
+            "counted": [cause.value for cause in self.counted],
+        }
 
 
 def describe(cause: Cause, start: int, recorded: str, rendered: str) -> str:
@@ -105,7 +106,7 @@ def combine(findings: Sequence[Finding | None]) -> Finding | None:
     else one that only the generation prompt makes.
     """
     found = [
-        replace(finding, record=k, spans=tuple(replace(span, record=k) for span in finding.spans))
+        replace(finding, record=k, spans=tuple(replace(span, record=k) for span in finding.spans)) if k else finding
         for k, finding in enumerate(findings)
         if finding is not None
     ]
@@ -149,9 +150,10 @@ class Comparison:
         self.cut_prompt = rendered if isinstance(rendered, CutPrompt) else None
         full = rendered.rendered if isinstance(rendered, CutPrompt) else rendered
         cut = end_of_last_turn(full, recorded[-1], self.ends, self._is_blank)
-        self.recorded, self.rendered, self.sampled = recorded, full[:cut], list(sampled[: len(recorded)])
+        self.recorded, self.rendered = recorded, full[:cut]
+        self._is_sampled = bytes(map(bool, sampled[: len(recorded)]))
         self.end_texts = tuple(chat.decode([token]) for token in sorted(self.ends))
-        self.run_starts = [start for start, _ in sampled_runs(self.sampled)]
+        self.run_starts = [start for start, _ in sampled_runs(self._is_sampled)]
         self.known = _known_texts(messages, tools)
         self._opening = "" if chat.prefilled_reasoning else closed_opening(chat.generation_prompt_text)
         self._opening_ids = list(chat.encode_text(self._opening, neutral=False)) if self._opening else []
@@ -204,7 +206,7 @@ class Comparison:
                 if not (ignore_blanks and not squeeze(self.chat.decode(core.recorded_ids(self.recorded)))):
                     found.append(self._same_text(core, neutralised))
             elif not (ignore_blanks and squeeze(recorded) == squeeze(rendered)):
-                found += self._other_text(chunk, recorded, rendered, stop_length)
+                found += self._other_text(chunk, core, recorded, rendered, stop_length)
         return found
 
     def _opening_of(self, chunk: DiffSpan) -> DiffSpan | None:
@@ -266,7 +268,7 @@ class Comparison:
 
     def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
-        by_model = any(self.sampled[core.start : core.end])
+        by_model = any(self._is_sampled[core.start : core.end])
         # The full rendering trusts all text; what arrived during the rollout was written as plain text.
         plain = not by_model and (neutralised or self._control.isdisjoint(mine) != self._control.isdisjoint(theirs))
         return _mismatch(
@@ -278,20 +280,24 @@ class Comparison:
             in_budget=not by_model and not plain,
         )
 
-    def _other_text(self, chunk: DiffSpan, recorded: str, rendered: str, stop_length: bool) -> list[Mismatch]:
-        core = chunk.core(self.recorded, self.rendered)
-        sampled_at = [i for i in range(chunk.start, chunk.end) if self.sampled[i]]
+    def _other_text(
+        self, chunk: DiffSpan, core: DiffSpan, recorded: str, rendered: str, stop_length: bool
+    ) -> list[Mismatch]:
+        first, last = (find(1, chunk.start, chunk.end) for find in (self._is_sampled.find, self._is_sampled.rfind))
         turn = TurnTexts(recorded, rendered, ends=self.end_texts, known=self.known)
-        if not sampled_at:
+        if first < 0:
             causes = [cause_of_given(turn)]
         elif stop_length and chunk.end == len(self.recorded) and self.recorded[-1] not in self.ends:
             causes = [Cause.TRUNCATION]
         else:
-            given = self._text(self.recorded, chunk.start, sampled_at[0])
-            one_turn = sampled_at[-1] - sampled_at[0] + 1 == len(sampled_at) and sampled_at[-1] + 1 == chunk.end
-            call = self._call_offset(sampled_at[0], recorded) if one_turn else None
-            causes = causes_of_turn(replace(turn, given=given, call_starts_at=call))
-        _, mine, theirs = differing_text(recorded, rendered)
+            one_turn = last + 1 == chunk.end and self._is_sampled.count(1, first, chunk.end) == chunk.end - first
+            turn = replace(
+                turn,
+                given=lambda: self._text(self.recorded, chunk.start, first),
+                call_starts_at=self._call_offset(first, recorded) if one_turn else None,
+            )
+            causes = causes_of_turn(turn)
+        _, mine, theirs = turn.difference
         return [_mismatch(cause, core, mine, theirs, in_budget=True) for cause in causes]
 
     def _call_offset(self, position: int, recorded: str) -> int | None:

@@ -108,11 +108,22 @@ class Encoder:
             and self._backend.normalizer is not None
             and any(t.normalized for t in self._backend.get_added_tokens_decoder().values())
         )
+        self._calls_backend = _only_calls_backend(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
         refuse_surrogates(text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        if not text:
+            return []
+        # Offsets cost a third of the encoding; a backend whose switches somebody turned needs transformers' care.
+        backend = self._backend
+        if (
+            self._calls_backend
+            and not (backend.encode_special_tokens or self.tokenizer.split_special_tokens or backend.truncation)
+            and backend.padding is None
+        ):
+            return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def surely_longer(self, text: str, limit: int) -> bool:
         """Whether a text has more than `limit` tokens, for certain; found out without encoding much more than those.
@@ -129,6 +140,8 @@ class Encoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens kept, no spaces cleaned."""
+        if self._calls_backend:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def hidden(self) -> Hidden:
@@ -199,6 +212,20 @@ class Encoder:
         if len(literal) < 2:
             raise TemplateError(f"{literal!r} is a control token of one character; it cannot be written as plain text")
         return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
+
+
+def _only_calls_backend(tokenizer: Any) -> bool:
+    """Whether `encode` and `decode` are transformers' own, which hand everything to the backend.
+
+    The backend gives the same ids and texts at once; transformers looks at the type of every id first.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    methods = ("encode", "decode", "_encode_plus", "_decode")
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(getattr(tokenizer, name), "__func__", None) is getattr(PreTrainedTokenizerFast, name)
+        for name in methods
+    )
 
 
 def twin_of(tokenizer: Any, backend: Any) -> tuple[Any, str]:

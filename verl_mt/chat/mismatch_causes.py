@@ -10,7 +10,7 @@ import enum
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -65,6 +65,7 @@ _CONTROL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,40}\]")
 """What looks like a control token or a tag."""
 _JSON_OPENS = re.compile(r'"?[{\[]')
 _DECODER = json.JSONDecoder()
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _MAX_READS = 8
 """How often a text is read through in search of JSON before what is left of it counts as plain."""
 _MAX_NESTED = 1000
@@ -92,13 +93,18 @@ class TurnTexts:
 
     recorded: str
     rendered: str
-    given: str = ""
-    """The head of `recorded` that was not sampled (separator, role header, prefilled reasoning)."""
+    given: Callable[[], str] = str
+    """The head of `recorded` that was not sampled (separator, role header, prefilled reasoning), decoded if asked."""
     ends: tuple[str, ...] = ()
     """Texts of the end-of-turn tokens."""
     known: KnownTexts = KnownTexts()
     call_starts_at: int | None = None
     """Where, in `recorded`, the text behind the message's content begins, if the message holds tool calls."""
+
+    @cached_property
+    def difference(self) -> tuple[int, str, str]:
+        """`differing_text` of the two."""
+        return differing_text(self.recorded, self.rendered)
 
 
 def squeeze(text: str) -> str:
@@ -123,7 +129,7 @@ def causes_of_turn(turn: TurnTexts) -> list[Cause]:
     """The causes for a chunk that holds sampled tokens and whose texts differ; never empty."""
     causes: list[Cause] = []
     recorded, rendered = turn.recorded, turn.rendered
-    _, mine, theirs = differing_text(recorded, rendered)
+    _, mine, theirs = turn.difference
     if _ONLY_TAGS.fullmatch(mine) and not squeeze(theirs):
         return [Cause.STRIPPED_REASONING]  # such as a prefilled `<think>` that the finished turn does not show
     if _ONLY_TAGS.fullmatch(theirs) and not squeeze(mine):
@@ -175,8 +181,9 @@ def _cause_of_reasoning(recorded: str, rendered: str) -> Cause:
 
 def _cause_of_blanks(turn: TurnTexts) -> Cause:
     """White space only: the template's between turns, or a rewriting of what the model wrote."""
-    offset, mine, _ = differing_text(turn.recorded, turn.rendered)
-    if offset < len(turn.given) or (offset == len(turn.given) and not mine):
+    offset, mine, _ = turn.difference
+    num_given = len(turn.given())
+    if offset < num_given or (offset == num_given and not mine):
         return Cause.TURN_SEPARATOR
     return Cause.REWRITES_HISTORY
 
@@ -188,7 +195,7 @@ def _arguments_differ(turn: TurnTexts, recorded: str, rendered: str) -> bool:
     if turn.call_starts_at is None:
         return False
     # Formats that are not JSON (XML parameters, Python calls): what stands before the call is as written
-    offset, _, theirs = differing_text(turn.recorded, turn.rendered)
+    offset, _, theirs = turn.difference
     return offset >= turn.call_starts_at and bool(squeeze(theirs))
 
 
@@ -211,32 +218,32 @@ def _only_ends(text: str, ends: tuple[str, ...]) -> bool:
 def canonical_json(text: str) -> str:
     """`text` with every JSON object and array in it written in one way (sorted keys, nested JSON decoded)."""
     text = html.unescape(text)
-    return "".join(text[at:end] if written is None else written for at, end, written in _json_pieces(text))
+    return "".join(text[at:end] if value is None else _ENCODER.encode(value) for at, end, value in _json_pieces(text))
 
 
 def _json_texts(text: str) -> list[str]:
     """Every JSON object and array as it stands in `text`."""
-    return [text[at:end] for at, end, written in _json_pieces(text) if written is not None]
+    return [text[at:end] for at, end, value in _json_pieces(text) if value is not None]
 
 
-def _json_pieces(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """`text` cut into `(start, end, value written in one way)`, None for what is no JSON object or array.
+def _json_pieces(text: str) -> Iterator[tuple[int, int, Any]]:
+    """`text` cut into `(start, end, value)`, None for what is no JSON object or array.
 
     Text that is no JSON, or is nested too deeply to be a call, stays as it is. So does the rest of a text in which
     openings that lead nowhere (`[[[[`) have been read through many times over.
     """
     at, left_to_read = 0, _MAX_READS * len(text) + _MAX_NESTED
     while (opening := _JSON_OPENS.search(text, at)) is not None and left_to_read > 0:
-        start, end, written = opening.start(), opening.start() + 1, None
+        start, end, value = opening.start(), opening.start() + 1, None
         try:
-            value, end = _DECODER.raw_decode(text, start)
-            written = json.dumps(_decoded(value), sort_keys=True, separators=(",", ":"))
+            read, behind = _DECODER.raw_decode(text, start)
+            value, end = _decoded(read), behind
         except json.JSONDecodeError as error:
             left_to_read -= error.pos - start
         except (ValueError, RecursionError):
             left_to_read -= _MAX_NESTED
         yield at, start, None
-        yield start, end, written
+        yield start, end, value
         at = end
     yield at, len(text), None
 

@@ -305,10 +305,18 @@ def _normalise_one(message: Message, shape: CallShape) -> Message:
     out = {k: v for k, v in message.items() if v is not None and not (k == "tool_calls" and not v)}
     out.setdefault("content", "")
     if "tool_calls" in out:
-        out["tool_calls"] = [normalise_call(c, shape) for c in out["tool_calls"]]
+        calls = [normalise_call(c, shape) for c in out["tool_calls"]]
+        if any(new is not old for new, old in zip(calls, out["tool_calls"])):
+            out["tool_calls"] = calls
     if shape.short_ids and "tool_call_id" in out:
         out["tool_call_id"] = short_id(out["tool_call_id"])
-    return out
+    return _kept(message, out)
+
+
+def _kept(old: Any, new: dict[str, Any]) -> dict[str, Any]:
+    """The dict that stands for `old`: itself where nothing changed (thousands of copies start garbage collections)."""
+    unchanged = isinstance(old, dict) and len(old) == len(new) and all(old.get(k) is v for k, v in new.items())
+    return old if unchanged else new
 
 
 def normalise_call(call: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
@@ -319,12 +327,12 @@ def normalise_call(call: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
     function["arguments"] = shape_arguments(function.get("arguments"), shape.arguments)
     out = {k: v for k, v in call.items() if k not in ("name", "arguments", "function") and v is not None}
     out["type"] = out.get("type", "function")
-    out["function"] = function
+    out["function"] = _kept(call.get("function"), function)
     if shape.flat:
         out |= {k: v for k, v in function.items() if k in ("name", "arguments")}
     if shape.short_ids and out.get("id"):
         out["id"] = short_id(out["id"])
-    return out
+    return _kept(call, out)
 
 
 def shape_arguments(arguments: Any, wanted: ArgumentShape) -> Any:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+
+import numpy as np
 
 _Gap = tuple[int, int, int, int]
 """Chunks `[i, i_end)` of one side stand where `[j, j_end)` of the other stand."""
@@ -24,7 +26,7 @@ _MAX_DEPTH = 16
 _KEY_CHARS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DiffSpan:
     """Tokens `[start, end)` were recorded where `[rendered_start, rendered_end)` was rendered."""
 
@@ -49,20 +51,27 @@ class DiffSpan:
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many leading items two sequences (ids, characters) share."""
-    length = min(len(left), len(right))
-    for i in range(length):
-        if left[i] != right[i]:
-            return i
-    return length
+    """How many leading items two sequences of one type (lists of ids, texts) share."""
+    shared, end = 0, min(len(left), len(right))
+    while shared < end:  # slices compare in C: halving the rest is faster than looking at each item here
+        middle = (shared + end + 1) // 2
+        if left[shared:middle] == right[shared:middle]:
+            shared = middle
+        else:
+            end = middle - 1
+    return shared
 
 
 def split_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> list[tuple[int, int]]:
     """Half-open ranges that cover `ids`, each ending behind an end-of-turn token (the last one may not)."""
-    edges = [0, *itertools.compress(range(1, len(ids) + 1), map(end_token_ids.__contains__, ids))]
-    if edges[-1] != len(ids):
-        edges.append(len(ids))
-    return list(itertools.pairwise(edges))
+    return list(itertools.pairwise(_edges(array("q", ids), end_token_ids)))
+
+
+def _edges(packed: array[int], end_token_ids: Collection[int]) -> list[int]:
+    """Where the chunks begin, and where the last one ends."""
+    is_end = np.isin(np.frombuffer(packed, dtype=np.int64), list(end_token_ids)) if packed else np.zeros(0, bool)
+    edges = [0, *(np.flatnonzero(is_end) + 1).tolist()]
+    return edges if edges[-1] == len(packed) else [*edges, len(packed)]
 
 
 def differing_chunks(
@@ -100,11 +109,12 @@ def differing_chunks(
 def _packed_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> tuple[list[int], list[bytes]]:
     """Where the chunks begin and the last one ends, and each as bytes: those compare and hash fast, and thousands of
     them start no garbage collection."""
-    edges, packed = [0, *(end for _, end in split_chunks(ids, end_token_ids))], array("q", ids)
+    packed = array("q", ids)
+    edges = _edges(packed, end_token_ids)
     return edges, [packed[a:b].tobytes() for a, b in itertools.pairwise(edges)]
 
 
-def _gaps(left: Sequence[object], right: Sequence[object], window: _Gap, depth: int = 0) -> Iterator[_Gap]:
+def _gaps(left: Sequence[bytes], right: Sequence[bytes], window: _Gap, depth: int = 0) -> Iterator[_Gap]:
     """What stands between the chunks that the two sides share, in order, inside a window."""
     i1, i2, j1, j2 = window
     while i1 < i2 and j1 < j2 and left[i1] == right[j1]:
@@ -112,6 +122,9 @@ def _gaps(left: Sequence[object], right: Sequence[object], window: _Gap, depth: 
     while i1 < i2 and j1 < j2 and left[i2 - 1] == right[j2 - 1]:
         i2, j2 = i2 - 1, j2 - 1
     if i1 == i2 and j1 == j2:
+        return
+    if i2 - i1 == j2 - j1 == 1:
+        yield i1, i2, j1, j2
         return
     fixed = _fixed_points(left, right, (i1, i2, j1, j2)) if depth < _MAX_DEPTH else []
     if fixed:
@@ -127,20 +140,19 @@ def _gaps(left: Sequence[object], right: Sequence[object], window: _Gap, depth: 
                 yield i1 + i, i1 + i_end, j1 + j, j1 + j_end
 
 
-def _fixed_points(left: Sequence[object], right: Sequence[object], window: _Gap) -> list[tuple[int, int]]:
+def _fixed_points(left: Sequence[bytes], right: Sequence[bytes], window: _Gap) -> list[tuple[int, int]]:
     """Equal chunks that belong together, `(i, j)`, rising on both sides.
 
     A chunk that the window holds as often on the left as on the right pairs in order of appearance; of these pairs the
     longest rising sequence is taken, so a message that moved is not one of them.
     """
     i1, i2, j1, j2 = window
-    places: dict[object, tuple[list[int], list[int]]] = {}
-    for i in range(i1, i2):
-        places.setdefault(left[i], ([], []))[0].append(i)
-    for j in range(j1, j2):
-        if left_and_right := places.get(right[j]):
-            left_and_right[1].append(j)
-    pairs = sorted(p for mine, theirs in places.values() if len(mine) == len(theirs) for p in zip(mine, theirs))
+    mine, theirs = Counter(left[i1:i2]), Counter(right[j1:j2])
+    shared = {chunk for chunk, count in mine.items() if theirs.get(chunk) == count}
+    # Sorting is stable and both sides hold the same chunks: zipped, the k-th of a kind meets the k-th.
+    in_left = sorted((i for i in range(i1, i2) if left[i] in shared), key=left.__getitem__)
+    in_right = sorted((j for j in range(j1, j2) if right[j] in shared), key=right.__getitem__)
+    pairs = sorted(zip(in_left, in_right))
     ends: list[int] = []  # the smallest j at which a rising sequence of that length can end
     last_of: list[int] = []
     before: list[int | None] = []
