@@ -22,7 +22,7 @@ from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.scheduler_door import SchedulerDoor
+from verl_mt.rollout.schedulers.door import SchedulerDoor
 from verl_mt.rollout.session import SessionContext
 
 CHAT = ChatTemplate(toy_tokenizer())

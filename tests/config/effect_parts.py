@@ -14,8 +14,8 @@ import yaml
 from toys import FORGETFUL, toy_tokenizer
 
 from verl_mt.config_paths import resolve_model_path
-from verl_mt.data.sample import Sample
 from verl_mt.data.sampler import ShuffledSampler
+from verl_mt.data.slime_sample import Sample
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import rewards
 from verl_mt.rollout.custom_generate import GenerateState, post

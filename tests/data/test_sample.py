@@ -13,7 +13,7 @@ from hostile import Unshowable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.data.sample import Dumped, Sample, fill_from_record, plain, samples_of
+from verl_mt.data.slime_sample import Dumped, Sample, fill_from_record, plain, samples_of
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError
 

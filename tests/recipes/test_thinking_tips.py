@@ -17,10 +17,9 @@ import pytest
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.schedulers.math_tips import MathTipsMultiTurnScheduler
-from verl_mt.rollout.schedulers.thinking_tips import ThinkingModelTipsScheduler
+from verl_mt.rollout.doors import DoorParts, build_door
+from verl_mt.rollout.schedulers.shipped import MathTipsMultiTurnScheduler, ThinkingModelTipsScheduler
 from verl_mt.tiny.problems import SYSTEM, generate
-from verl_mt.trainer.build_rollout import build_door
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "thinking_tips"
 
@@ -51,7 +50,7 @@ def test_the_reference_scripts_load_and_validate_on_a_cpu(mode, servers, tmp_pat
     config = configs[0]
     check(config)
     assert (config.actor_rollout_ref.rollout.launch_servers, config.trainer.total_epochs) == (servers, 2)
-    door = build_door(config, None)
+    door = build_door(config, DoorParts(None, None))
     assert type(door.scheduler) is ThinkingModelTipsScheduler and door.scheduler.max_turns == 3
     assert load_reward(config.reward.path) is not None
 
@@ -66,7 +65,7 @@ def test_every_shipped_scheduler_can_be_chosen_in_either_mode(name):
             config_name="thinking_tips_colocate", config_dir=RECIPE / "config",
         )  # fmt: skip
         check(config)
-        assert build_door(config, None).scheduler is not None
+        assert build_door(config, DoorParts(None, None)).scheduler is not None
 
 
 ON_A_LAPTOP = shlex.split(

@@ -238,7 +238,7 @@ def test_wrong_settings_are_one_error():
 
 def test_the_librarys_own_openai_endpoint_can_be_the_judge():
     pytest.importorskip("uvicorn")
-    from verl_mt.rollout.agent_server import AgentServer
+    from verl_mt.rollout.agent.endpoint import AgentServer
 
     async def go() -> list[Any]:
         server, asked = AgentServer(), []

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import PluginError
 from verl_mt.rewards.base import RewardFailure, RewardInput, load_reward
 

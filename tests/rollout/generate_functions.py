@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.custom_generate import GenerateState, RowTools, batched_async_rm, call_tools, post
 
 SEEN: list[dict] = []

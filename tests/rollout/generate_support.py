@@ -17,7 +17,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
-from verl_mt.rollout.generate_args import GenerateArgs, Runtime
+from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner

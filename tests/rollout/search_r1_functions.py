@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.custom_generate import GenerateState, post
 
 SETTINGS = {"max_turns": 3, "return_logprob": True}

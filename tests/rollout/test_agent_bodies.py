@@ -21,14 +21,14 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.agent_messages import ChatRequest, RequestError, read_request
+from verl_mt.rollout.agent.endpoint import ChatRequest, RequestError, read_request
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-from verl_mt.rollout.agent_door import AgentDoor
+from verl_mt.rollout.agent.door import AgentDoor
 
 pytestmark = pytest.mark.slow  # servers
 

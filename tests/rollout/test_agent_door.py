@@ -29,7 +29,7 @@ from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
 
 agents = pytest.importorskip("agent_functions", reason="openai is not installed", exc_type=ImportError)
-from verl_mt.rollout.agent_door import AgentDoor  # noqa: E402
+from verl_mt.rollout.agent.door import AgentDoor  # noqa: E402
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from scheduler_lab import CHAT, prompt_of, roll_out, runner_for, said
 
+from verl_mt.config.compose import compose
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineError
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.doors import DOORS, DoorParts, ToolLoopDoor, build_door
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.scheduler_door import SchedulerDoor
+from verl_mt.rollout.schedulers.door import SchedulerDoor
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -137,3 +140,28 @@ def test_the_limit_of_tool_calls_holds_for_schedulers_too():
     assert records(scheduled) == records(looped)
     assert (ran, ran_too) == (["a"], ["a"])
     assert looped.stop_reason is scheduled.stop_reason is StopReason.MAX_TOOL_CALLS
+
+
+class OwnDoor(ToolLoopDoor):
+    @classmethod
+    def build(cls, config, parts):
+        assert parts.media == {"images"}
+        return cls()
+
+
+def test_a_door_is_a_line_in_the_registry(monkeypatch):
+    parts = DoorParts(None, None, frozenset({"images"}))
+    assert type(build_door(compose([]), parts)) is ToolLoopDoor
+    monkeypatch.setitem(DOORS, "multi_turn.tool_parser", f"{__name__}:OwnDoor.build")
+    assert type(build_door(compose([]), parts)) is OwnDoor
+
+
+def test_a_run_imports_no_door_of_another_family():
+    code = (
+        "import sys; import verl_mt.trainer.build; from verl_mt.rollout.doors import *; from verl_mt.config.schema "
+        "import Config; build_door(Config(), DoorParts(None, None)); "
+        "print([m for m in sys.modules if m.startswith(('verl_mt.rollout.agent', 'verl_mt.rollout.generate', "
+        "'verl_mt.rollout.schedulers'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

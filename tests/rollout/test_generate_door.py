@@ -14,7 +14,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams, VersionSpan
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.rewards.base import load_reward

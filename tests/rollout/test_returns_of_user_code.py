@@ -23,7 +23,7 @@ from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rollout.scheduler import Env, GymScheduler, MultiTurnScheduler, RequestConfig, RolloutOutput
-from verl_mt.rollout.schedulers.conversation import current
+from verl_mt.rollout.schedulers.hooks import current
 
 pytestmark = pytest.mark.slow  # hundreds of conversations
 

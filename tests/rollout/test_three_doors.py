@@ -18,7 +18,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams, VersionSpan
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.interactions.base import BaseInteraction
@@ -29,7 +29,7 @@ from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.scheduler_door import SchedulerDoor
+from verl_mt.rollout.schedulers.door import SchedulerDoor
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool

@@ -13,7 +13,7 @@ from command_lab import NO_VALIDATION, metrics_of, run_command, small_trainer
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import build_batch
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.trainer.debug_data import DebugData

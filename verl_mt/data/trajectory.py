@@ -15,15 +15,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.media import MediaInput
 from verl_mt.errors import LedgerError
-
-if TYPE_CHECKING:
-    from verl_mt.data.sample import Sample
-
 
 MAX_REWARD = 1e15
 """Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
@@ -316,8 +312,8 @@ class Trajectory:
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
-    sample: Sample | None = None
-    """What a custom generate function made of it."""
+    sample: Any = None
+    """The Sample that a generate function of slime's kind returned for it (`data/slime_sample.py`)."""
 
     @property
     def status(self) -> Status:

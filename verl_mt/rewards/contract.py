@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import MAX_REWARD, is_trainable
 from verl_mt.errors import error_text, value_text
 

@@ -8,10 +8,14 @@ went away starts the trajectory again, anything else marks it FAILED.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
+from verl_mt.chat.parsers.base import ToolParser
+from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.interactions.session import InteractionSession
+from verl_mt.plugins import load_object
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
@@ -63,3 +67,36 @@ class ToolLoopDoor:
 
     async def run(self, episode: Episode) -> None:
         await run_tool_loop(episode.session, episode.tools, episode.interaction)
+
+
+DOORS = {
+    "agent_function_path": "verl_mt.rollout.agent.door:build",
+    "custom_generate_function_path": "verl_mt.rollout.generate.door:build",
+    "multi_turn.scheduler": "verl_mt.rollout.schedulers.door:build",
+}
+"""Key under `actor_rollout_ref.rollout` that asks for a door -> its factory, `build(config, parts) -> Door`.
+
+Of several that are set, the first one decides. A factory is named by its path, so that a run imports no family of doors
+but its own.
+"""
+
+
+@dataclass(frozen=True)
+class DoorParts:
+    """What a factory may build its door from, beside the config."""
+
+    args: Any
+    """What functions of slime's kind are given."""
+    parser: ToolParser
+    media: frozenset[str] = frozenset()
+    """What model and engine take beside text."""
+
+
+def build_door(config: Config, parts: DoorParts) -> Door:
+    """Who drives the conversations: the one place that decides it."""
+    rollout = config.actor_rollout_ref.rollout
+    for key, factory in DOORS.items():
+        if attrgetter(key)(rollout) is not None:
+            door: Door = load_object(factory, what=f"actor_rollout_ref.rollout.{key}")(config, parts)
+            return door
+    return ToolLoopDoor()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_mt.data.requests import SamplingParams
-from verl_mt.data.sample import samples_of
+from verl_mt.data.slime_sample import samples_of
 from verl_mt.data.trajectory import MAX_REWARD, StopReason, TimeSpan, Trajectory, TrajectoryGroup, is_trainable
 from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, traceback_text
 from verl_mt.interactions.base import BaseInteraction

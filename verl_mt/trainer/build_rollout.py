@@ -23,21 +23,20 @@ from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling import load
+from verl_mt.plugins import load_object
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.agent_door import AgentDoor
-from verl_mt.rollout.custom_generate import CustomGenerateDoor
-from verl_mt.rollout.doors import Door, ToolLoopDoor
-from verl_mt.rollout.generate_args import GenerateArgs, Runtime
+from verl_mt.rollout.doors import DoorParts, build_door
 from verl_mt.rollout.limits import Limits, is_multi_turn
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
-from verl_mt.rollout.scheduler import load_scheduler
-from verl_mt.rollout.scheduler_door import SchedulerDoor
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 
 log = logging.getLogger(__name__)
+
+SLIME_ARGS = "verl_mt.rollout.generate.args:build_args"
+"""What slime's functions are given: a reward function may be one of them, whatever door the run has."""
 
 
 def build_chat(config: Config) -> ChatTemplate:
@@ -98,22 +97,6 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
         log.warning("%s", note)
 
 
-def build_door(config: Config, args: GenerateArgs, *, media: frozenset[str] = frozenset()) -> Door:
-    """Who drives the conversations: the one place that decides it. `media`: what model and engine take beside text."""
-    agent = config.actor_rollout_ref.rollout.agent_function_path
-    if agent is not None:
-        return AgentDoor(agent, _parser(config))
-    if config.actor_rollout_ref.rollout.custom_generate_function_path is not None:
-        return CustomGenerateDoor(config, args)
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    if multi_turn.scheduler is not None:
-        scheduler = load_scheduler(
-            multi_turn.scheduler, max_turns=multi_turn.max_assistant_turns, kwargs=multi_turn.scheduler_kwargs
-        )
-        return SchedulerDoor(scheduler, timeout_s=multi_turn.interaction_timeout_s, media=media)
-    return ToolLoopDoor()
-
-
 def loss_scale_of(config: Config) -> LossScale:
     """The run's loss scale; with none named, `default` where there are several turns and `last_round` where not."""
     named = config.actor_rollout_ref.rollout.multi_turn.loss_scale
@@ -150,8 +133,8 @@ def build_runner(
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     scored = config.reward
     reward = load_reward(scored.path, name=scored.name, kwargs=scored.kwargs, timeout_s=scored.timeout_s)
-    runtime = Runtime(chat, reward, rollout.max_concurrent, executor.tools.schemas() if executor is not None else ())
-    args = GenerateArgs(config, runtime)
+    schemas = executor.tools.schemas() if executor is not None else []
+    args = load_object(SLIME_ARGS, what="the args of slime's functions")(config, chat, reward, schemas)
     reward.bind(args)
     return RolloutRunner(
         context=SessionContext(
@@ -168,7 +151,7 @@ def build_runner(
             train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
-        door=build_door(config, args, media=media),
+        door=build_door(config, DoorParts(args, _parser(config), media)),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,

@@ -60,7 +60,7 @@ _LATER_IF: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = (
 )
 """(when, room or module, keys or beginnings of keys)."""
 
-_ECHO = {"verl_mt.rollout.generate_args"}
+_ECHO = {"verl_mt.rollout.generate.args"}
 """Hands everything on to generate and reward functions of one's own: a use only where there is one."""
 
 

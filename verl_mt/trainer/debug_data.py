@@ -17,7 +17,7 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, writing
-from verl_mt.data.sample import Dumped, Sample, samples_of
+from verl_mt.data.slime_sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
 

@@ -9,7 +9,7 @@ import pytest
 from live import Lab
 
 from verl_mt.chat.parsers import get_parser
-from verl_mt.rollout.agent_door import AgentDoor
+from verl_mt.rollout.agent.door import AgentDoor
 from verl_mt.rollout.runner import RolloutPlan
 
 pytest.importorskip("openai")

@@ -12,7 +12,7 @@ from live import Lab
 
 from verl_mt.data.trajectory import Status
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
-from verl_mt.rollout.generate_args import GenerateArgs, Runtime
+from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 
 pytestmark = pytest.mark.sglang

@@ -10,7 +10,7 @@ from mixed_scheduler import Mixed
 from parity import compare
 
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
-from verl_mt.rollout.scheduler_door import SchedulerDoor
+from verl_mt.rollout.schedulers.door import SchedulerDoor
 
 pytestmark = pytest.mark.sglang
 

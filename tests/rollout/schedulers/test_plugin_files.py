@@ -12,8 +12,8 @@ from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import import_plugins
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.doors import DoorParts, build_door
 from verl_mt.rollout.scheduler import load_scheduler, multi_turns, orms
-from verl_mt.trainer.build_rollout import build_door
 
 # What the authors of such files import; the one line that changes is the line of imports.
 THEIR_IMPORTS = {
@@ -251,7 +251,7 @@ def test_schedulers_and_rewards_are_chosen_in_the_config(tmp_path):
         ]
     )
     import_plugins(config.external_plugins)
-    door = build_door(config, None)
+    door = build_door(config, DoorParts(None, None))
     assert type(door.scheduler).__name__ == "CheckAgain"
     assert door.scheduler.max_turns == 3
     assert load_reward(config.reward.path) is not None

@@ -13,7 +13,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import PluginError
 from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, load_scheduler
-from verl_mt.rollout.schedulers.conversation import InferEngine
+from verl_mt.rollout.schedulers.hooks import InferEngine
 
 
 class AskAgain(MultiTurnScheduler):

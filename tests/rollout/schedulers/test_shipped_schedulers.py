@@ -21,8 +21,7 @@ from verl_mt.rollout.scheduler import (
     multi_turns,
     orms,
 )
-from verl_mt.rollout.schedulers.math_tips import MathTipsMultiTurnScheduler, MathTipsScheduler
-from verl_mt.rollout.schedulers.tool_call import extract_tool_calls
+from verl_mt.rollout.schedulers.shipped import MathTipsMultiTurnScheduler, MathTipsScheduler, extract_tool_calls
 
 WRONG = "<think>2+2 is 5</think><answer>5</answer>"
 RIGHT = "<think>2+2 is 4</think><answer>4</answer>"

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
-from verl_mt.rollout.schedulers.conversation import InferEngine, TrajectoryOver, current
+from verl_mt.rollout.schedulers.hooks import InferEngine, TrajectoryOver, current
 
 
 class MultiTurnScheduler:

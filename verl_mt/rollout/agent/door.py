@@ -22,14 +22,23 @@ from dataclasses import replace
 from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
+from verl_mt.config.schema import Config
 from verl_mt.data.checks import plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError, UserCodeError, VerlMTError, error_text
 from verl_mt.plugins import load_object
-from verl_mt.rollout.agent_messages import ChatRequest, RequestError, chunks, completion, likeness, read_request
-from verl_mt.rollout.agent_server import AgentServer, error_body
-from verl_mt.rollout.doors import Episode
+from verl_mt.rollout.agent.endpoint import (
+    AgentServer,
+    ChatRequest,
+    RequestError,
+    chunks,
+    completion,
+    error_body,
+    likeness,
+    read_request,
+)
+from verl_mt.rollout.doors import DoorParts, Episode
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
 
@@ -92,6 +101,13 @@ class AgentDoor:
                 "client base_url and api_key"
             )
         session.end(StopReason.FINISHED)
+
+
+def build(config: Config, parts: DoorParts) -> AgentDoor:
+    """The door that `rollout.agent_function_path` asks for."""
+    path = config.actor_rollout_ref.rollout.agent_function_path
+    assert path is not None
+    return AgentDoor(path, parts.parser)
 
 
 class AgentConversation:

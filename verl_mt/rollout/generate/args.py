@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
-from verl_mt.data.checks import WrongValue, count_of, ids_of, stops_of
 from verl_mt.data.requests import SamplingParams
-from verl_mt.errors import ConfigError, LedgerError, value_text
+from verl_mt.errors import ConfigError
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.limits import Limits
@@ -22,24 +21,6 @@ ROUTER_HOST = "rollout-session.invalid"
 """The router's address in `args`. `post` knows it and hands the request to the session; a name under `.invalid` never
 resolves (RFC 2606), so a client of another kind, whose tokens nobody would record, fails at once."""
 ROUTER_PORT = 30000
-
-_FORMAT_ONLY = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "min_new_tokens": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "sampling_seed": (None,),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "stop_regex": (None,),
-    "logit_bias": (None,),
-    "custom_params": (None,),
-}
-"""SGLang's other sampling parameters, with the values at which they do nothing."""
 
 
 class Runtime:
@@ -98,6 +79,11 @@ class GenerateArgs:
         return copy.copy(self)
 
 
+def build_args(config: Config, chat: ChatTemplate, reward: Reward, tools: Sequence[dict[str, Any]]) -> GenerateArgs:
+    """The args of a run; `tools` are the schemas of the configured ones."""
+    return GenerateArgs(config, Runtime(chat, reward, config.actor_rollout_ref.rollout.max_concurrent, tools))
+
+
 def runtime_of(args: Any) -> Runtime:
     """What stands behind `args`.
 
@@ -141,61 +127,6 @@ def sampling_dict(sampling: SamplingParams, limits: Limits) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "max_new_tokens": limits.max_tokens_per_turn or limits.response_length,
     } | _texts(sampling.stop, sampling.stop_token_ids)
-
-
-@dataclass(frozen=True)
-class TurnSampling:
-    """The sampling parameters of one request."""
-
-    sampling: SamplingParams
-    max_new_tokens: int | None
-    """None = whatever fits."""
-    skip_special_tokens: bool
-    trim_stop: bool
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any] | None, base: SamplingParams) -> TurnSampling:
-        """Read SGLang's dict.
-
-        Args:
-            base: of the run. What shapes the distribution must agree with it: log-probs are trained at its temperature.
-
-        Raises:
-            LedgerError: a parameter that is not offered, or another distribution than the run's.
-        """
-        if given is not None and not isinstance(given, Mapping):
-            raise LedgerError(f"sampling_params must be a dict, got {value_text(given)}")
-        given = dict(given or {})
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            value = given.pop(name, None)
-            if value is not None and value != getattr(base, name):
-                raise LedgerError(
-                    f"sampling_params.{name} is {value}, but this rollout samples with {getattr(base, name)}; set it "
-                    "in actor_rollout_ref.rollout (or val_kwargs), where the trainer sees it too"
-                )
-        for name, values in _NEUTRAL.items():
-            value = given.pop(name, values[0])
-            if value not in values:
-                raise LedgerError(f"sampling_params.{name} is {value!r}: not offered, leave it out")
-        limit, stop = given.pop("max_new_tokens", None), given.pop("stop", None) or None
-        try:
-            limit = None if limit is None else count_of(limit, "sampling_params.max_new_tokens")
-            stops = stops_of(stop, "sampling_params.stop")
-            stop_ids = ids_of(given.pop("stop_token_ids", None) or [], "sampling_params.stop_token_ids")
-        except WrongValue as error:
-            raise LedgerError(str(error)) from None
-        skip, keep = bool(given.pop("skip_special_tokens", True)), bool(given.pop("no_stop_trim", False))
-        given.pop("spaces_between_special_tokens", None)
-        if given:
-            name = next(iter(given))
-            known = ["temperature", "max_new_tokens", "stop", "stop_token_ids", *_NEUTRAL, *_FORMAT_ONLY]
-            raise LedgerError(f"unknown sampling parameter {name!r}{suggest(name, known)}")
-        sampling = replace(
-            base,
-            stop=tuple(dict.fromkeys([*base.stop, *stops])),
-            stop_token_ids=tuple(dict.fromkeys([*base.stop_token_ids, *stop_ids])),
-        )
-        return cls(sampling, limit, skip, not keep)
 
 
 def _texts(stop: Any, stop_token_ids: Any) -> dict[str, Any]:

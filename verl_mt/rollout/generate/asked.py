@@ -19,69 +19,19 @@ from typing import Any
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.data.checks import WrongValue, ids_of
-from verl_mt.data.requests import SamplingParams
-from verl_mt.data.sample import Sample
+from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory
-from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError, value_text
-from verl_mt.rollout.engine_reply import abort_reply, reply_to
-from verl_mt.rollout.generate_args import TurnSampling
+from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
+from verl_mt.rollout.generate.api import EngineRequest, abort_reply, reply_to
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.sample_check import align
+from verl_mt.rollout.reconcile import align
 from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
-_KNOWN = (
-    "text", "input_ids", "sampling_params", "return_logprob", "return_text_in_logprobs", "logprob_start_len", "stream",
-    "rid",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """A payload for `/generate`, understood."""
-
-    text: str | None
-    ids: list[int] | None
-    turn: TurnSampling
-    return_logprob: bool
-    return_text: bool
-
-    @classmethod
-    def parse(cls, payload: Mapping[str, Any], base: SamplingParams) -> EngineRequest:
-        """Read SGLang's payload; `base` is how the run samples.
-
-        Raises:
-            LedgerError: neither text nor ids, or an option that is not offered.
-        """
-        if not isinstance(payload, Mapping):
-            raise LedgerError(f"payload of /generate: expected a dict, got {value_text(payload)}")
-        unknown = [k for k, v in payload.items() if k not in _KNOWN and v not in (None, False)]
-        if unknown:
-            raise LedgerError(f"payload of /generate: {', '.join(unknown)} not offered; there is {', '.join(_KNOWN)}")
-        if payload.get("stream"):
-            raise LedgerError("payload of /generate: stream is not offered; the reply comes when the turn is over")
-        text, ids = payload.get("text"), payload.get("input_ids")
-        if (text is None) == (ids is None):
-            raise LedgerError("payload of /generate: give either text or input_ids")
-        if text is not None and not isinstance(text, str):
-            raise LedgerError(
-                f"payload of /generate: text must be one text, got {type(text).__name__}; render messages first "
-                "(data.apply_chat_template=True gives sample.prompt rendered)"
-            )
-        if ids is not None:
-            try:
-                ids = ids_of(ids, "input_ids")
-            except WrongValue as error:
-                raise LedgerError(f"payload of /generate: input_ids must be the ids of one request; {error}") from None
-        turn = TurnSampling.parse(payload.get("sampling_params"), base)
-        wants = (bool(payload.get("return_logprob")), bool(payload.get("return_text_in_logprobs")))
-        return cls(text, ids, turn, *wants)
-
 
 @dataclass
-class Conversation:
+class AskedConversation:
     """A session, and how the function sees it."""
 
     number: int
@@ -96,7 +46,7 @@ class Conversation:
 
 
 @dataclass
-class Conversations:
+class CallConversations:
     """All of one call.
 
     Args:
@@ -109,7 +59,7 @@ class Conversations:
     prompt: Prompt
     prompt_text: str | None
     trust_text: bool = False
-    items: list[Conversation] = field(default_factory=list)
+    items: list[AskedConversation] = field(default_factory=list)
     lost: EngineGoneError | DeadlineError | None = None
     """The engine went away: nothing of this call counts."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -172,13 +122,15 @@ class Conversations:
             for conversation in self.items[1:]:
                 self._run.engine.close_session(conversation.session.trajectory.trajectory_id)
 
-    def conversation_of(self, sample: Sample, among: Sequence[Conversation] | None = None) -> Conversation | None:
+    def conversation_of(
+        self, sample: Sample, among: Sequence[AskedConversation] | None = None
+    ) -> AskedConversation | None:
         """The conversation whose tokens a Sample holds, the best fitting one; None where none fits."""
         fits = []
         for conversation in self.items if among is None else among:
             record = conversation.session.record
             try:
-                found = align(sample, record, self._run.chat.decode)
+                found = align(sample.tokens, record, self._run.chat.decode, wanted=sample.loss_mask)
             except LedgerError:
                 continue
             missing = len(record.token_ids) - len(found.places)
@@ -187,7 +139,7 @@ class Conversations:
 
     # ---- which conversation, and what is new in it
 
-    def _find(self, request: EngineRequest, own: Sequence[int]) -> Conversation:
+    def _find(self, request: EngineRequest, own: Sequence[int]) -> AskedConversation:
         """The conversation that goes on, what is new in it queued; or a new one."""
         fitting = [c for c in self.items if not c.busy and self._continues(c, request, own)]
         if fitting:
@@ -199,7 +151,7 @@ class Conversations:
         cut = [c for c in mine if self._cut(c, request)]
         return cut[0] if cut else self._begin(request)
 
-    def _continues(self, conversation: Conversation, request: EngineRequest, own: Sequence[int]) -> bool:
+    def _continues(self, conversation: AskedConversation, request: EngineRequest, own: Sequence[int]) -> bool:
         if request.ids is not None:
             known = conversation.session.record.token_ids
             same = request.ids[: len(known)] == known
@@ -211,7 +163,7 @@ class Conversations:
         # Two workers may send the same prompt, and one of them may have been answered with nothing.
         return same and (is_longer or conversation.number in own)
 
-    def _extend(self, conversation: Conversation, request: EngineRequest) -> None:
+    def _extend(self, conversation: AskedConversation, request: EngineRequest) -> None:
         session = conversation.session
         if session.ended:
             return
@@ -226,7 +178,7 @@ class Conversations:
             session.extend_ids(ids, {"role": "tool", "content": text})
         conversation.text += text
 
-    def _cut(self, conversation: Conversation, request: EngineRequest) -> bool:
+    def _cut(self, conversation: AskedConversation, request: EngineRequest) -> bool:
         """Whether the request keeps a beginning of the last sampled turn; then the rest of that turn is taken back."""
         session, chat = conversation.session, self._run.chat
         record = session.record
@@ -255,7 +207,7 @@ class Conversations:
         conversation.text = before + text
         return True
 
-    def _begin(self, request: EngineRequest) -> Conversation:
+    def _begin(self, request: EngineRequest) -> AskedConversation:
         number, main = len(self.items), self.main
         text = request.text if request.text is not None else self._run.chat.decode(request.ids or [])
         is_row = text == self.prompt_text
@@ -273,7 +225,7 @@ class Conversations:
         )
         session.verbatim = True
         session.start(list(ids), messages, self.prompt.tools if is_row else [])
-        conversation = Conversation(number, session, text)
+        conversation = AskedConversation(number, session, text)
         self.items.append(conversation)
         return conversation
 
@@ -330,7 +282,7 @@ class Conversations:
 
     # ---- one turn
 
-    async def _sample(self, conversation: Conversation, request: EngineRequest) -> dict[str, Any]:
+    async def _sample(self, conversation: AskedConversation, request: EngineRequest) -> dict[str, Any]:
         session, turn = conversation.session, request.turn
         if session.ended:
             return self._no_turn(session)

@@ -1,13 +1,12 @@
-"""Where a Sample's tokens are in a record."""
+"""What somebody else believes of a conversation, and where that is in the record."""
 
 from __future__ import annotations
 
 import pytest
 
-from verl_mt.data.sample import Sample
 from verl_mt.data.trajectory import TrajectoryRecord
 from verl_mt.errors import LedgerError
-from verl_mt.rollout.sample_check import align
+from verl_mt.rollout.reconcile import align
 
 
 def decode(ids) -> str:
@@ -32,41 +31,37 @@ def record_of(prompt: str, *turns: str) -> TrajectoryRecord:
 
 def test_tokens_as_recorded_are_found_place_by_place():
     record = record_of("p", "ab", "-", "cd")
-    found = align(Sample(tokens=ids("pab-cd")), record, decode)
+    found = align(ids("pab-cd"), record, decode)
     assert found.places == [0, 1, 2, 3, 4, 5] and found.used == 6
 
 
 def test_an_observation_in_other_ids_is_found_by_its_text_and_what_follows_it():
     record = record_of("p", "ab", "xx", "cd")
     wide = {1: "xx"}
-    found = align(
-        Sample(tokens=[*ids("pab"), 1, *ids("cd"), 7]), record, lambda i: "".join(wide.get(t, chr(t)) for t in i)
-    )
+    found = align([*ids("pab"), 1, *ids("cd"), 7], record, lambda i: "".join(wide.get(t, chr(t)) for t in i))
     assert found.places == [0, 1, 2, None, None, 4, 5] and found.used == 6
 
 
 def test_of_the_last_turn_a_beginning_is_enough_where_the_rest_is_not_wanted():
     record = record_of("p", "ab", "-", "cdef")
-    found = align(Sample(tokens=ids("pab-cd")), record, decode)
+    found = align(ids("pab-cd"), record, decode)
     assert found.places == [0, 1, 2, 3, 4, 5]
-    own = Sample(tokens=ids("pab-cdxx"), response_length=7, loss_mask=[1, 1, 0, 1, 1, 0, 0])
-    assert align(own, record, decode).used == 6
-    for wanted in (Sample(tokens=ids("pab-cdxx")), Sample(tokens=ids("pab-cdxx"), loss_mask=[1, 1, 0, 1, 1, 0, 1])):
+    assert align(ids("pab-cdxx"), record, decode, wanted=[1, 1, 0, 1, 1, 0, 0]).used == 6
+    for wanted in (None, [1, 1, 0, 1, 1, 0, 1]):
         with pytest.raises(LedgerError, match=r"sample.tokens\[6\] is 120 \('x'\), but the engine sampled 101"):
-            align(wanted, record, decode)
+            align(ids("pab-cdxx"), record, decode, wanted=wanted)
 
 
 def test_an_earlier_turn_must_be_whole():
     record = record_of("p", "ab", "-", "cd")
     with pytest.raises(LedgerError, match=r"tokens\[2\] is 45 \('-'\), but the engine sampled 98"):
-        align(Sample(tokens=ids("pa-cd"), loss_mask=[1, 0, 1, 1]), record, decode)
+        align(ids("pa-cd"), record, decode, wanted=[1, 0, 1, 1])
 
 
 def test_an_image_is_one_placeholder_for_a_tokenizer_and_many_for_the_engine():
     record = record_of("p<###>q", "ab")
-    sample = Sample(tokens=ids("p<#>qab"))
     with pytest.raises(LedgerError, match="the text there is not the same"):
-        align(sample, record, decode)
+        align(ids("p<#>qab"), record, decode)
     record.media = [object()]  # type: ignore[list-item]
-    found = align(sample, record, decode)
+    found = align(ids("p<#>qab"), record, decode)
     assert found.places == [None] * 7 + [5, 6] and found.used == 7

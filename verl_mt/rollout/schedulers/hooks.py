@@ -10,7 +10,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data import checks
 from verl_mt.data.conversation import Message, ParsedTurn
+from verl_mt.data.media import KINDS, parts_of
+from verl_mt.data.placeholders import has_places, place_media
 from verl_mt.data.requests import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -28,8 +30,7 @@ from verl_mt.data.requests import (
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
 from verl_mt.plugins import listing, suggest
-from verl_mt.rollout.schedulers.reconcile import clear_bits, keep_loss_flags, take_over
-from verl_mt.rollout.schedulers.request import show_new_media
+from verl_mt.rollout.reconcile import clear_bits, keep_loss_flags, take_over
 from verl_mt.rollout.session import AssistantTurn, RolloutSession
 from verl_mt.rollout.tool_loop import run_calls
 from verl_mt.tools.executor import ToolSession
@@ -41,7 +42,7 @@ _TOOLS_KEY = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 MEDIA = ("images", "videos", "audios")
 STEP_KEYS = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_infos", "rollout_logprobs")
 
-running: ContextVar[Conversation | None] = ContextVar("scheduler_conversation", default=None)
+running: ContextVar[SchedulerConversation | None] = ContextVar("scheduler_conversation", default=None)
 """The conversation whose hook is running."""
 
 
@@ -116,7 +117,7 @@ class _Template:
     tokenizer: PlainTextTokenizer
 
 
-def current() -> Conversation:
+def current() -> SchedulerConversation:
     """The conversation whose hook is running.
 
     Raises:
@@ -129,7 +130,7 @@ def current() -> Conversation:
 
 
 @dataclass
-class Conversation:
+class SchedulerConversation:
     """See the module. Created on the rollout's loop."""
 
     session: RolloutSession
@@ -397,3 +398,22 @@ def request_config(session: RolloutSession) -> RequestConfig:
     """The run's own settings, for a scheduler to look at."""
     own = session.context.sampling
     return replace(RequestConfig(), temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+
+
+def show_new_media(request: RolloutInferRequest, shown: Sequence[Message]) -> None:
+    """Put images and videos that a scheduler added to its request into the places `<image>` and `<video>` of the
+    messages that it added. New messages without a place stay as they are: they may also hold parts with images.
+
+    Args:
+        request: its messages are changed in place.
+        shown: the conversation so far; its images are the first ones of the request's.
+
+    Raises:
+        DataError: not as many places as new items; says both numbers.
+    """
+    new = request.messages[len(shown) :]
+    if not has_places(new):
+        return
+    seen = [kind for kind, _ in parts_of(shown)]
+    columns = {f"{kind}s": list(getattr(request, f"{kind}s"))[seen.count(kind) :] for kind in KINDS}
+    request.messages[len(shown) :] = place_media(new, columns, "the messages that were added")

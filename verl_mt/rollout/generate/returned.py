@@ -6,19 +6,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.data.sample import Sample, fill_from_record
-from verl_mt.data.trajectory import Status, StopReason, Trajectory
+from verl_mt.data.slime_sample import Sample, check_unsupported, fill_from_record
+from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.contract import InvalidScore, as_scores
-from verl_mt.rollout.conversations import Conversation, Conversations
-from verl_mt.rollout.sample_check import adopt, align
+from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
+from verl_mt.rollout.reconcile import Alignment, Decode, align
 
 log = logging.getLogger(__name__)
 
+_TOLERANCE = 1e-4
+"""Between a log-prob as the engine gave it and as the function hands it back (it may have gone through float32)."""
 _LOST = (Status.ABORTED, Status.FAILED)
 
 
-async def settle(result: Any, given: Sample, conversations: Conversations, path: str) -> list[Trajectory]:
+async def settle(result: Any, given: Sample, conversations: CallConversations, path: str) -> list[Trajectory]:
     """The trajectories of one call.
 
     Args:
@@ -78,7 +80,9 @@ def _which(position: int, samples: Sequence[Sample]) -> str:
     return f", Sample {position} of {len(samples)}" if len(samples) > 1 else ""
 
 
-async def _kept(sample: Sample, conversation: Conversation, conversations: Conversations, where: str) -> Trajectory:
+async def _kept(
+    sample: Sample, conversation: AskedConversation, conversations: CallConversations, where: str
+) -> Trajectory:
     session = conversation.session
     trajectory = session.trajectory
     if sample.status in _LOST:
@@ -95,7 +99,7 @@ async def _kept(sample: Sample, conversation: Conversation, conversations: Conve
     return trajectory
 
 
-def _lost(sample: Sample, trajectory: Trajectory, conversations: Conversations) -> Trajectory:
+def _lost(sample: Sample, trajectory: Trajectory, conversations: CallConversations) -> Trajectory:
     """Given up by the function: what was sampled stays for people to look at, nothing is scored or trained."""
     trajectory.stop_reason = StopReason.ABORTED if sample.status is Status.ABORTED else StopReason.ERROR
     trajectory.error = trajectory.error or f"the generate function set sample.status = {sample.status.value}"
@@ -138,7 +142,9 @@ def _stop_reason(status: Status, known: StopReason | None) -> StopReason:
     return StopReason.SCHEDULER
 
 
-def _refuse(sample: Sample, unmatched: list[Conversation], conversations: Conversations, where: str) -> Conversation:
+def _refuse(
+    sample: Sample, unmatched: list[AskedConversation], conversations: CallConversations, where: str
+) -> AskedConversation:
     """Say what is wrong with a Sample that no conversation fits.
 
     Raises:
@@ -158,8 +164,95 @@ def _refuse(sample: Sample, unmatched: list[Conversation], conversations: Conver
     problems = []
     for conversation in unmatched:
         try:
-            align(sample, conversation.session.record, conversation.session.context.chat.decode)
+            align(
+                sample.tokens,
+                conversation.session.record,
+                conversation.session.context.chat.decode,
+                wanted=sample.loss_mask,
+            )
         except LedgerError as error:
             problems.append((conversation.number, str(error)))
     shown = "; ".join(f"conversation {number}: {text}" if len(problems) > 1 else text for number, text in problems[:3])
     raise LedgerError(f"{where}: its tokens are not the engine's. {shown}")
+
+
+def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
+    """Verify a Sample against the one record of its trajectory, clear what it masked, and fill it from the record.
+
+    Counted on the trajectory: `cut_tokens` (sampled, and left out by the function), `masked_tokens` (sampled, and taken
+    out of the loss), `masked_observation_tokens` (not sampled, and wanted in it), `unread_tokens` (behind the last
+    turn).
+
+    Raises:
+        LedgerError: lengths that do not fit, tokens or log-probs that are not the engine's; names position and numbers.
+    """
+    record = trajectory.records[-1]
+    check_unsupported(sample)
+    sample.check_lengths()
+    found = align(sample.tokens, record, decode, wanted=sample.loss_mask)
+    first = len(sample.tokens) - sample.response_length
+    _check_response(sample, record, found, first)
+    trained = sum(record.loss_mask)
+    cut = sum(record.sampled[len(found.places) :])
+    counts = {
+        "cut_tokens": cut,
+        "masked_observation_tokens": _mask(sample, record, found, first),
+        "unread_tokens": len(sample.tokens) - found.used,
+    }
+    if sample.remove_sample:
+        record.clear_mask(list(range(len(record.token_ids))))
+    counts["masked_tokens"] = trained - sum(record.loss_mask) - cut
+    for name, count in counts.items():
+        if count:
+            trajectory.counters[name] = trajectory.counters.get(name, 0) + count
+    if counts["masked_observation_tokens"]:
+        log.warning(
+            "%s: loss_mask is 1 on %d tokens that the engine did not sample; they are not trained",
+            trajectory.trajectory_id,
+            counts["masked_observation_tokens"],
+        )
+    fill_from_record(sample, record)
+    sample.turn_texts = list(trajectory.turn_texts)
+
+
+def _check_response(sample: Sample, record: TrajectoryRecord, found: Alignment, first: int) -> None:
+    """Sampled tokens are in the response, and their log-probs are the engine's."""
+    for position, place in enumerate(found.places):
+        if not record.sampled[position]:
+            continue
+        assert place is not None
+        if place < first:
+            raise LedgerError(
+                f"response_length is {sample.response_length}, so the response begins at token {first} of "
+                f"{len(sample.tokens)}, but the engine sampled token {place} already"
+            )
+        if sample.rollout_log_probs is None or (sample.loss_mask is not None and not sample.loss_mask[place - first]):
+            continue  # a token that the function does not train may have a filler
+        said, known = sample.rollout_log_probs[place - first], record.rollout_log_probs[position]
+        if not abs(said - known) <= _TOLERANCE * max(1.0, abs(known)):
+            raise LedgerError(
+                f"rollout_log_probs[{place - first}] is {said}, but the engine gave {known} for that token; take both "
+                "from the same item of meta_info.output_token_logprobs"
+            )
+
+
+def _mask(sample: Sample, record: TrajectoryRecord, found: Alignment, first: int) -> int:
+    """Clear what the function cleared or left out; how many tokens it wanted trained that were not sampled.
+
+    Raises:
+        LedgerError: it wants tokens trained that come behind everything the engine sampled.
+    """
+    clear = list(range(len(found.places), len(record.token_ids)))
+    wanted = 0
+    if sample.loss_mask is not None:
+        behind = sum(sample.loss_mask[max(found.used - first, 0) :])
+        if behind:
+            raise LedgerError(
+                f"loss_mask is 1 on {behind} of the {len(sample.tokens) - found.used} tokens behind the engine's last; "
+                "the engine did not sample them"
+            )
+        sampled = {p: k for k, p in enumerate(found.places) if p is not None and record.sampled[k]}
+        clear += [k for p, k in sampled.items() if not sample.loss_mask[p - first]]
+        wanted = sum(sample.loss_mask) - sum(sample.loss_mask[p - first] for p in sampled)
+    record.clear_mask(clear)
+    return wanted
