@@ -37,11 +37,11 @@ class OwnClock:
 
     def watch(self, engine: LocalEngine) -> None:
         """Count its waits."""
-        wait, scheduler = engine._wait, engine._scheduler
+        wait, batcher = engine._wait, engine._batcher
 
         def timed() -> Any:
             begun = time.monotonic() - time.process_time()
-            self._since = begun if scheduler.sessions else None
+            self._since = begun if batcher.sessions else None
             commands = wait()
             if self._since is not None:
                 self._since = None

@@ -1,4 +1,8 @@
-"""`ScriptedEngine`: replays fixed turns. For tests of everything that stands above an engine."""
+"""Engines without a model.
+
+`ScriptedEngine` replays fixed turns, for tests of everything that stands above an engine. `AbsentEngine` samples
+nothing, where saved rollouts are trained on.
+"""
 
 from __future__ import annotations
 
@@ -261,3 +265,40 @@ def _as_turn(turn: Turn, request: GenerationRequest) -> ScriptedTurn:
             f"the turn for {request.request_id!r} has {len(ids)} token_ids and {len(log_probs)} log_probs"
         )
     return result
+
+
+class AbsentEngine(InferenceEngine):
+    """Takes weights and samples nothing."""
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            transports=frozenset({"in_place"}),
+            deterministic=True,
+            overlaps_training=True,
+            media=frozenset({"images", "videos"}),
+        )
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        raise EngineError(
+            f"{request.request_id}: there is no engine, trainer.debug_mode=train_only trains on saved rollouts"
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """There are no requests."""
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Nothing is sampled anyway."""
+
+    async def resume(self) -> None:
+        """Nothing is sampled anyway."""
+
+    async def apply(self, update: WeightUpdate) -> None:
+        self._version = update.version
+
+    async def close(self) -> None:
+        """There is nothing to end."""

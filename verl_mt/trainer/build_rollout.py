@@ -17,9 +17,9 @@ from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
-from verl_mt.engines.absent import AbsentEngine
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
+from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling import load

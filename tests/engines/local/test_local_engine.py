@@ -106,7 +106,7 @@ def test_a_cancelled_caller_ends_its_request(qwen3, run_async):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await engine.resume()
-            assert not engine._scheduler._live
+            assert not engine._batcher._live
 
     run_async(go())
 

@@ -121,7 +121,7 @@ def test_released_memory_comes_back_by_itself(qwen3, run_async):
     async def go():
         async with engine_of(qwen3) as engine:
             first = await engine.generate(request(PROMPT, "s"))
-            cache = engine._scheduler.slots.cache
+            cache = engine._batcher.slots.cache
             assert cache.num_bytes > 0
             await engine.release_memory()
             assert cache.num_bytes == 0

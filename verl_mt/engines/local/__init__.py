@@ -1,11 +1,11 @@
 """The local engine: transformers in this process with continuous batching.
 
-`engine.py` is the face towards event loops, `scheduler.py` decides what a step computes, `admission.py` who gets a
-row and what is shared, `slots.py` and `kv_cache.py` hold the rows, `attention.py` and `forward.py` run the model,
-`sampling.py` and `stop_strings.py` pick and end.
+`engine.py` is the face towards event loops; `batching.py` decides who gets a row and what a step computes; `slots.py`
+holds requests and rows; `model_runner.py` runs the model over the key-value cache; `sampling.py` picks the tokens.
+`vision.py` is the engine of models that see.
 """
 
+from verl_mt.engines.local.batching import LocalOptions
 from verl_mt.engines.local.engine import LocalEngine
-from verl_mt.engines.local.scheduler import LocalOptions
 
 __all__ = ["LocalEngine", "LocalOptions"]

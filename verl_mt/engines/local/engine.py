@@ -14,10 +14,9 @@ import torch
 
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import Capabilities, InferenceEngine, InPlace, PauseMode, WeightUpdate
-from verl_mt.engines.local.delivery import Delivery, deliver
-from verl_mt.engines.local.forward import PackedForward
-from verl_mt.engines.local.scheduler import LocalOptions, Scheduler
-from verl_mt.engines.local.sequence import Sequence
+from verl_mt.engines.local.batching import Batcher, LocalOptions
+from verl_mt.engines.local.model_runner import PackedForward
+from verl_mt.engines.local.slots import Delivery, Sequence
 from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
@@ -72,7 +71,7 @@ class LocalEngine(InferenceEngine):
         self.max_model_len = max_model_len
         self._vocab_size = forward.vocab_size
         self._decode = decode
-        self._scheduler = Scheduler(forward, ends, max_model_len, options)
+        self._batcher = Batcher(forward, ends, max_model_len, options)
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._acks: list[Delivery] = []
@@ -86,33 +85,33 @@ class LocalEngine(InferenceEngine):
 
     @property
     def version(self) -> int:
-        return self._scheduler.version
+        return self._batcher.version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         sequence = self._sequence(request)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerationOutput] = loop.create_future()
         sequence.delivery = Delivery(loop, future)
-        self._post(lambda: self._scheduler.submit(sequence))
+        self._post(lambda: self._batcher.submit(sequence))
         try:
             return await future
         except asyncio.CancelledError:
             with contextlib.suppress(EngineGoneError):
-                self._post(lambda: self._scheduler.abort(request.request_id))
+                self._post(lambda: self._batcher.abort(request.request_id))
             raise
 
     async def abort(self, request_id: str) -> None:
-        await self._command(lambda: self._scheduler.abort(request_id))
+        await self._command(lambda: self._batcher.abort(request_id))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """`in_place` keeps the caches, `retract` drops them; running turns go on after `resume`. `abort` ends them."""
 
         def act() -> None:
-            self._scheduler.paused = True
+            self._batcher.paused = True
             if mode == "abort":
-                self._scheduler.abort_all()
+                self._batcher.abort_all()
             elif mode == "retract":
-                self._scheduler.drop_cache()
+                self._batcher.drop_cache()
 
         if mode not in ("abort", "in_place", "retract"):
             raise EngineError(f"pause: unknown mode {mode!r}; expected abort, in_place or retract")
@@ -120,7 +119,7 @@ class LocalEngine(InferenceEngine):
 
     async def resume(self) -> None:
         def act() -> None:
-            self._scheduler.paused = False
+            self._batcher.paused = False
 
         await self._command(act)
 
@@ -129,19 +128,19 @@ class LocalEngine(InferenceEngine):
             raise EngineError(
                 f"the local engine shares the actor's module: it takes InPlace updates, got {type(update).__name__}"
             )
-        await self._command(lambda: self._scheduler.set_version(update.version))
+        await self._command(lambda: self._batcher.set_version(update.version))
 
     async def release_memory(self) -> None:
-        await self._command(lambda: self._scheduler.drop_cache(release=True))
+        await self._command(lambda: self._batcher.drop_cache(release=True))
 
     def open_session(self, session_id: str, order: int) -> None:
         """With `deterministic`, open all sessions of a batch before the first `generate`, or a session's successor
         before it is closed: a step starts as soon as all open sessions wait in the engine."""
-        self._post(lambda: self._scheduler.open(session_id, order))
+        self._post(lambda: self._batcher.open(session_id, order))
 
     def close_session(self, session_id: str) -> None:
         with contextlib.suppress(EngineGoneError):  # nothing is left to free
-            self._post(lambda: self._scheduler.close(session_id))
+            self._post(lambda: self._batcher.close(session_id))
 
     async def close(self) -> None:
         with self._wake:
@@ -210,27 +209,27 @@ class LocalEngine(InferenceEngine):
 
     def _turn(self) -> bool:
         """Commands, one step, results. False = the engine is to close."""
-        scheduler = self._scheduler
+        batcher = self._batcher
         commands = self._wait()
         if commands is None:
             return False
         for command in commands:
             command()
-        scheduler.expire(time.monotonic())
-        if scheduler.runnable():
-            scheduler.forward.enter_eval()
-            scheduler.step()
-        if not scheduler.runnable():
-            scheduler.forward.leave_eval()
+        batcher.expire(time.monotonic())
+        if batcher.runnable():
+            batcher.forward.enter_eval()
+            batcher.step()
+        if not batcher.runnable():
+            batcher.forward.leave_eval()
         self._flush()
         return True
 
     def _wait(self) -> list[Callable[[], None]] | None:
         """What was posted since; sleeps while there is nothing to do."""
-        scheduler = self._scheduler
+        batcher = self._batcher
         with self._wake:
-            while not (self._closing or self._inbox or scheduler.runnable()):
-                deadline = scheduler.next_deadline
+            while not (self._closing or self._inbox or batcher.runnable()):
+                deadline = batcher.next_deadline
                 pause = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if pause == 0.0:
                     break
@@ -242,13 +241,13 @@ class LocalEngine(InferenceEngine):
 
     def _flush(self) -> None:
         """Hand results over, with one wake-up per event loop."""
-        scheduler = self._scheduler
-        if not scheduler.finished and not self._acks:
+        batcher = self._batcher
+        if not batcher.finished and not self._acks:
             return
-        results: list[tuple[Delivery | None, Any]] = [(s.delivery, result) for s, result in scheduler.finished]
+        results: list[tuple[Delivery | None, Any]] = [(s.delivery, result) for s, result in batcher.finished]
         results += [(ack, None) for ack in self._acks]
-        scheduler.finished, self._acks = [], []
-        deliver(results)
+        batcher.finished, self._acks = [], []
+        _deliver(results)
 
     def _shut_down(self, error: BaseException | None) -> None:
         """Nobody is left waiting: not who was sampled, nor who was about to ask."""
@@ -259,21 +258,45 @@ class LocalEngine(InferenceEngine):
                 self._gone = EngineGoneError(f"the local engine failed: {error!r}")
                 self._gone.__cause__ = error
             pending, self._inbox = self._inbox, []
-        scheduler = self._scheduler
+        batcher = self._batcher
         for command in pending:
             try:
                 command()
             except BaseException:
                 logger.exception("a command to the local engine failed while it was closing")
         acks, self._acks = self._acks, []
-        scheduler.fail_all(self._gone_again)
+        batcher.fail_all(self._gone_again)
         self._flush()
-        deliver((ack, self._gone_again()) for ack in acks)
-        scheduler.forward.leave_eval()
-        scheduler.slots.cache.release()
+        _deliver((ack, self._gone_again()) for ack in acks)
+        batcher.forward.leave_eval()
+        batcher.slots.cache.release()
 
     def _gone_again(self) -> EngineGoneError:
         assert self._gone is not None
         error = EngineGoneError(str(self._gone))
         error.__cause__ = self._gone.__cause__
         return error
+
+
+def _deliver(results: Iterable[tuple[Delivery | None, Any]]) -> None:
+    """Resolve futures from another thread, with one wake-up per event loop; exceptions are raised where awaited."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for delivery, result in results:
+        if delivery is not None:
+            by_loop.setdefault(delivery.loop, []).append((delivery.future, result))
+    for loop, items in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, items)
+        except RuntimeError:
+            # The loop was closed meanwhile, and with it everyone who waited.
+            continue
+
+
+def _resolve(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in items:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

@@ -1,15 +1,22 @@
-"""The table beside the key-value cache: which row holds which tokens, for whom, and how far it got.
+"""Requests and sessions in the local engine, and the rows (slots) of the key-value cache that they hold.
 
-All columns are arrays over the rows, so that a step costs no Python work per row. `S` rows, `M` positions.
+`Slots` is the table beside the cache: which row holds which tokens, for whom, and how far it got. Its columns are
+arrays over the rows, so that a step costs no Python work per row. `S` rows, `M` positions.
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 
-from verl_mt.engines.local.kv_cache import KVCache
+from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
+from verl_mt.engines.local.model_runner import KVCache
 from verl_mt.engines.local.sampling import BLOCK, SamplingRows, uniforms
-from verl_mt.engines.local.sequence import Conversation, Sequence
+from verl_mt.engines.stop_strings import StopStrings
 
 _COLUMNS = {
     "known": np.int64,
@@ -25,6 +32,102 @@ _COLUMNS = {
     "watched": np.bool_,
 }
 _TABLES = ("ids", "log_probs", "uniform")
+
+
+class State(enum.Enum):
+    """Where a sequence stands."""
+
+    QUEUED = enum.auto()
+    """It has no row: new, or its cache was dropped."""
+    FOLLOWING = enum.auto()
+    """It has a row and waits for an identical prompt that is being prefilled."""
+    RUNNING = enum.auto()
+    """Its tokens are computed at every step."""
+    DONE = enum.auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """A future and the event loop it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+
+@dataclass(eq=False)
+class CachedSession:
+    """A session: a row of the cache that waits for the next turn."""
+
+    session_id: str
+    order: int
+    row: int = -1
+    """Row that holds the finished turns; -1 = none (not sampled yet, in use by a sequence, or dropped)."""
+    live: int = 0
+    """Requests of this session that are in the engine."""
+    turns: int = 0
+    """Requests it ever made."""
+    is_open: bool = True
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way through the engine."""
+
+    request: GenerationRequest
+    limit: int
+    """Length of prompt and turn at which the turn ends."""
+    submitted: float
+    """Monotonic seconds; also below."""
+    delivery: Delivery | None = None
+    """Who waits for it."""
+    session: CachedSession = field(init=False)
+    key: int = 0
+    """Of its stream of uniform numbers."""
+    ticket: int = 0
+    """Order of arrival."""
+    stop_strings: StopStrings | None = None
+    state: State = State.QUEUED
+    row: int = -1
+    cached: int | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
+    followers: list[Sequence] = field(default_factory=list)
+    target: np.ndarray = field(init=False)
+    """Ids to compute before the next one is sampled: the prompt, and what was sampled before a cache was dropped."""
+    log_probs: np.ndarray = field(init=False)
+    """Of what was sampled before the cache was dropped."""
+
+    def __post_init__(self) -> None:
+        self.target = np.asarray(self.request.input_ids, dtype=np.int64)
+        self.log_probs = np.zeros(0, dtype=np.float32)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the request."""
+        return len(self.request.input_ids)
+
+    def output(self, reason: FinishReason, now: float) -> GenerationOutput:
+        """What the caller gets; `target` and `log_probs` must hold the whole turn."""
+        admitted = self.admitted if self.admitted is not None else now
+        first = self.first_token if self.first_token is not None else now
+        return GenerationOutput(
+            token_ids=self.target[self.num_prompt :].tolist(),
+            log_probs=self.log_probs.tolist(),
+            finish_reason=reason,
+            version_spans=self.spans,
+            cached_tokens=self.cached or 0,
+            timings=Timings(queue_s=admitted - self.submitted, prefill_s=first - admitted, decode_s=now - first),
+        )
+
+    def count_version(self, version: int, num_total: int) -> None:
+        """The turn now holds `num_total` tokens; those not yet in a span came from `version`."""
+        fresh = num_total - sum(span.num_tokens for span in self.spans)
+        if fresh <= 0:
+            return
+        if self.spans and self.spans[-1].version == version:
+            fresh += self.spans.pop().num_tokens
+        self.spans.append(VersionSpan(version, fresh))
 
 
 class Slots:
@@ -51,7 +154,7 @@ class Slots:
 
     def __init__(self, cache: KVCache):
         self.cache = cache
-        self.owner: list[Sequence | Conversation | None] = []
+        self.owner: list[Sequence | CachedSession | None] = []
         self.clear()
 
     def clear(self) -> None:
@@ -97,7 +200,7 @@ class Slots:
         waiting = [
             (holder.live > 0, int(self.last_used[row]), row)
             for row, holder in enumerate(self.owner)
-            if isinstance(holder, Conversation)
+            if isinstance(holder, CachedSession)
         ]
         if not waiting:
             return -1
@@ -113,7 +216,7 @@ class Slots:
         self.owner[row] = None
         self.known[row] = self.computed[row]
 
-    def give(self, row: int, holder: Sequence | Conversation) -> None:
+    def give(self, row: int, holder: Sequence | CachedSession) -> None:
         """Hand a row over."""
         old = self.owner[row]
         if old is not None:

@@ -150,7 +150,7 @@ class LocalVisionEngine(InferenceEngine):
     def _turn(self, request: GenerationRequest, key: int, submitted: float, ended: threading.Event) -> GenerationOutput:
         begun = time.monotonic()
         deadline = float("inf") if request.deadline_s is None else submitted + request.deadline_s
-        turn = _Turn(self._module, request, key)
+        turn = _VisionTurn(self._module, request, key)
         watch = StopStrings(self._decode, request.sampling.stop) if request.sampling.stop and self._decode else None
         limit = min(request.sampling.max_new_tokens, self.max_model_len - len(request.input_ids))
         stops = self._ends.union(request.sampling.stop_token_ids)
@@ -183,7 +183,7 @@ class LocalVisionEngine(InferenceEngine):
         )
 
 
-class _Turn:
+class _VisionTurn:
     """One turn that is being sampled: its cache, its positions, its stream of random numbers."""
 
     def __init__(self, module: Any, request: GenerationRequest, key: int):

@@ -13,10 +13,9 @@ from engine_models import VOCAB, assert_exact, make_model, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.engines.local.attention import StepAttention
-from verl_mt.engines.local.forward import PackedForward, check_architecture
-from verl_mt.engines.local.scheduler import LocalOptions, Scheduler
-from verl_mt.engines.local.sequence import Sequence
+from verl_mt.engines.local.batching import Batcher, LocalOptions
+from verl_mt.engines.local.model_runner import PackedForward, StepAttention, check_architecture
+from verl_mt.engines.local.slots import Sequence
 from verl_mt.errors import ConfigError, EngineError
 
 
@@ -24,28 +23,28 @@ class Driver:
     """Submits requests, runs steps, counts tokens."""
 
     def __init__(self, model: Any, **options: Any):
-        self.scheduler = Scheduler(PackedForward(model, 256), (), 256, LocalOptions(**options))
+        self.batcher = Batcher(PackedForward(model, 256), (), 256, LocalOptions(**options))
         self.num_computed = self.most_rows = 0
-        forward = self.scheduler.forward.__call__
+        forward = self.batcher.forward.__call__
 
         def counting(tokens: np.ndarray, *rest: Any) -> torch.Tensor:
             self.num_computed += len(tokens)
             return forward(tokens, *rest)
 
-        self.scheduler.forward = _Forward(self.scheduler.forward, counting)  # type: ignore[assignment]
+        self.batcher.forward = _Forward(self.batcher.forward, counting)  # type: ignore[assignment]
 
     def submit(self, ask: Any) -> Any:
         limit = len(ask.input_ids) + ask.sampling.max_new_tokens
-        self.scheduler.submit(Sequence(request=ask, limit=limit, submitted=time.monotonic()))
+        self.batcher.submit(Sequence(request=ask, limit=limit, submitted=time.monotonic()))
         return ask
 
     def run(self, steps: int = 1000) -> dict[str, Any]:
         with torch.inference_mode():
-            while steps and self.scheduler.runnable():
-                self.scheduler.step()
+            while steps and self.batcher.runnable():
+                self.batcher.step()
                 steps -= 1
-        results = {sequence.request.request_id: result for sequence, result in self.scheduler.finished}
-        self.scheduler.finished = []
+        results = {sequence.request.request_id: result for sequence, result in self.batcher.finished}
+        self.batcher.finished = []
         return results
 
 
@@ -87,11 +86,11 @@ def test_a_prefix_of_a_closed_session_is_used_again(qwen3):
     driver = Driver(qwen3)
     first = driver.submit(request([*ids(50, 1), 1, 2], "a"))
     driver.run()
-    driver.scheduler.close("a")
+    driver.batcher.close("a")
     ask = driver.submit(request([*ids(50, 1), 3, 4], "b"))
     result = driver.run()[ask.request_id]
     assert result.cached_tokens == 50
-    assert first.session_id not in driver.scheduler.sessions
+    assert first.session_id not in driver.batcher.sessions
     assert_exact(qwen3, ask.input_ids, result)
 
 
@@ -99,8 +98,8 @@ def test_followers_of_an_aborted_prompt_are_computed_themselves(qwen3):
     driver, prompt = Driver(qwen3, max_prefill_tokens=16), ids(40, 3)
     leader, follower, other = (driver.submit(request(prompt)) for _ in range(3))
     driver.run(steps=1)
-    driver.scheduler.abort(other.request_id)
-    driver.scheduler.abort(leader.request_id)
+    driver.batcher.abort(other.request_id)
+    driver.batcher.abort(leader.request_id)
     results = driver.run()
     assert results[leader.request_id].token_ids == results[other.request_id].token_ids == []
     assert_exact(qwen3, prompt, results[follower.request_id])
@@ -111,7 +110,7 @@ def test_the_least_recently_used_waiting_session_loses_its_row(qwen3):
     for name in "abc":
         driver.submit(request(ids(20, ord(name)), name))
         driver.run()
-    assert {name: s.row >= 0 for name, s in driver.scheduler.sessions.items()} == {"a": False, "b": True, "c": True}
+    assert {name: s.row >= 0 for name, s in driver.batcher.sessions.items()} == {"a": False, "b": True, "c": True}
     ask = driver.submit(request(ids(20, ord("a")), "a"))
     result = driver.run()[ask.request_id]
     assert result.cached_tokens == 0
@@ -129,7 +128,7 @@ def test_the_cache_grows_in_chunks_with_what_is_needed(qwen3):
     driver = Driver(qwen3, max_num_seqs=64)
     driver.submit(request(ids(5, 0)))
     driver.run()
-    cache = driver.scheduler.slots.cache
+    cache = driver.batcher.slots.cache
     assert (cache.num_rows, cache.length) == (16, 64)
     driver.submit(request(ids(63, 0), max_new_tokens=100))
     driver.run()
@@ -142,7 +141,7 @@ def test_running_rows_move_together_when_waiting_sessions_lie_between_them(qwen3
         f"s{i}": driver.submit(request(ids(10 + i, i), f"s{i}", max_new_tokens=3 if i % 8 else 30)) for i in range(40)
     }
     results = driver.run(steps=10)
-    running = [s.row for s in driver.scheduler._running]
+    running = [s.row for s in driver.batcher._running]
     assert len(running) == 5 and max(running) < 40 * 5 / 8
     seconds = {}
     for name, ask in first.items():
@@ -160,9 +159,7 @@ def test_rows_of_very_different_lengths_are_decoded_in_blocks(qwen3):
     asks = [driver.submit(request(ids(200 if i < 2 else 5, i), max_new_tokens=4)) for i in range(70)]
     driver.run(steps=1)
     rows = np.arange(70)
-    step = StepAttention(
-        driver.scheduler.slots.cache, rows, driver.scheduler.slots.computed[rows], 70, torch.device("cpu")
-    )
+    step = StepAttention(driver.batcher.slots.cache, rows, driver.batcher.slots.computed[rows], 70, torch.device("cpu"))
     assert [(g.last - g.first, g.length) for g in step._decode] == [(32, 208), (32, 16), (6, 16)]
     results = driver.run()
     for ask in asks[::9]:
@@ -173,7 +170,7 @@ def test_a_request_id_in_use_is_refused(qwen3):
     driver = Driver(qwen3)
     ask = driver.submit(request([1, 2, 3]))
     driver.submit(ask)
-    (_, error), *_ = driver.scheduler.finished
+    (_, error), *_ = driver.batcher.finished
     assert isinstance(error, EngineError) and "already being sampled" in str(error)
 
 
@@ -211,11 +208,11 @@ def any_mix(qwen3, seed, max_num_seqs, max_slots, budget):
                 ask = request(stream, name, temperature=0.8, seed=rng.randint(0, 99), max_new_tokens=rng.randint(1, 12))
                 asked[driver.submit(ask).request_id] = ask
         if rng.random() < 0.1 and asked:
-            driver.scheduler.abort(rng.choice(list(asked)))
+            driver.batcher.abort(rng.choice(list(asked)))
         if rng.random() < 0.05:
-            driver.scheduler.set_version(driver.scheduler.version + 1)
+            driver.batcher.set_version(driver.batcher.version + 1)
         if rng.random() < 0.1:
-            driver.scheduler.close(
+            driver.batcher.close(
                 rng.choice([n for n in streams if all(a.session_id != n for a in asked.values())] or [""])
             )
         for request_id, output in driver.run(steps=rng.randint(1, 6)).items():

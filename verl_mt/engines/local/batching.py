@@ -1,4 +1,14 @@
-"""What is computed next. Runs in the engine's thread only; knows nothing of event loops."""
+"""Continuous batching: who gets a row, what the next step computes, and how a turn ends.
+
+Runs in the engine's thread only; knows nothing of event loops.
+
+Three ways not to compute a token twice:
+
+- a session's next turn continues in its own row, so only the new text is computed;
+- a prefix that any row has computed (a system prompt, another sample of the same prompt) is copied;
+- a prompt that is being computed right now is waited for: an identical one *follows* and takes keys, values and
+  logits when it is done; one that only begins alike stays in the queue for a step and then copies the prefix.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +21,15 @@ import numpy as np
 import torch
 
 from verl_mt.data.requests import FinishReason, GenerationOutput
-from verl_mt.engines.local.admission import Admission
-from verl_mt.engines.local.attention import StepAttention
-from verl_mt.engines.local.forward import PackedForward
-from verl_mt.engines.local.kv_cache import KVCache
+from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepAttention
 from verl_mt.engines.local.sampling import sample, stream_key
-from verl_mt.engines.local.sequence import Conversation, Sequence, State
-from verl_mt.engines.local.slots import Slots
+from verl_mt.engines.local.slots import CachedSession, Sequence, Slots, State
 from verl_mt.errors import DeadlineError, EngineError
+
+WORTH_COPYING = 16
+"""Tokens that must be saved before a row's prefix is copied."""
+WORTH_WAITING = 32
+"""Tokens that must be saved before a sequence waits for another one's prefill."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class _Work:
     """Index of every token after which one is sampled."""
 
 
-class Scheduler:
+class Batcher:
     """Sequences, their rows, and the steps that advance them."""
 
     def __init__(
@@ -61,7 +72,7 @@ class Scheduler:
         self.paused = False
         self.finished: list[tuple[Sequence, GenerationOutput | BaseException]] = []
         """Results to be handed over; whoever calls `step` empties it."""
-        self.sessions: dict[str, Conversation] = {}
+        self.sessions: dict[str, CachedSession] = {}
         self.slots = Slots(KVCache(options.max_slots or options.max_num_seqs, max_model_len))
         self._ends = np.zeros(forward.vocab_size, dtype=np.bool_)
         self._ends[list(end_token_ids)] = True
@@ -75,7 +86,7 @@ class Scheduler:
 
     def open(self, session_id: str, order: int) -> None:
         """A session begins."""
-        self.sessions[session_id] = Conversation(session_id, order)
+        self.sessions[session_id] = CachedSession(session_id, order)
 
     def close(self, session_id: str) -> None:
         """A session ends; its row is free, at once or when its last request is done. Unknown ones are ignored."""
@@ -98,7 +109,7 @@ class Scheduler:
                 text = f"session {request.session_id!r} is not open: with deterministic=True call open_session first"
                 self._hand_over(sequence, EngineError(text))
                 return
-            session = self.sessions[request.session_id] = Conversation(request.session_id, self._num_tickets)
+            session = self.sessions[request.session_id] = CachedSession(request.session_id, self._num_tickets)
         sequence.session, sequence.ticket = session, self._num_tickets
         sequence.key = self._stream(sequence)
         self._num_tickets += 1
@@ -348,3 +359,105 @@ class Scheduler:
         if self.options.deterministic:
             return stream_key(self.options.seed, self.version, sequence.session.order, sequence.session.turns)
         return stream_key(self.options.seed, sequence.ticket)
+
+
+class Admission:
+    """One pass over the queue."""
+
+    def __init__(self, slots: Slots, running: list[Sequence], room: int):
+        """
+        Args:
+            slots: the rows.
+            running: sequences that are being computed.
+            room: how many more may be.
+        """
+        self._slots = slots
+        self._room = room
+        self._prefilling = [s for s in running if slots.computed[s.row] + 1 < slots.known[s.row]]
+        self._seen: dict[bytes, Sequence | None] = {}
+
+    def run(self, queue: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Give rows to as many as possible.
+
+        Returns:
+            (admitted, still queued); admitted ones are RUNNING or FOLLOWING and have a row.
+        """
+        admitted: list[Sequence] = []
+        for index, sequence in enumerate(queue):
+            if self._room == 0:
+                return admitted, self._merge(queue, admitted, index)
+            placed = self._place(sequence)
+            if placed is None:
+                return admitted, self._merge(queue, admitted, index)
+            if placed:
+                self._room -= 1
+                admitted.append(sequence)
+        return admitted, self._merge(queue, admitted, len(queue))
+
+    @staticmethod
+    def _merge(queue: list[Sequence], admitted: list[Sequence], index: int) -> list[Sequence]:
+        inside = set(map(id, admitted))
+        return [s for s in queue[:index] if id(s) not in inside] + queue[index:]
+
+    def _place(self, sequence: Sequence) -> bool | None:
+        """True: it has a row; False: it waits for a prefill; None: no row is left."""
+        slots, key = self._slots, sequence.target.tobytes()
+        if key in self._seen:
+            leader = self._seen[key]
+            return False if leader is None else self._follow(sequence, leader)
+        common = slots.common_prefix(sequence.target)
+        computed = np.minimum(common, slots.computed)
+        source = int(computed.argmax()) if len(computed) else -1
+        best = int(computed[source]) if source >= 0 else 0
+        ahead = max(self._prefilling, key=lambda s: int(common[s.row]), default=None)
+        if ahead is not None and int(common[ahead.row]) - best >= WORTH_WAITING:
+            if len(ahead.target) == len(sequence.target) == int(common[ahead.row]):
+                self._seen[key] = ahead
+                return self._follow(sequence, ahead)
+            self._seen[key] = None
+            return False
+        placed = self._start(sequence, computed, source)
+        if placed:
+            self._seen[key] = sequence
+            self._prefilling.append(sequence)
+        return placed
+
+    def _start(self, sequence: Sequence, computed: np.ndarray, source: int) -> bool | None:
+        """Begin computing in the session's own row, in the best free row, or in a new one."""
+        slots, own = self._slots, sequence.session.row
+        mine = int(computed[own]) if own >= 0 else 0
+        best = int(computed[source]) if source >= 0 else 0
+        copies = best - mine >= WORTH_COPYING
+        if own >= 0:
+            row = own
+        elif copies and slots.owner[source] is None:
+            row, mine, copies = source, best, False
+        else:
+            row = slots.take()
+            if row < 0:
+                return None
+            if row == source:
+                mine, copies = best, False
+        # One token at least is computed: its logits pick the next one.
+        cached = min(best if copies else mine, len(sequence.target) - 1)
+        slots.give(row, sequence)
+        slots.load(row, sequence, cached)
+        if copies:
+            slots.cache.copy_prefix(source, [row], cached)
+        sequence.state = State.RUNNING
+        if sequence.cached is None:
+            sequence.cached = cached
+        return True
+
+    def _follow(self, sequence: Sequence, leader: Sequence) -> bool | None:
+        own = sequence.session.row
+        row = own if own >= 0 else self._slots.take()
+        if row < 0:
+            return None
+        self._slots.give(row, sequence)
+        self._slots.load(row, sequence, 0)
+        sequence.state = State.FOLLOWING
+        if sequence.cached is None:
+            sequence.cached = len(sequence.target)
+        leader.followers.append(sequence)
+        return True

@@ -1,0 +1,433 @@
+"""One forward pass of the actor's own module over a step's tokens, with keys and values in a cache of slots.
+
+All tokens of one engine step travel through the model as ONE packed sequence `[1, N]`: no padding in any linear
+layer. Only in the attention, which is plugged into transformers' attention interface, are they taken apart again:
+tokens whose row needs just one token (decoding) read the cache's rows in place; longer pieces (prompts, tool answers)
+are padded within groups of similar length.
+
+Grouped-query attention folds the query heads that share a key-value head into the query length: keys and values
+are never repeated, which is most of the time that decoding a small model would otherwise take.
+
+Shapes: `S` rows (slots) of the cache, `M` positions; `N` tokens of the step, `H` query heads, `K` key-value heads,
+`G = H / K`, `D` head dimension, `L` cache positions that are looked at, `Q` longest piece of a group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from verl_mt.errors import ConfigError, EngineError
+
+NAME = "verl_mt_slots"
+_LEN_MULTIPLE = 16
+_BLOCK_ROWS = 32
+_SPLIT_BELOW = 0.8
+"""Decoding rows are split into blocks when that leaves less than this share of the positions to look at."""
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_ROW_CHUNK = 16
+_LEN_CHUNK = 64
+
+
+class KVCache:
+    """Keys and values of every layer, `[S, K, M, D]` each.
+
+    A layer's tensors are made at its first write, from the shape of what is written, so no model config is read.
+    Memory is zeroed when it is made: a masked position has weight 0, and 0 times an uninitialised NaN is NaN.
+    """
+
+    def __init__(self, max_rows: int, max_len: int):
+        self.max_rows = max_rows
+        self.max_len = _round_up(max_len, _LEN_CHUNK)
+        self.num_rows = 0
+        self.length = 0
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def reserve(self, num_rows: int, length: int) -> bool:
+        """Make room for `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
+        rows, positions = self.num_rows, self.length
+        if num_rows > rows:
+            rows = min(self.max_rows, _round_up(max(num_rows, rows * 3 // 2), _ROW_CHUNK))
+        if length > positions:
+            positions = min(self.max_len, _round_up(max(length, positions * 3 // 2), _LEN_CHUNK))
+        if (rows, positions) == (self.num_rows, self.length):
+            return False
+        self.num_rows, self.length = rows, positions
+        for store in (self._keys, self._values):
+            for layer, old in store.items():
+                new = old.new_zeros(rows, old.shape[1], positions, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                store[layer] = new
+        return True
+
+    def write(
+        self, layer: int, rows: torch.Tensor, positions: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store keys and values `[N, K, D]` of N tokens at (`rows[N]`, `positions[N]`)."""
+        key, value = kv
+        if layer not in self._keys:
+            self._keys[layer] = key.new_zeros(self.num_rows, key.shape[1], self.length, key.shape[2])
+            self._values[layer] = value.new_zeros(self.num_rows, value.shape[1], self.length, value.shape[2])
+        self._keys[layer][rows, :, positions] = key
+        self._values[layer][rows, :, positions] = value
+
+    def view(self, layer: int, first: int, last: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[last - first, K, length, D]` of consecutive rows, without a copy."""
+        return self._keys[layer][first:last, :, :length], self._values[layer][first:last, :, :length]
+
+    def gather(self, layer: int, rows: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[len(rows), K, length, D]` of any rows (a copy)."""
+        return self._keys[layer][:, :, :length][rows], self._values[layer][:, :, :length][rows]
+
+    def copy_prefix(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of one row into others."""
+        if length == 0 or not targets:
+            return
+        for tensor in (*self._keys.values(), *self._values.values()):
+            prefix = tensor[source, :, :length]
+            for first, last in _runs(targets):
+                tensor[first:last, :, :length] = prefix
+
+    def swap(self, rows_a: np.ndarray, rows_b: np.ndarray, length: int) -> None:
+        """Exchange rows pairwise, up to `length` positions. No row may appear twice."""
+        a, b = torch.from_numpy(np.concatenate([rows_a, rows_b])), torch.from_numpy(np.concatenate([rows_b, rows_a]))
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[a.to(tensor.device), :, :length] = tensor[:, :, :length][b.to(tensor.device)]
+
+    def release(self) -> None:
+        """Give the memory back; everything stored is lost."""
+        self.num_rows = self.length = 0
+        self._keys.clear()
+        self._values.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _runs(rows: list[int]) -> list[tuple[int, int]]:
+    """Consecutive runs [first, last) of a set of rows: slices copy faster than index lists."""
+    runs: list[tuple[int, int]] = []
+    for row in sorted(rows):
+        if runs and runs[-1][1] == row:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs
+
+
+@dataclass
+class _DecodeGroup:
+    """Tokens `begin:end` of the step, one per row, in rows `first:last` of the cache, perhaps with holes."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    length: int
+    inside: torch.Tensor | None
+    """Index of each token's row in `first:last`; None = no holes."""
+    mask: torch.Tensor
+    """[last - first, 1, 1, L], 0 or -inf."""
+
+
+@dataclass
+class _PieceGroup:
+    """Pieces of several tokens, padded to the longest of them."""
+
+    tokens: torch.Tensor
+    """[P, Q] index into the step's tokens; filler repeats token 0 of the piece."""
+    flat: torch.Tensor
+    """Index into the padded [P * Q] of every real token, in the order of `targets`."""
+    targets: torch.Tensor
+    rows: torch.Tensor
+    length: int
+    mask: torch.Tensor
+    """[P, 1, Q, L], True = visible."""
+
+
+class StepAttention:
+    """The layout of one engine step; handed to every attention layer of the model."""
+
+    def __init__(self, cache: KVCache, rows: np.ndarray, positions: np.ndarray, num_decode: int, device: torch.device):
+        """
+        Args:
+            cache: where keys and values live; must have room for every (row, position).
+            rows, positions: [N] where each token goes. The first `num_decode` are single tokens in ascending rows;
+                then come pieces: consecutive tokens of one row at consecutive positions.
+            num_decode: how many single tokens there are.
+            device: of the model.
+        """
+        self.cache = cache
+        self.device = device
+        self.rows = torch.from_numpy(rows).to(device)
+        self.positions = torch.from_numpy(positions).to(device)
+        self.layers_seen = 0
+        self._decode = self._plan_decode(rows[:num_decode], positions[:num_decode]) if num_decode else []
+        self._pieces = self._plan_pieces(rows, positions, num_decode)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float | None
+    ) -> torch.Tensor:
+        """Store the new keys and values `[1, K, N, D]`, then attend with `query` [1, H, N, D] -> [1, N, H, D]."""
+        self.layers_seen += 1
+        key, value = (x[0].transpose(0, 1) for x in kv)
+        self.cache.write(layer, self.rows, self.positions, (key, value))
+        num_kv_heads = key.shape[1]
+        q = query[0].transpose(0, 1)
+        q = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])
+        if len(self._decode) == 1 and not self._pieces:
+            out = self._attend_decode(self._decode[0], layer, q, scale)
+        else:
+            out = value.new_empty(*q.shape[:-1], value.shape[-1])
+            for single in self._decode:
+                out[single.begin : single.end] = self._attend_decode(single, layer, q[single.begin : single.end], scale)
+            for group in self._pieces:
+                out[group.targets] = self._attend_pieces(group, layer, q, scale)
+        return out.reshape(1, out.shape[0], -1, out.shape[-1])
+
+    def _plan_decode(self, rows: np.ndarray, positions: np.ndarray) -> list[_DecodeGroup]:
+        """One group, or blocks of rows where their lengths differ so much that padding would cost more."""
+        edges = np.arange(rows[0], rows[-1] + 1 + _BLOCK_ROWS, _BLOCK_ROWS)
+        cuts = np.unique(np.searchsorted(rows, edges))
+        spans = list(pairwise(cuts.tolist()))
+        cost = sum((rows[b - 1] + 1 - rows[a]) * self._length(positions[a:b]) for a, b in spans)
+        if cost > _SPLIT_BELOW * (rows[-1] + 1 - rows[0]) * self._length(positions):
+            spans = [(0, len(rows))]
+        return [self._decode_group(rows[a:b], positions[a:b], a) for a, b in spans]
+
+    def _decode_group(self, rows: np.ndarray, positions: np.ndarray, begin: int) -> _DecodeGroup:
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        length = self._length(positions)
+        visible = np.zeros(last - first, dtype=np.int64)
+        visible[rows - first] = positions
+        mask = torch.zeros(last - first, length)
+        mask.masked_fill_(torch.arange(length) > torch.from_numpy(visible)[:, None], float("-inf"))
+        holes = last - first != len(rows)
+        return _DecodeGroup(
+            begin=begin,
+            end=begin + len(rows),
+            first=first,
+            last=last,
+            length=length,
+            inside=torch.from_numpy(rows - first).to(self.device) if holes else None,
+            mask=mask.to(self.device)[:, None, None],
+        )
+
+    def _plan_pieces(self, rows: np.ndarray, positions: np.ndarray, start: int) -> list[_PieceGroup]:
+        if start == len(rows):
+            return []
+        # Pieces begin where the row changes; groups hold lengths within a factor of two of each other.
+        begins = np.flatnonzero(np.diff(rows[start:], prepend=-1)) + start
+        sizes = np.diff(begins, append=len(rows))
+        buckets = np.ceil(np.log2(sizes)).astype(np.int64)
+        return [
+            self._piece_group(rows, positions, begins[buckets == bucket], sizes[buckets == bucket])
+            for bucket in np.unique(buckets)
+        ]
+
+    def _piece_group(
+        self, rows: np.ndarray, positions: np.ndarray, begins: np.ndarray, sizes: np.ndarray
+    ) -> _PieceGroup:
+        offsets = np.arange(sizes.max())
+        real = offsets < sizes[:, None]
+        tokens = begins[:, None] + np.where(real, offsets, 0)
+        length = self._length(positions[tokens])
+        visible = np.arange(length) <= positions[tokens][..., None]
+        as_tensor = lambda array: torch.from_numpy(array).to(self.device)  # noqa: E731
+        return _PieceGroup(
+            tokens=as_tensor(tokens),
+            flat=as_tensor(np.flatnonzero(real)),
+            targets=as_tensor(tokens[real]),
+            rows=as_tensor(rows[begins]),
+            length=length,
+            mask=as_tensor(visible)[:, None],
+        )
+
+    def _length(self, positions: np.ndarray) -> int:
+        longest = int(positions.max()) + 1
+        return min(-(-longest // _LEN_MULTIPLE) * _LEN_MULTIPLE, self.cache.length)
+
+    def _attend_decode(self, group: _DecodeGroup, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """q [n, K, G, D] -> [n, K, G, D]; each token is its row's only query, so G takes the place of the length."""
+        key, value = self.cache.view(layer, group.first, group.last, group.length)
+        if group.inside is not None:
+            spread = q.new_zeros(group.last - group.first, *q.shape[1:])
+            spread[group.inside] = q
+            q = spread
+        mask = group.mask.to(q.dtype).expand(-1, 1, q.shape[2], -1)
+        out = scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        return out if group.inside is None else out[group.inside]
+
+    def _attend_pieces(self, group: _PieceGroup, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """q [N, K, G, D] -> [number of the group's tokens, K, G, D]."""
+        key, value = self.cache.gather(layer, group.rows, group.length)
+        pieces, longest = group.tokens.shape
+        _, kv_heads, share, dim = q.shape
+        padded = q[group.tokens].permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, share * longest, dim)
+        mask = group.mask[:, :, None].expand(-1, -1, share, -1, -1).reshape(pieces, 1, share * longest, -1)
+        out = scaled_dot_product_attention(padded, key, value, attn_mask=mask, scale=scale)
+        out = out.view(pieces, kv_heads, share, longest, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(pieces * longest, kv_heads, share, -1)[group.flat]
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' decoder layers call while the local engine runs a step.
+
+    Another thread that runs the same module meanwhile has no step of its own and gets plain SDPA attention.
+
+    Raises:
+        EngineError: the model's attention needs something that this engine does not compute.
+    """
+    step: StepAttention | None = kwargs.pop("slot_step", None)
+    if step is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise EngineError(
+                f"{type(module).__name__} uses {name!r} in its attention; the local engine has no such term"
+            )
+    return step.attend(module.layer_idx, query, (key, value), kwargs.get("scaling")), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, slot_attention)
+ALL_MASK_ATTENTION_FUNCTIONS[NAME] = sdpa_mask
+
+
+class PackedForward:
+    """Runs the actor's own module; leaves no trace in it.
+
+    Args:
+        module: a Hugging Face causal language model (or a wrapper that passes keyword arguments through).
+        max_model_len: the longest sequence it will see, in tokens.
+
+    Raises:
+        ConfigError: an architecture that the slot cache cannot hold (sliding windows, encoder-decoder, ...).
+    """
+
+    def __init__(self, module: torch.nn.Module, max_model_len: int):
+        self.module = module
+        self.config = module.config
+        check_architecture(module, max_model_len)
+        self.num_layers: int = self.config.num_hidden_layers  # type: ignore[union-attr, assignment]
+        self.vocab_size: int = self.config.vocab_size  # type: ignore[union-attr, assignment]
+        self._trained: list[torch.nn.Module] = []
+        # An explicit 4D mask stops transformers from building one: `slot_attention` ignores it.
+        self._no_mask = torch.zeros(1, 1, 1, 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is now."""
+        return next(self.module.parameters()).device
+
+    def enter_eval(self) -> None:
+        """Put every submodule in eval mode, and remember which ones were not. Does nothing when already in it."""
+        if not self._trained and self.module.training:
+            self._trained = [m for m in self.module.modules() if m.training]
+            for submodule in self._trained:
+                submodule.training = False
+
+    def leave_eval(self) -> None:
+        """Give every submodule the mode it had before `enter_eval`."""
+        for submodule in self._trained:
+            submodule.training = True
+        self._trained = []
+
+    def __call__(self, tokens: np.ndarray, step: StepAttention, wanted: np.ndarray) -> torch.Tensor:
+        """
+        Args:
+            tokens: [N] ids, in the layout that `step` describes.
+            step: where each token goes.
+            wanted: [W] indices of the tokens whose next-token logits are wanted.
+
+        Returns:
+            [W, V] logits in float32.
+
+        Raises:
+            EngineError: the model did not call the attention function once per layer.
+        """
+        config: Any = self.config
+        before = config._attn_implementation
+        config._attn_implementation = NAME
+        try:
+            output = self.module(
+                input_ids=torch.from_numpy(tokens).to(self.device)[None],
+                position_ids=step.positions[None],
+                attention_mask=self._no_mask.to(self.device),
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(wanted).to(self.device),
+                slot_step=step,
+            )
+        finally:
+            config._attn_implementation = before
+        if step.layers_seen != self.num_layers:
+            raise EngineError(
+                f"{type(self.module).__name__} called transformers' attention interface {step.layers_seen} times in a "
+                f"forward pass, expected {self.num_layers} (its number of layers): the local engine cannot cache it"
+            )
+        return output.logits[0].float()
+
+
+def check_architecture(module: torch.nn.Module, max_model_len: int) -> None:
+    """
+    Raises:
+        ConfigError: says what about the model cannot be served, and what to do.
+    """
+    config: Any = getattr(module, "config", None)
+    name = type(module).__name__
+    remedy = "; use another engine (actor_rollout_ref.rollout.name) for this model"
+    if config is None or not hasattr(config, "num_hidden_layers"):
+        raise ConfigError(f"the local engine needs a Hugging Face causal language model, got {name}")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "vision_config", None) is not None:
+        raise ConfigError(f"{name}: the local engine serves decoder-only text models{remedy}")
+    if not getattr(_unwrapped(module), "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{name} does not use transformers' attention interface, which the local engine needs{remedy}"
+        )
+    if "logits_to_keep" not in inspect.signature(_unwrapped(module).forward).parameters:
+        raise ConfigError(f"{name}.forward has no `logits_to_keep`, which the local engine needs{remedy}")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds == {"full_attention"} and getattr(config, "layer_types", None):
+        window = None
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other or (window is not None and window < max_model_len):
+        what = f"layers of type {', '.join(sorted(other))}" if other else f"a sliding window of {window} tokens"
+        raise ConfigError(
+            f"{name} has {what}; the local engine has full attention only, for max_model_len={max_model_len}{remedy}"
+        )
+
+
+def _unwrapped(module: torch.nn.Module) -> Any:
+    """The Hugging Face model inside a wrapper such as a PEFT model."""
+    inner: Any = module
+    while not hasattr(type(inner), "_supports_attention_backend"):
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif hasattr(inner, "module"):
+            inner = inner.module
+        else:
+            break
+    return inner
