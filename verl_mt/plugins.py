@@ -14,10 +14,10 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from verl_mt.errors import PluginError, error_text
 
@@ -27,13 +27,16 @@ T = TypeVar("T")
 class Registry(dict[str, T], Generic[T]):
     """A dict of named plug-ins of one kind; assignment registers: `rewards['mine'] = MyReward`.
 
+    A value may be a dotted path as text, which `find` and `load_object` import when it is asked for: so the core names
+    adapters that it never imports.
+
     Raises:
         PluginError: on assigning another object to a name that is taken (assigning the same object again,
             or one of the same qualified name from a re-imported file, is fine).
     """
 
-    def __init__(self, kind: str, items: dict[str, T] | None = None):
-        super().__init__(items or {})
+    def __init__(self, kind: str, items: Mapping[str, T | str] | None = None):
+        super().__init__(cast("dict[str, T]", items or {}))
         self.kind = kind
 
     def __setitem__(self, name: str, value: T) -> None:
@@ -52,7 +55,8 @@ class Registry(dict[str, T], Generic[T]):
             PluginError: unknown name; lists what exists.
         """
         if name in self:
-            return self[name]
+            value = self[name]
+            return load_object(value, what=f"{self.kind} {name}") if isinstance(value, str) else value
         raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
 
 
@@ -86,7 +90,7 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) 
     if not isinstance(path, str) or not path.strip():
         raise PluginError(f"{what}: expected a dotted path, got {path!r}")
     if registry is not None and path in registry:
-        return registry[path]
+        return registry.find(path)
     if registry is not None and "." not in path and ":" not in path:
         raise PluginError(
             f"{what}: unknown {registry.kind} {path!r}{suggest(path, registry)}. Registered: {listing(registry)}. "
@@ -160,6 +164,8 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
 
 
 def _identity(value: Any) -> str:
+    if isinstance(value, str):
+        return value.replace(":", ".")
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
 
 

@@ -22,7 +22,7 @@ from verl_mt.rollout.custom_generate import GenerateState, post
 from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tiny.problems import rows as problems
 from verl_mt.tools.calculator import Calculator
-from verl_mt.trainer.tracker import Tracker
+from verl_mt.trainer.tracking import Tracker
 
 SEEN: list[object] = []
 """What functions of one's own were given."""

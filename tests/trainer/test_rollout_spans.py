@@ -14,8 +14,8 @@ from command_lab import fit
 from verl_mt.config.compose import compose
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
-from verl_mt.trainer.rollout_spans import SPANS_FILE, OtlpLines, RolloutSpans
-from verl_mt.trainer.tracker import Background, TrackedRun
+from verl_mt.trackers.spans import SPANS_FILE, OtlpLines, RolloutSpans
+from verl_mt.trainer.tracking import Background, TrackedRun
 
 pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is not installed (pip install 'verl_mt[otel]')"
@@ -152,7 +152,7 @@ def test_a_collector_gets_them_over_http(collector, tmp_path):
 
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    spans = RolloutSpans.open(run_at(tmp_path), to_file=False)
+    spans = RolloutSpans.to_collector(run_at(tmp_path))
     spans.trajectories(1, group(trajectory(), trajectory()))
     spans.close("finished")
     ((path, headers, body),) = collector.requests
@@ -166,7 +166,7 @@ def test_a_collector_gets_them_over_http(collector, tmp_path):
 @pytest.mark.slow
 def test_a_collector_that_refuses_is_counted_and_said_once(collector, tmp_path, caplog):
     collector.status = 403
-    spans = Background(RolloutSpans.open(run_at(tmp_path), to_file=False), "otel")
+    spans = Background(RolloutSpans.to_collector(run_at(tmp_path)), "otel")
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             spans.trajectories(step, group(trajectory()))

@@ -22,11 +22,10 @@ from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.rollout_table import COLUMNS
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import Registry
+from verl_mt.trackers.mlflow import mlflow_name
+from verl_mt.trackers.tensorboard import as_written
 from verl_mt.trainer import tracking
-from verl_mt.trainer.track_mlflow import mlflow_name
-from verl_mt.trainer.track_tensorboard import as_written
-from verl_mt.trainer.tracker import Background, TrackedRun, Tracker
-from verl_mt.trainer.tracking import build_trackers, require_trackers
+from verl_mt.trainer.tracking import Background, TrackedRun, Tracker, build_trackers, require_trackers
 
 CONFIG = {"trainer": {"seed": 0}, "reward": {"kwargs": {"api_key": "***"}}, "empty": {}}
 

@@ -1,31 +1,151 @@
-"""Where numbers go: `metrics.jsonl` always; TensorBoard, W&B, MLflow, spans and trackers of one's own by config."""
+"""Where numbers go: `metrics.jsonl` always; TensorBoard, W&B, MLflow, spans and trackers of a user by config.
+
+Each tracker works in a thread of its own, so that a server that is down never holds a run up.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.run_files import NO_ROOM, append_metrics, disk_refused, truncate_metrics
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.diagnostics.rollout_table import rollout_table
+from verl_mt.diagnostics.rollout_table import RolloutTable, rollout_table
 from verl_mt.errors import CheckpointError, ConfigError, error_text
 from verl_mt.plugins import Registry, load_object
-from verl_mt.trainer.rollout_spans import RolloutSpans
-from verl_mt.trainer.track_mlflow import MLflow
-from verl_mt.trainer.track_tensorboard import TensorBoard
-from verl_mt.trainer.track_wandb import Wandb
-from verl_mt.trainer.tracker import Background, Outcome, TrackedRun, Tracker
 
 log = logging.getLogger(__name__)
 
+Outcome = Literal["finished", "stopped", "failed"]
+"""How a run ended: at its last step, by Ctrl-C with a checkpoint, or with an error."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about the run when it is made."""
+
+    folder: Path
+    """The run directory; a tracker keeps there what it needs to go on in the same curves."""
+    project: str
+    name: str
+    config: dict[str, Any]
+    """The resolved configuration, secrets redacted."""
+    resume_step: int | None = None
+    """Last step that stays; None = nothing was logged before, or none of it stays."""
+
+
+class Tracker:
+    """Takes what a run reports. A subclass overrides what its service can show; the rest is left out.
+
+    Made as `Class(TrackedRun)`. Every call comes from one thread, in order. What a call raises is counted and said
+    once; the run goes on.
+    """
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """The numbers of a step."""
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        """A few rollouts to read; `name` is `train`, `val` or `val_greedy`."""
+
+    def trajectories(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """All trajectories of a rollout, as soon as it is over; not to be changed."""
+
+    def close(self, outcome: Outcome) -> None:
+        """The last call."""
+
+
+class Background(Tracker):
+    """A tracker that works in a thread of its own.
+
+    Args:
+        tracker: does the work.
+        name: as `trainer.logger` spells it.
+        capacity: calls that may wait; what comes beyond them is dropped and counted.
+        patience_s: how long `close` waits for the calls that are left.
+    """
+
+    def __init__(self, tracker: Tracker, name: str, *, capacity: int = 256, patience_s: float = 60.0):
+        self.name = name
+        self.failures = 0
+        self._tracker, self._patience_s = tracker, patience_s
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(capacity)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._later(lambda: self._tracker.log(step, metrics))
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        self._later(lambda: self._tracker.table(step, name, table))
+
+    def trajectories(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        self._later(lambda: self._tracker.trajectories(step, groups))
+
+    def close(self, outcome: Outcome) -> None:
+        """Work off what waits, at most `patience_s`."""
+        deadline = time.monotonic() + self._patience_s
+        try:
+            self._calls.put(lambda: self._tracker.close(outcome), timeout=self._patience_s)
+            self._calls.put(None, timeout=max(0.0, deadline - time.monotonic()))
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            pass  # said below: the thread still lives
+        if self._thread.is_alive():
+            log.warning(
+                "tracker %s: %d calls were not written within %.0f s of the run's end",
+                self.name, self._calls.qsize() + 1, self._patience_s,
+            )  # fmt: skip
+
+    def _later(self, call: Callable[[], None]) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._failed(f"{self._calls.maxsize} calls wait already")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except BaseException as error:  # in this thread a SystemExit would end it, and lose all that follows
+                self._failed(error_text(error, named=True))
+
+    def _failed(self, what: str) -> None:
+        with self._lock:
+            self.failures += 1
+            first = self.failures == 1
+        if first:
+            log.warning(
+                "tracker %s failed (%s); the run goes on, and trackers/%s/failures in metrics.jsonl counts the losses",
+                self.name, redact(what), self.name,
+            )  # fmt: skip
+
+
 trackers: Registry[Callable[[TrackedRun], Tracker]] = Registry(
-    "tracker", {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+    "tracker",
+    {
+        "tensorboard": "verl_mt.trackers.tensorboard:TensorBoard",
+        "wandb": "verl_mt.trackers.wandb:Wandb",
+        "mlflow": "verl_mt.trackers.mlflow:MLflow",
+    },
 )
 """What `trainer.logger` may name, beside a dotted path; `trackers['mine'] = MyTracker` in a plug-in adds one."""
+
+_SPANS = {
+    "otel": "verl_mt.trackers.spans:RolloutSpans.to_collector",
+    "otel_file": "verl_mt.trackers.spans:RolloutSpans.to_file",
+}
+"""What `rollout.trace.backend` may name."""
 
 _ALWAYS_THERE = ("console", "file")
 """The display's business, and `metrics.jsonl`."""
@@ -127,7 +247,7 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
     made: list[Background] = []
     wanted = [(name, _find(name)) for name in dict.fromkeys(config.logger) if name not in _ALWAYS_THERE]
     if spans is not None:
-        wanted.append((spans, lambda run: RolloutSpans.open(run, to_file=spans == "otel_file")))
+        wanted.append((spans, load_object(_SPANS[spans], what="actor_rollout_ref.rollout.trace.backend")))
     for name, make in wanted:
         try:
             made.append(Background(make(run), re.split(r"[.:]", name)[-1]))
@@ -150,23 +270,9 @@ def _find(name: str) -> Callable[[TrackedRun], Tracker]:
 
 
 def _require(package: str, what: str, extra: str) -> None:
-    import importlib
-
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
             f"{what}, which needs a package that is not installed ({error.name}): pip install 'verl_mt[{extra}]'"
         ) from error
-
-
-__all__ = [
-    "JsonLines",
-    "Outcome",
-    "TrackedRun",
-    "Tracker",
-    "Trackers",
-    "build_trackers",
-    "is_timing",
-    "require_trackers",
-]

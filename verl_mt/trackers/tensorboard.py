@@ -8,7 +8,7 @@ import threading
 import yaml
 
 from verl_mt.diagnostics.rollout_table import RolloutTable
-from verl_mt.trainer.tracker import Outcome, TrackedRun, Tracker
+from verl_mt.trainer.tracking import Outcome, TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from verl_mt.diagnostics.rollout_table import RolloutTable
-from verl_mt.trainer.tracker import Outcome, TrackedRun, Tracker
+from verl_mt.trainer.tracking import Outcome, TrackedRun, Tracker
 
 STEP = "trainer/step"
 _EXIT_CODES: dict[Outcome, int] = {"finished": 0, "failed": 1, "stopped": 255}

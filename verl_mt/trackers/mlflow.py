@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from verl_mt.diagnostics.rollout_table import RolloutTable
-from verl_mt.trainer.tracker import Outcome, TrackedRun, Tracker
+from verl_mt.trainer.tracking import Outcome, TrackedRun, Tracker
 
 T = TypeVar("T")
 _STATUS: dict[Outcome, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

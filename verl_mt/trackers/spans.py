@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_mt.data.trajectory import TimeSpan, Trajectory, TrajectoryGroup
-from verl_mt.trainer.tracker import Outcome, TrackedRun, Tracker
+from verl_mt.trainer.tracking import Outcome, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -60,13 +60,16 @@ class RolloutSpans(Tracker):
         self._tracer = provider.get_tracer("verl_mt.rollout")
 
     @classmethod
-    def open(cls, run: TrackedRun, *, to_file: bool) -> RolloutSpans:
-        """To `spans.jsonl` of the run directory, or by OTLP over HTTP to where OTEL_EXPORTER_OTLP_ENDPOINT says.
+    def to_file(cls, run: TrackedRun) -> RolloutSpans:
+        """To `spans.jsonl` of the run directory."""
+        return cls(OtlpLines(run.folder / SPANS_FILE, keep=run.resume_step is not None), run.name)
+
+    @classmethod
+    def to_collector(cls, run: TrackedRun) -> RolloutSpans:
+        """By OTLP over HTTP to where OTEL_EXPORTER_OTLP_ENDPOINT says.
 
         Endpoint, headers (they hold secrets) and timeouts come from OpenTelemetry's own environment variables.
         """
-        if to_file:
-            return cls(OtlpLines(run.folder / SPANS_FILE, keep=run.resume_step is not None), run.name)
         from opentelemetry.exporter.otlp.proto.http import trace_exporter
 
         # It would log every failed attempt; ours are counted, and said once.
