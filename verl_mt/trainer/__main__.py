@@ -17,7 +17,7 @@ def train(config: Config) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if config.trainer.dry_run:
-        from verl_mt.trainer.doctor import report
+        from verl_mt.doctor.checks import report
 
         raise SystemExit(report(config))
     trainer = build_trainer(config)

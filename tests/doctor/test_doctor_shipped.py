@@ -13,8 +13,9 @@ import pytest
 from doctor_faults import tiny_copy
 
 from verl_mt.config.compose import compose
+from verl_mt.doctor import resources
+from verl_mt.doctor.checks import examine
 from verl_mt.engines.sglang import options
-from verl_mt.trainer.doctor import examine, resource_checks
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ def test_a_shipped_configuration_raises_no_alarm(config, tmp_path, monkeypatch, 
     monkeypatch.chdir(REPO)  # recipes name files of their own relative to it
     monkeypatch.setenv("SEARCH_URL", search_url)
     monkeypatch.setattr(options, "require_sglang", lambda: None)
-    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
     overrides = [*stand_ins(config, tmp_path), f"trainer.default_local_dir={tmp_path / 'run'}"]
     found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))
     assert [f for f in found if f.status != "ok"] == []

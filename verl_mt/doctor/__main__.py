@@ -20,12 +20,12 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     try:
         config = config_of_command(words, None, "verl_mt.doctor")
     except VerlMTError as error:
-        from verl_mt.trainer.doctor import report_uncomposed  # torch and transformers take seconds
+        from verl_mt.doctor.checks import report_uncomposed  # torch and transformers take seconds
 
         return report_uncomposed(error, console)
     if config is None:
         return 0
-    from verl_mt.trainer.doctor import report
+    from verl_mt.doctor.checks import report
 
     return report(config, console)
 

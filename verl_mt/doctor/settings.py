@@ -11,9 +11,8 @@ import yaml
 
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
-from verl_mt.trainer.doctor.findings import Note, error, ok, warning
-from verl_mt.trainer.doctor.subject import Subject
 from verl_mt.trainer.run_directory import preview
 from verl_mt.trainer.tracking import require_trackers
 
@@ -29,7 +28,7 @@ _CHANGES_THE_SAMPLER = (
 """SGLang's options after which its log-probs are not those of the trainer's weights."""
 
 
-def plugins(subject: Subject) -> Iterator[Note]:
+def plugins(subject: Subject) -> Iterator[Finding]:
     """Plug-in files import, and trackers are installed."""
     import_plugins(subject.config.external_plugins)
     trainer = subject.config.trainer
@@ -43,7 +42,7 @@ def plugins(subject: Subject) -> Iterator[Note]:
         )
 
 
-def engine(subject: Subject) -> Iterator[Note]:
+def engine(subject: Subject) -> Iterator[Finding]:
     """The inference engine can be started here, and the devices exist."""
     config, trainer = subject.config, subject.config.trainer
     name = subject.rollout.name
@@ -82,7 +81,7 @@ def engine(subject: Subject) -> Iterator[Note]:
     )
 
 
-def ratios(subject: Subject) -> Iterator[Note]:
+def ratios(subject: Subject) -> Iterator[Finding]:
     """What samples is what is trained, or the difference is corrected."""
     rollout, actor = subject.rollout, subject.config.actor_rollout_ref.actor
     model = subject.config.actor_rollout_ref.model
@@ -112,7 +111,7 @@ def ratios(subject: Subject) -> Iterator[Note]:
     yield ok(f"sampled at T={rollout.temperature:g} over the whole vocabulary, {corrections}")
 
 
-def splits(subject: Subject) -> Iterator[Note]:
+def splits(subject: Subject) -> Iterator[Finding]:
     """Where a conversation becomes several records, ratios of whole sequences are of parts of it."""
     chat, rollout = subject.known_chat, subject.rollout
     reasons = []
@@ -141,7 +140,7 @@ def splits(subject: Subject) -> Iterator[Note]:
     yield ok(f"several records from {' and '.join(reasons)}" if reasons else "one record per conversation")
 
 
-def run_directory(subject: Subject) -> Iterator[Note]:
+def run_directory(subject: Subject) -> Iterator[Finding]:
     """Where the run would write: a new directory, or one that it would go on in. Nothing is made."""
     snapshot = yaml.safe_load(config_to_yaml(subject.config))
     yield ok(preview(subject.config.trainer, snapshot))

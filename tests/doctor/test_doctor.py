@@ -12,12 +12,12 @@ from command_lab import environment
 from doctor_faults import FAULTS, QUICK
 from rich.console import Console
 
-from verl_mt import doctor as doctor_command
 from verl_mt.config.compose import compose
+from verl_mt.doctor import resources
+from verl_mt.doctor.__main__ import main
+from verl_mt.doctor.checks import CHECKS, examine
+from verl_mt.doctor.findings import Check, Finding, error, ok, run_checks, warning
 from verl_mt.errors import ConfigError
-from verl_mt.trainer import doctor
-from verl_mt.trainer.doctor import CHECKS, estimate, resource_checks
-from verl_mt.trainer.doctor.findings import Check, Finding, error, ok, run_checks, warning
 
 pytestmark = pytest.mark.slow  # many configurations
 
@@ -30,7 +30,7 @@ def findings(overrides: list[str], *names: str) -> list[Finding]:
     for check in reversed(checks):
         if check.name in wanted:
             wanted |= set(check.needs)
-    return doctor.examine(compose([*FEW, *overrides]), [c for c in checks if not names or c.name in wanted])
+    return examine(compose([*FEW, *overrides]), [c for c in checks if not names or c.name in wanted])
 
 
 def one(found: list[Finding], check: str, status: str) -> Finding:
@@ -55,7 +55,7 @@ def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_disk_is_compared_with_the_checkpoints_that_are_kept(monkeypatch, tmp_path):
     """A checkpoint of the shipped model is 10.6 MB; one more is on the disk while it is written."""
-    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 35_000_000}))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 35_000_000}))
     run = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.rollout_rows=False", "trainer.export_at_end=False"]
     found = one(findings([*run, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null"], "disk"), "disk", "error")
     assert "61 checkpoint(s)" in found.text
@@ -64,7 +64,7 @@ def test_the_disk_is_compared_with_the_checkpoints_that_are_kept(monkeypatch, tm
 
 
 def test_memory_that_is_not_there_is_an_error_that_names_what_takes_it(monkeypatch):
-    monkeypatch.setattr(estimate, "available_memory", lambda: 5e6)
+    monkeypatch.setattr(resources, "available_memory", lambda: 5e6)
     found = one(findings([], "memory"), "memory", "error")
     assert "activations" in found.text
     assert "ppo_max_token_len" in found.fix
@@ -140,7 +140,7 @@ def test_every_check_needs_only_earlier_ones():
 
 def test_a_configuration_that_does_not_compose_is_a_line_of_the_list_and_everything_else_is_skipped():
     out = io.StringIO()
-    status = doctor_command.main(
+    status = main(
         ["trainer.total_steps=3", "actor_rollout_ref.rollout.top_p=0.9"], console=Console(file=out, width=200)
     )
     assert status == 2
@@ -153,7 +153,7 @@ def test_a_configuration_that_does_not_compose_is_a_line_of_the_list_and_everyth
 def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
-    assert doctor_command.main([], console=Console(file=out, width=200)) == 0
+    assert main([], console=Console(file=out, width=200)) == 0
     assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
     said = " ".join(out.getvalue().split())
     assert "4 trajectories, 4 finished; reward of the scripted answer: 0" in said

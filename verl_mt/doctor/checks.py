@@ -1,0 +1,54 @@
+"""The list of checks, and the two reports: of a configuration, and of one that does not compose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from verl_mt.config.schema import Config
+from verl_mt.doctor import conversation, resources, settings
+from verl_mt.doctor.findings import Check, Finding, Subject, run_checks, show
+from verl_mt.errors import VerlMTError
+from verl_mt.trainer import build
+
+CHECKS: tuple[Check, ...] = (
+    Check("plug-ins and trackers", settings.plugins),
+    Check("model", resources.model),
+    Check("chat template", conversation.template, ("model",)),
+    Check("vocabulary", resources.vocabulary, ("chat template",)),
+    Check("stop tokens", conversation.stop_tokens, ("chat template",)),
+    Check("engine", settings.engine, ("plug-ins and trackers", "chat template")),
+    Check("tools", conversation.tools, ("plug-ins and trackers",)),
+    Check("tool calls", conversation.tool_calls, ("plug-ins and trackers", "chat template", "tools")),
+    Check("interactions", conversation.interactions, ("plug-ins and trackers",)),
+    Check("reward", conversation.reward, ("plug-ins and trackers",)),
+    Check("rows", conversation.rows, ("plug-ins and trackers",)),
+    Check("prompts", conversation.prompts, ("chat template", "tools", "reward", "rows")),
+    Check("rollout", conversation.rollout, ("stop tokens", "tool calls", "interactions", "prompts")),
+    Check("sampling and ratios", settings.ratios),
+    Check("records", settings.splits, ("chat template",)),
+    Check("steps", conversation.schedule, ("rows",)),
+    Check("run directory", settings.run_directory),
+    Check("disk", resources.disk, ("model", "rows")),
+    Check("memory", resources.memory, ("model",)),
+    Check("time", resources.step_time, ("model", "prompts")),
+)
+"""In the order of the list; a check needs only earlier ones."""
+
+
+def examine(config: Config, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """All findings for one configuration. Makes no files."""
+    build.prepare_process(config)
+    return list(run_checks(checks, Subject(config)))
+
+
+def report(config: Config, console: Console | None = None) -> int:
+    """Examine and print. Returns the exit status: 0, or 2 where something is wrong."""
+    return show([Finding("ok", "composes", check="configuration"), *examine(config)], console)
+
+
+def report_uncomposed(error: VerlMTError, console: Console | None = None) -> int:
+    """Print the list of a configuration that does not compose. Returns the exit status, 2."""
+    skipped = [Finding("skipped", "needs configuration", check=check.name) for check in CHECKS]
+    return show([Finding("error", str(error), check="configuration"), *skipped], console)

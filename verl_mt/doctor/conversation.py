@@ -1,0 +1,326 @@
+"""What a conversation meets on its way: template, end of turn, tools and calls that are read back, interactions; rows,
+prompts, reward and the steps they make; and a whole rollout on an engine whose turns are a script: one tool call with
+made-up arguments, then an answer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from verl_mt.chat.mismatch_causes import Cause, closed_opening
+from verl_mt.chat.parser_fit import require_parser, written_call
+from verl_mt.chat.parsers import get_parser
+from verl_mt.data.dataset import load_rows
+from verl_mt.data.requests import GenerationRequest
+from verl_mt.data.trajectory import Status, Trajectory
+from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.errors import DataError, EngineError
+from verl_mt.interactions.registry import load_interactions
+from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.limits import is_multi_turn
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
+from verl_mt.trainer import build_data, build_rollout
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MAX_PROMPTS, _SAMPLES = 2, 2
+_MAX_TURNS_WITH_CALLS = 1
+_LIMIT_S = 120.0
+_ANSWER = "The answer is 1.\n#### 1"
+
+
+def template(subject: Subject) -> Iterator[Finding]:
+    """Tokenizer and chat template load, and can render what the run asks of them."""
+    chat = subject.chat = build_rollout.build_chat(subject.config)
+    history = chat.capabilities.history
+    words = f"rewrites history: {', '.join(history)}" if history else "only appends (measured on three plain turns)"
+    yield ok(f"{type(chat.tokenizer).__name__} with {len(chat.tokenizer)} tokens; the template {words}")
+    if chat.capabilities.uses_clock:
+        yield warning(
+            "the chat template reads the clock: the prompts of two days differ, and a resumed run is another one",
+            "give the date as actor_rollout_ref.model.template_kwargs, or a custom_chat_template without it",
+        )
+
+
+def stop_tokens(subject: Subject) -> Iterator[Finding]:
+    """Turns end where the template says, and what ends them besides exists."""
+    chat, rollout = subject.known_chat, subject.rollout
+    ends = chat.stop_token_ids
+    if not ends:
+        yield error(
+            "neither the template nor the model's generation_config names a token that ends a turn: every turn would "
+            "be cut by length",
+            f"set {_ROLLOUT}.stop_token_ids, or repair the model folder's generation_config.json (eos_token_id)",
+        )
+        return
+    size = len(chat.tokenizer)
+    unknown = [i for i in rollout.stop_token_ids if not 0 <= i < size]
+    if unknown:
+        yield error(
+            f"{_ROLLOUT}.stop_token_ids: {unknown} are no tokens of this tokenizer, which has {size}",
+            "give ids of this tokenizer; tokenizer.convert_tokens_to_ids finds them",
+        )
+    for text in rollout.stop:
+        if any(text in chat.decode([i]) for i in ends):
+            yield warning(
+                f"{_ROLLOUT}.stop holds {text!r}, which is the text of a token that ends turns anyway",
+                "leave it out: looking for strings costs time at every token",
+            )
+    written = ", ".join(f"{chat.decode([i])!r} ({i})" for i in sorted(ends)[:4])
+    yield ok(f"a turn ends at {written}")
+
+
+def tools(subject: Subject) -> Iterator[Finding]:
+    """The YAML's tools are made."""
+    found = subject.tools = build_rollout.build_tools(subject.config)
+    if found is None:
+        yield ok("none are configured")
+        return
+    yield ok(", ".join(found.names))
+
+
+def tool_calls(subject: Subject) -> Iterator[Finding]:
+    """A call as the template writes it is read back by the parser."""
+    rollout, chat = subject.rollout, subject.known_chat
+    driven = rollout.custom_generate_function_path or rollout.agent_function_path
+    if subject.tools is None or driven or not is_multi_turn(subject.config):
+        yield ok("no calls to read" if driven is None else "the function of your own reads them")
+        return
+    name = rollout.multi_turn.tool_parser
+    note = require_parser(chat, name, get_parser(name))
+    if note is not None:
+        yield warning(note, f"give {_ROLLOUT}.multi_turn.tool_parser that reads the form your model writes")
+        return
+    written = written_call(chat)
+    how = "a grammar that a prompt teaches" if written is None else "a call that the template writes comes back whole"
+    yield ok(f"{name}: {how}")
+
+
+def interactions(subject: Subject) -> Iterator[Finding]:
+    """The YAML's interactions are made."""
+    path = subject.rollout.interaction_config_file
+    subject.interactions = load_interactions(path) if path else {}
+    yield ok(", ".join(subject.interactions) or "none are configured")
+
+
+def reward(subject: Subject) -> Iterator[Finding]:
+    """The reward loads."""
+    wanted = subject.config.reward
+    subject.reward = load_reward(wanted.path, name=wanted.name, kwargs=wanted.kwargs, timeout_s=wanted.timeout_s)
+    yield ok(wanted.path or "by the rows' data_source")
+
+
+def rows(subject: Subject) -> Iterator[Finding]:
+    """The files are there and every row has the columns that it needs."""
+    data = subject.config.data
+    columns: dict[str, Any] = {"prompt_key": data.prompt_key, "label_key": data.label_key}
+    subject.train = load_rows(
+        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **columns
+    )
+    yield ok(f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}")
+    if data.val_files is not None:
+        found = load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **columns)
+        yield ok(f"{sum(len(s.rows) for s in found)} validation rows")
+
+
+def prompts(subject: Subject) -> Iterator[Finding]:
+    """A few rows become prompts; their rows' own arguments fit the tools, and something scores them."""
+    builder = build_data.build_prompts(subject.config, subject.known_chat, subject.tools)
+    few = subject.few()
+    try:
+        kept = builder.keep(few)
+    except DataError as raised:
+        yield error(str(raised), "")
+        return
+    subject.prompts = [prompt for row in kept if (prompt := builder.build(row)) is not None]
+    longest = max(len(p.ids) for p in subject.prompts)
+    yield ok(f"{len(few)} rendered, the longest has {longest} tokens (limit {builder.max_prompt_length})")
+    if builder.num_filtered * 5 > len(few):
+        yield warning(
+            f"{builder.num_filtered} of the first {len(few)} prompts are over-long and would be left out",
+            "raise data.max_prompt_length, or shorten prompts and tool schemas",
+        )
+    assert subject.reward is not None
+    for prompt in subject.prompts:
+        subject.reward.check(prompt.row)
+
+
+def schedule(subject: Subject) -> Iterator[Finding]:
+    """The rows make the steps that are asked for, and the schedule fits into them."""
+    config, trainer = subject.config, subject.config.trainer
+    batch, steps = config.data.train_batch_size, subject.total_steps
+    if trainer.val_only:
+        yield ok("validation only")
+        return
+    if steps == 0 and trainer.total_training_steps != 0:
+        yield error(
+            f"data.train_batch_size={batch} with {subject.num_rows} rows and trainer.total_epochs="
+            f"{trainer.total_epochs} is not one step",
+            "lower the batch size, raise total_epochs, or give more rows",
+        )
+        return
+    wanted = trainer.total_training_steps
+    if wanted is not None and steps < wanted:
+        yield warning(
+            f"trainer.total_training_steps={wanted}, but the rows end after {steps} steps",
+            "raise trainer.total_epochs, or lower total_training_steps",
+        )
+    optim = config.actor_rollout_ref.actor.optim
+    updates = steps * (batch // (config.actor_rollout_ref.actor.ppo_mini_batch_size or batch))
+    if optim.lr_warmup_steps >= updates > 0:
+        yield warning(
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} of {updates} updates: the peak rate is never reached",
+            "lower actor_rollout_ref.actor.optim.lr_warmup_steps",
+        )
+    if optim.lr == 0:
+        yield warning("the learning rate is 0: nothing will change", "set actor_rollout_ref.actor.optim.lr")
+    sequences = batch * subject.rollout.n
+    if sequences % subject.num_ranks:
+        yield warning(
+            f"{sequences} sequences over {subject.num_ranks} ranks do not come out even: some ranks wait for others",
+            "choose data.train_batch_size x rollout.n as a multiple of the ranks",
+        )
+    if config.data.val_files is None:
+        yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples; nothing is validated")
+    else:
+        yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples")
+
+
+def rollout(subject: Subject) -> Iterator[Finding]:
+    """Rows go through tools, interaction, limits, masks and reward as in a run; only the model is a script."""
+    found = _roll_out(subject)
+    failed = [t for t in found if t.status in (Status.FAILED, Status.ABORTED)]
+    if failed:
+        reason = (failed[0].error or "no error was recorded").strip().splitlines()[-1]
+        yield error(
+            f"{len(failed)} of {len(found)} trajectories {failed[0].status}: {reason}",
+            "a run would count them and train without them; repair what raised",
+        )
+        return
+    yield from _tool_trouble(subject, found)
+    idle = [t for t in found if not t.trainable]
+    if idle:
+        yield error(
+            f"{len(idle)} of {len(found)} trajectories have no trained token (stop reason {idle[0].stop_reason})",
+            "look at actor_rollout_ref.rollout.multi_turn.loss_scale, and at masks that the generate function sets",
+        )
+    counted = [cause for t in found if t.sanity for cause in t.sanity["counted"] or ()]
+    meant = any(t.sanity and Cause.GENERATION_PROMPT in t.sanity["causes"] for t in found)
+    if meant:
+        yield ok(
+            f"earlier turns keep {closed_opening(subject.known_chat.generation_prompt_text)!r}, which the template's "
+            "generation prompt writes and its rendering of finished turns does not show (docs/multiturn.md)"
+        )
+    if counted:
+        yield warning(
+            f"the sanity check finds a mismatch: {counted[0]}",
+            "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
+        )
+    stops = Counter(str(t.stop_reason) for t in found)
+    rewards = sorted({f"{t.reward:.4g}" for t in found if t.reward is not None})
+    yield ok(
+        f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}; "
+        f"reward of the scripted answer: {', '.join(rewards) or 'none'}"
+    )
+
+
+def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding]:
+    counted: Counter[str] = Counter()
+    for trajectory in found:
+        counted.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})
+    names = subject.tools.names if subject.tools is not None else ()
+    for name in names:
+        broken, calls = counted[f"tools/{name}/errors"], counted[f"tools/{name}/calls"]
+        if broken:
+            said = next((_text(m) for t in found for m in t.messages if m["role"] == "tool"), "")
+            yield warning(
+                f"tool {name}: {broken:.0f} of {calls:.0f} calls failed: {said[:200]}",
+                "start the server that it asks, or repair it: a model cannot learn to use a tool that always fails",
+            )
+    full = [t for t in found if t.stop_reason == "context_full"]
+    if full:
+        yield warning(
+            "the result of the first tool call does not fit into the response: such a conversation ends there",
+            "raise actor_rollout_ref.rollout.response_length or max_model_len, or lower "
+            "multi_turn.max_tool_response_tokens",
+        )
+
+
+def _roll_out(subject: Subject) -> list[Trajectory]:
+    config = subject.scratch_config()
+    config.trainer.debug_mode = "save"
+    if config.actor_rollout_ref.rollout.response_length < 1024:
+        # The script is not the model: its answer is short, its call has the length that the arguments have.
+        config.actor_rollout_ref.rollout.max_tokens_per_turn = None
+    engine = ScriptedEngine(_Script(subject), decode=subject.known_chat.decode)
+    runner = build_rollout.build_runner(config, subject.known_chat, subject.tools, None, engine)
+    stream = RolloutStream(runner)
+    begun = time.monotonic()
+
+    def watch() -> None:
+        if time.monotonic() - begun > _LIMIT_S:
+            raise EngineError(f"the rollout on the scripted engine was not over after {_LIMIT_S:.0f} s")
+
+    try:
+        stream.start(RolloutPlan(subject.prompts[:_MAX_PROMPTS], _SAMPLES, "doctor"))
+        groups = stream.collect("doctor", watch)
+    finally:
+        stream.close(runner.context.engine.close)
+    return [t for group in groups for t in group.trajectories]
+
+
+class _Script:
+    """The first turn of each conversation calls a tool, where there is one; later ones answer."""
+
+    def __init__(self, subject: Subject):
+        self._chat = subject.known_chat
+        self._turns: Counter[str] = Counter()
+        self._end = min(self._chat.stop_token_ids)
+        self._call: str | None = None
+        if subject.tools is not None and subject.rollout.agent_function_path is None:
+            schema = subject.tools.schemas()[0]
+            written = written_call(self._chat, tool=schema, arguments=example_arguments(schema))
+            self._call = None if written is None else written.text
+            if written is not None and not written.in_reasoning and self._chat.prefilled_reasoning:
+                self._call = f"\n</think>\n\n{written.text}"
+
+    def __call__(self, request: GenerationRequest) -> ScriptedTurn:
+        self._turns[request.session_id] += 1
+        text = self._call if self._turns[request.session_id] <= _MAX_TURNS_WITH_CALLS else None
+        if text is None:
+            text = f"{'1</think>' if self._chat.prefilled_reasoning else ''}{_ANSWER}"
+        ids = [*self._chat.encode_text(text, neutral=False), self._end]
+        return ScriptedTurn(ids, None, "stop", [-0.1] * len(ids))
+
+
+def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Some arguments that fit a tool's schema."""
+    parameters = schema["function"].get("parameters") or {}
+    required = parameters.get("required") or list(parameters.get("properties") or {})
+    return {name: _example(parameters["properties"][name]) for name in required if name in parameters["properties"]}
+
+
+def _example(schema: dict[str, Any]) -> Any:
+    for key in ("const", "default"):
+        if schema.get(key) is not None:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return _example(schema[key][0])
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "array":
+        return [_example(schema.get("items") or {})] * max(1, schema.get("minItems", 1))
+    if kind == "object":
+        return {name: _example(schema["properties"][name]) for name in schema.get("required") or ()}
+    return {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1.0), "boolean": True}.get(kind, "1")
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else str(content)
