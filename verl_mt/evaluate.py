@@ -39,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     try:
         config = _config(args, overrides)
-        from verl_mt.trainer import evaluation  # after the config is known to be right: torch takes seconds
+        from verl_mt.trainer import inference  # after the config is known to be right: torch takes seconds
 
-        return evaluation.chat(config, args.system) if args.chat else evaluation.evaluate(config, args.out)
+        return inference.chat(config, args.system) if args.chat else inference.evaluate(config, args.out)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import DataError
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator
 
 
 def record(turns: list[int], first_turn: int = 1) -> TrajectoryRecord:

@@ -12,7 +12,7 @@ from verl_mt.config.policy_loss import PolicyLossOptions
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator
 
 LOSSES = next(f for f in PolicyLossOptions.__dataclass_fields__.values() if f.name == "loss_mode").metadata["choices"]
 STEPS = (

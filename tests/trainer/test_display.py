@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from verl_mt.trainer.display import Display
+from verl_mt.trainer.run_log import Display
 
 
 def display() -> tuple[Display, io.StringIO]:

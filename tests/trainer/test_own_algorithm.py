@@ -11,7 +11,7 @@ from command_lab import NO_VALIDATION, fit
 from verl_mt.algorithms.advantages import grpo
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
-from verl_mt.trainer.own_estimator import own_per_token, own_per_trajectory
+from verl_mt.trainer.advantage_step import own_estimator
 
 SOURCE = """
 import torch
@@ -54,7 +54,8 @@ def estimate(file: str, name: str) -> torch.Tensor:
         },
         batch_size=[3],
     )
-    return own_per_trajectory(AlgorithmConfig(adv_estimator=f"{file}:{name}"))(batch, rewards)
+    per_trajectory, _ = own_estimator(AlgorithmConfig(adv_estimator=f"{file}:{name}"))
+    return per_trajectory(batch, rewards)
 
 
 def test_rewards_and_groups_reach_it(file):
@@ -62,8 +63,9 @@ def test_rewards_and_groups_reach_it(file):
 
 
 def test_the_name_of_its_second_parameter_says_which_form_it_is(file):
-    assert own_per_token(AlgorithmConfig(adv_estimator=f"{file}:mine")) is None
-    by_token = own_per_token(AlgorithmConfig(adv_estimator=f"{file}:by_token", gamma=0.5))
+    assert own_estimator(AlgorithmConfig(adv_estimator=f"{file}:mine"))[1] is None
+    per_trajectory, by_token = own_estimator(AlgorithmConfig(adv_estimator=f"{file}:by_token", gamma=0.5))
+    assert per_trajectory is None
     mask = torch.tensor([[True, True, True], [True, False, False]])
     rewards = torch.tensor([[0.0, 0.0, 4.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     advantages, _ = by_token(rewards, torch.zeros_like(rewards), mask)

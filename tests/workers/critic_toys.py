@@ -14,7 +14,7 @@ from verl_mt.config.critic import CriticConfig, CriticOptimConfig
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.modeling.values import ValueHead, ValueModel
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 
 

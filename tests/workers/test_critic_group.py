@@ -14,7 +14,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig, AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.values import ValueModel
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.workers.setup import AlgorithmNeeds
 from verl_mt.workers.worker_group import InlineWorkerGroup, build_worker_group
 

@@ -20,6 +20,8 @@ _COUNTED = (
 
 _OF_THE_REWARD = ("mean", "std", "max", "min", "without_format")
 """Names under `reward/` that a reward function's own keys must not take."""
+_MAX_CACHE_TURNS = 8
+"""Turns whose prefix cache has a number of its own."""
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
@@ -71,6 +73,27 @@ def validation_metrics(groups: Sequence[TrajectoryGroup], suffix: str) -> dict[s
     )
     metrics[f"val/failed{suffix}"] = sum(t.status in (Status.FAILED, Status.ABORTED) for t in trajectories)
     return metrics
+
+
+def prefix_cache_by_turn(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """`rollout/prefix_cache_hit_rate_turn_<k>`: cached tokens over input tokens of the k-th assistant turn.
+
+    Turns beyond the eighth are one number, `..._turn_9_on`: a rate that falls from one turn to the next says that the
+    engine evicts conversations while their tools work.
+    """
+    cached: dict[int, float] = defaultdict(float)
+    asked: dict[int, float] = defaultdict(float)
+    for trajectory in trajectories:
+        for name, amount in trajectory.counters.items():
+            kind, _, turn = name.partition("/")
+            if kind in ("cached_tokens", "input_tokens") and turn:
+                (cached if kind == "cached_tokens" else asked)[min(int(turn), _MAX_CACHE_TURNS + 1)] += amount
+    return {
+        f"rollout/prefix_cache_hit_rate_turn_{turn if turn <= _MAX_CACHE_TURNS else f'{turn}_on'}": cached[turn]
+        / asked[turn]
+        for turn in sorted(asked)
+        if asked[turn]
+    }
 
 
 def total_failure(groups: Sequence[TrajectoryGroup]) -> str | None:

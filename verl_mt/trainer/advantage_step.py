@@ -1,21 +1,40 @@
-"""The step between a scored batch and its update: values, the KL penalty, advantages."""
+"""The step between a scored batch and its update: values, the KL penalty, advantages.
+
+Which estimator fills them in is chosen once, by `advantage_estimator`: one of the shipped ones, or a function of the
+user's, `algorithm.adv_estimator=my_estimators.py:my_estimator`. The parameters of such a function say what it is:
+`(rewards, groups, ...)` has one reward per trajectory and the number of each one's group; `(rewards, mask, ...)` has
+the rewards of single tokens, over the sampled tokens of each trajectory.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.algorithms.advantages import by_name as advantage_estimators
+from verl_mt.algorithms.advantages import gdpo, remax
+from verl_mt.algorithms.aggregate import tokens_per_trajectory
+from verl_mt.algorithms.gae import discounted_returns, gae, whiten_tokens
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.kl_control import KLControl
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.algorithms.streams import Streams
+from verl_mt.config.kl_control import read_kl_control
+from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
+from verl_mt.errors import ConfigError, DataError, UserCodeError, error_text
+from verl_mt.plugins import load_object, names_code
 from verl_mt.workers.worker_group import WorkerGroup
+
+_KEY = "algorithm.adv_estimator"
+_FORMS = "expected (rewards, groups, ...) or (rewards, mask, ...)"
 
 TrajectoryEstimator = Callable[[TensorDict, Tensor], Tensor]
 """(batch, rewards_N) -> advantages_N."""
@@ -130,3 +149,127 @@ def _over_trajectories(batch: TensorDict, values_BT: Tensor) -> Tensor:
     _, index_B = torch.unique(batch[columns.TRAJECTORY_INDEX], return_inverse=True)
     sums = values_BT.new_zeros(int(index_B.max()) + 1)
     return sums.index_add(0, index_B, values_BT.sum(1))
+
+
+def advantage_estimator(config: AlgorithmConfig, workers: WorkerGroup | None = None) -> AdvantageStep:
+    """What fills in the batch's advantages.
+
+    Args:
+        config: `algorithm`.
+        workers: for values and log-probs; None where neither is asked for.
+    """
+    per_trajectory, per_token = _estimators(config)
+    penalty = None
+    if config.use_kl_in_reward:
+        options = read_kl_control(config.kl_ctrl)
+        target = options.target_kl if options.type == "adaptive" else None
+        penalty = RewardPenalty(config.kl_penalty, KLControl(options.kl_coef, target, options.horizon))
+    return AdvantageStep(per_trajectory, per_token, workers, penalty)
+
+
+Estimators = tuple[TrajectoryEstimator | None, TokenEstimator | None]
+"""One of the two."""
+
+
+def _estimators(config: AlgorithmConfig) -> Estimators:
+    if names_code(config.adv_estimator):
+        return own_estimator(config)
+    per_token = {"gae": _with_critic, "reinforce_plus_plus": _reinforce_plus_plus}.get(config.adv_estimator)
+    if per_token is not None:
+        return None, partial(per_token, config)
+    if config.adv_estimator == "remax":
+        return _remax, None
+    if config.adv_estimator == "gdpo":
+        return partial(_gdpo, config.gdpo_reward_weights), None
+    return partial(_compare, config), None
+
+
+def _with_critic(config: AlgorithmConfig, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    advantages, returns = gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+    return whiten_tokens(advantages, mask), returns
+
+
+def _reinforce_plus_plus(
+    config: AlgorithmConfig, rewards: Tensor, values: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    returns = discounted_returns(rewards, mask, gamma=config.gamma)
+    return whiten_tokens(returns, mask), returns
+
+
+def _compare(config: AlgorithmConfig, batch: TensorDict, rewards_N: Tensor) -> Tensor:
+    """The estimators that compare a group's rewards; each gets what it takes."""
+    estimate = advantage_estimators[config.adv_estimator]
+    known = {
+        "norm_by_std": config.norm_adv_by_std_in_grpo,
+        "tokens_N": tokens_per_trajectory(batch[columns.LOSS_MASK], batch[columns.TRAJECTORY_INDEX])[0],
+    }
+    takes = inspect.signature(estimate).parameters
+    group_index_N = columns.trajectory_rewards(batch)[1]
+    return estimate(rewards_N, group_index_N, **{k: v for k, v in known.items() if k in takes})
+
+
+def _remax(batch: TensorDict, rewards_N: Tensor) -> Tensor:
+    """A prompt whose greedy rollout failed has nothing to be compared with: 0."""
+    if columns.GREEDY_REWARDS not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        raise DataError(
+            "algorithm.adv_estimator=remax: these rollouts have no greedy answer to be compared with; save them with "
+            "remax (trainer.debug_rollout_data), or train on them with another estimator"
+        )
+    greedy_N = batch[columns.GREEDY_REWARDS][columns.first_rows(batch)]
+    return remax(rewards_N, torch.where(torch.isnan(greedy_N), rewards_N, greedy_N)).float()
+
+
+def _gdpo(weights: dict[str, float], batch: TensorDict, rewards_N: Tensor) -> Tensor:
+    parts_NK = columns.reward_parts(batch, list(weights))
+    return gdpo(parts_NK, columns.trajectory_rewards(batch)[1], weights_K=torch.tensor(list(weights.values())))
+
+
+def own_estimator(config: AlgorithmConfig) -> Estimators:
+    """A function of the user's as the trainer calls it; it gets those of the offered keyword arguments that it takes.
+
+    Raises:
+        ConfigError: the name leads to no function, or to one with other parameters.
+    """
+    path = config.adv_estimator
+    function = load_object(path, what=_KEY)
+    if not callable(function):
+        raise ConfigError(f"{_KEY}={path} is a {type(function).__name__}, expected a function")
+    names = list(inspect.signature(function).parameters)
+    if len(names) < 2:
+        raise ConfigError(f"{_KEY}={path} takes {', '.join(names) or 'nothing'}; {_FORMS}")
+
+    discounts = {name: getattr(config, name) for name in ("gamma", "lam") if name in names}
+
+    def per_token(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        advantages = _call(path, function, (rewards, mask), discounts)
+        # Nothing learns from returns: there is no critic.
+        return torch.where(mask, advantages, torch.zeros_like(advantages)), rewards
+
+    def per_trajectory(batch: TensorDict, rewards_N: Tensor) -> Tensor:
+        offered = {
+            "norm_by_std": config.norm_adv_by_std_in_grpo,
+            "tokens": tokens_per_trajectory(batch[columns.LOSS_MASK], batch[columns.TRAJECTORY_INDEX])[0],
+            "batch": batch,
+        }
+        groups_N = columns.trajectory_rewards(batch)[1]
+        given = {name: value for name, value in offered.items() if name in names[2:]}
+        return _call(path, function, (rewards_N, groups_N), given).float()
+
+    return (None, per_token) if names[1].startswith("mask") else (per_trajectory, None)
+
+
+def _call(path: str, function: Callable[..., Any], tensors: tuple[Tensor, Tensor], offered: dict[str, Any]) -> Tensor:
+    try:
+        found = function(*tensors, **offered)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserCodeError(f"{_KEY}={path} raised {error_text(error, named=True)}") from error
+    if not isinstance(found, Tensor) or found.shape != tensors[0].shape:
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise UserCodeError(f"{_KEY}={path} returned {got}; expected advantages of shape {tuple(tensors[0].shape)}")
+    if not torch.isfinite(found).all():
+        place = (~torch.isfinite(found)).nonzero()[0].tolist()
+        bad = found[tuple(place)].item()
+        raise UserCodeError(f"{_KEY}={path} returned {bad} at {place}: advantages must be finite")
+    return found

@@ -23,6 +23,7 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.token_text import token_text
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
+from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
@@ -30,13 +31,13 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
 from verl_mt.interactions.registry import pick_interaction
 from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins, plugin_names
+from verl_mt.plugins import import_plugins, names_code, plugin_names
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
-from verl_mt.trainer.build_advantages import advantage_estimator, algorithm_needs
+from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.trainer.build_data import RunData, load_data, notes, require_same_rows
 from verl_mt.trainer.build_rollout import (
     build_fitting_chat,
@@ -51,14 +52,13 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.config_reads import reads_recorded, refuse_silent_keys, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
-from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
-from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
-from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
-from verl_mt.workers.setup import Placement
+from verl_mt.workers.own_loss import load_own_loss
+from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
@@ -112,7 +112,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             sanity=runner.context.sanity,
             log=log,
             pad_token_id=pad_token_id(chat),
-            selection=Selection.from_config(config),
+            selection=_selection(config),
             model=model,
             rows=data.fingerprint,
         )
@@ -174,14 +174,21 @@ def prepare_process(config: Config) -> None:
 
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     """The actor / ref worker group that the YAML declares."""
-    trainer = config.trainer
+    trainer, loss = config.trainer, read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    if names_code(loss.loss_mode):
+        load_own_loss(loss.loss_mode, tuple(loss.own))  # a mistake in it is found before anything slow
     return build_worker_group(
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,
         total_steps=total_steps,
         device=device_of(trainer.device) if trainer.placement == "inline" else trainer.device,
         seed=trainer.seed,
-        algorithm=algorithm_needs(config),
+        algorithm=AlgorithmNeeds(
+            rollout_correction=config.algorithm.rollout_correction,
+            kl_in_reward=config.algorithm.use_kl_in_reward,
+            critic=config.critic if config.algorithm.adv_estimator == "gae" else None,
+            critic_warmup=trainer.critic_warmup,
+        ),
         placement=Placement(
             kind=trainer.placement,
             nnodes=trainer.nnodes,
@@ -213,6 +220,21 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_batch_size=data.val_batch_size,
         total_steps=total,
         greedy_too=config.algorithm.adv_estimator == "remax",
+    )
+
+
+def _selection(config: Config) -> Selection:
+    """What `algorithm.filter_groups`, `algorithm.filter_overlong` and `reward.overlong_buffer` ask for."""
+    groups, buffer = config.algorithm.filter_groups, config.reward.overlong_buffer
+    one_by_one = groups.enable and config.algorithm.adv_estimator == "gdpo"
+    return Selection(
+        metric=groups.metric if groups.enable else None,
+        max_gen_batches=groups.max_num_gen_batches,
+        overlong_buffer=buffer.len if buffer.enable else None,
+        overlong_factor=buffer.penalty_factor,
+        max_length=config.actor_rollout_ref.rollout.response_length,
+        filter_overlong=config.algorithm.filter_overlong,
+        several=tuple(config.algorithm.gdpo_reward_weights) if one_by_one else (),
     )
 
 

@@ -36,7 +36,7 @@ LATER: dict[str, tuple[str, ...]] = {
             "use_sampler_log_probs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
         )
     ),
-    "verl_mt.trainer.build_advantages": ("algorithm.norm_adv_by_std_in_grpo",),
+    "verl_mt.trainer.advantage_step": ("algorithm.norm_adv_by_std_in_grpo",),
     "verl_mt.trainer.ppo_trainer": ("trainer.val_before_train", "trainer.val_only"),
 }  # fmt: skip
 """Room or module -> keys that it reads when a step needs them, whatever the configuration."""
@@ -51,10 +51,10 @@ _LATER_IF: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = (
     (lambda c: c.algorithm.adv_estimator == "gae", "verl_mt.workers", ("critic.",)),
     (
         lambda c: c.algorithm.adv_estimator in PER_TOKEN,
-        "verl_mt.trainer.build_advantages",
+        "verl_mt.trainer.advantage_step",
         ("algorithm.gamma", "algorithm.lam"),
     ),
-    (lambda c: c.algorithm.use_kl_in_reward, "verl_mt.trainer.build_advantages", ("algorithm.kl_", _REF)),
+    (lambda c: c.algorithm.use_kl_in_reward, "verl_mt.trainer.advantage_step", ("algorithm.kl_", _REF)),
     (lambda c: c.algorithm.filter_groups.enable, "verl_mt.trainer.dynamic_sampling", ("algorithm.filter_groups.",)),
     (lambda c: _function_of_ones_own(c) is not None, "code of your own (args)", ("data.", _ROLLOUT, "reward.")),
 )

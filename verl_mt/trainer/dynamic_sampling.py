@@ -16,7 +16,6 @@ from tensordict import TensorDict
 
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.algorithms.shaping import has_signal, soft_overlong_penalty
-from verl_mt.config.schema import Config
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import total_failure
@@ -52,21 +51,6 @@ class Selection:
     """The parts of a reward that advantages are made from one by one (GDPO); empty = they are made from their sum."""
     _counts: dict[str, float] = field(default_factory=dict)
     _warned: bool = False
-
-    @classmethod
-    def from_config(cls, config: Config) -> Selection:
-        """What `algorithm.filter_groups`, `algorithm.filter_overlong` and `reward.overlong_buffer` ask for."""
-        groups, buffer = config.algorithm.filter_groups, config.reward.overlong_buffer
-        one_by_one = groups.enable and config.algorithm.adv_estimator == "gdpo"
-        return cls(
-            metric=groups.metric if groups.enable else None,
-            max_gen_batches=groups.max_num_gen_batches,
-            overlong_buffer=buffer.len if buffer.enable else None,
-            overlong_factor=buffer.penalty_factor,
-            max_length=config.actor_rollout_ref.rollout.response_length,
-            filter_overlong=config.algorithm.filter_overlong,
-            several=tuple(config.algorithm.gdpo_reward_weights) if one_by_one else (),
-        )
 
     def shape(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Add the penalty on overlong responses to the rewards, once, and to their parts as `overlong`.

@@ -1,22 +1,39 @@
-"""A policy with its tools, limits and reward, and no training around it: for evaluation, demos and debugging."""
+"""A policy with its tools, limits and reward, and no training around it: for evaluation, demos and debugging.
+
+`evaluate` and `chat` are what `python -m verl_mt.evaluate` does: numbers on a data file, and a conversation.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
 from verl_mt.config.checks import check
 from verl_mt.config.schema import Config
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.conversation import Message
 from verl_mt.data.requests import SamplingParams
-from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.data.run_files import trajectory_to_row, write_rows
+from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
+from verl_mt.diagnostics.step_metrics import num_right, pass_at_k, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
+from verl_mt.errors import ConfigError, DataError, UserCodeError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.stream import RolloutStream
+from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
 
@@ -96,3 +113,168 @@ def _load(config: Config) -> Any:
         trust_remote_code=model.trust_remote_code,
         device=build.device_of(config.trainer.device),
     )
+
+
+def evaluate(config: Config, out: str | None) -> int:
+    """Sample every prompt of `data.val_files`, print the numbers, write them and the rollouts into `out`. Returns 0.
+
+    Raises:
+        VerlMTError: bad input, or not one trajectory survived.
+    """
+    if config.data.val_files is None:
+        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+    console = Console(stderr=True)
+    with Inference(config) as policy, console.status("sampling") as status:
+        prompts = policy.prompts()
+        progress = policy.runner.progress
+
+        def show_progress() -> None:
+            status.update(f"{progress.num_finished} of {len(prompts) * validation.n} conversations")
+
+        groups = policy.roll_out(
+            prompts, n=validation.n, sampling=build_rollout.validation_sampling(config), while_waiting=show_progress
+        )
+    failure = total_failure(groups)
+    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
+    metrics["val/prompts_left_out"] = policy.num_filtered
+    if failure is None:
+        _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
+    if policy.num_filtered:
+        limit = config.data.max_prompt_length
+        print(f"left out: {policy.num_filtered} prompt(s) longer than data.max_prompt_length={limit} tokens")
+    if out:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        write_rows(folder / "rollouts.jsonl", (trajectory_to_row(t, step=0) for g in groups for t in g.trajectories))
+        print(f"written to {folder}")
+    if failure is not None:
+        raise UserCodeError(f"nothing could be measured, all failed: {failure}")
+    return 0
+
+
+def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
+    """`val/pass_at_k` for the powers of two up to the samples per prompt."""
+    smallest = min(len(g.trajectories) for g in groups)
+    return {
+        f"val/pass_at_{k}": sum(pass_at_k(len(g.trajectories), num_right(g), k) for g in groups) / len(groups)
+        for k in (1, 2, 4, 8, 16, 32, 64, 128)
+        if k <= smallest
+    }
+
+
+def _show(metrics: dict[str, float], title: str) -> None:
+    table = Table(title=title)
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    Console().print(table)
+
+
+def chat(config: Config, system: str | None) -> int:
+    """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input."""
+    _lift_limits(config)
+    console = Console()
+    with Inference(config) as policy:
+        opening = _opening(policy, system)
+        for message in opening:
+            _print_message(console, message)
+        console.print("[dim]an empty line ends the conversation[/]")
+        conversation = _Conversation(policy, opening)
+        try:
+            # Lines are read in this thread: in another one, input() would keep Ctrl-C from ending the process.
+            while not conversation.over and (text := _read_line().strip()):
+                for message in policy.stream.call(conversation.say(text)):
+                    _print_message(console, message)
+                console.print(f"[dim]({conversation.stop_reason})[/]")
+        finally:
+            policy.stream.call(conversation.close())
+    return 0
+
+
+def _lift_limits(config: Config) -> None:
+    """Limits of one training trajectory do not fit a conversation with a person; the model's context remains."""
+    model, rollout, actor = (getattr(config.actor_rollout_ref, name) for name in ("model", "rollout", "actor"))
+    try:
+        loaded = AutoConfig.from_pretrained(
+            resolve_model_path(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor_rollout_ref.model.path {model.path!r} cannot be loaded: {error}") from error
+    longest = getattr(loaded, "max_position_embeddings", None)
+    if rollout.max_model_len is None and longest is not None:
+        rollout.max_model_len = min(longest, actor.ppo_max_token_len)
+    if rollout.max_model_len is not None:
+        rollout.response_length = rollout.max_model_len
+    rollout.multi_turn.max_assistant_turns = None
+    rollout.max_seconds = None
+
+
+def _opening(policy: Inference, system: str | None) -> list[Message]:
+    """The system message: as given, else that of the data, which the model was trained with."""
+    if system is not None:
+        return [{"role": "system", "content": system}] if system else []
+    if policy.config.data.val_files is None:
+        return []
+    policy.config.data.val_max_samples = 1
+    try:
+        rows = policy.prompts()
+    except DataError as error:
+        print(f"no system message: {error}", file=sys.stderr)
+        return []
+    return [dict(m) for m in rows[0].messages if m["role"] == "system"][:1]
+
+
+class _Conversation:
+    """One trajectory that goes on for as long as a person does."""
+
+    def __init__(self, policy: Inference, opening: list[Message]):
+        runner = policy.runner
+        self._context, self._opening = runner.context, opening
+        self._schemas = policy.tools.schemas() if runner.tools is not None and policy.tools is not None else []
+        self._trajectory = Trajectory("chat", "chat", "chat", "chat")
+        self._session = RolloutSession(runner.context, self._trajectory)
+        self._tools = runner.tools.open("chat", None) if runner.tools is not None else None
+        self.stop_reason: str = ""
+        self.over = False
+        """A limit was hit: nothing more fits."""
+        runner.context.engine.open_session("chat", 0)
+
+    async def say(self, text: str) -> list[Message]:
+        """What the model and its tools answer."""
+        message: Message = {"role": "user", "content": text}
+        if self._trajectory.records:
+            self._trajectory.stop_reason = None
+            self._session.extend([message])
+        else:
+            messages = [*self._opening, message]
+            self._session.start(self._context.chat.prompt_ids(messages, self._schemas or None), messages, self._schemas)
+        shown = len(self._trajectory.messages)
+        await run_tool_loop(self._session, self._tools, None)
+        self.stop_reason = str(self._trajectory.stop_reason)
+        self.over = self._trajectory.status is not Status.COMPLETED
+        return self._trajectory.messages[shown:]
+
+    async def close(self) -> None:
+        """Give back what tools and engine hold."""
+        self._context.engine.close_session("chat")
+        if self._tools is not None:
+            await self._tools.close()
+
+
+def _read_line() -> str:
+    try:
+        return input("you> ")
+    except EOFError:
+        return ""
+
+
+def _print_message(console: Console, message: Message) -> None:
+    calls = "".join(
+        f" -> {c['function']['name']}({json.dumps(c['function']['arguments'])})" for c in message.get("tool_calls", [])
+    )
+    style = {"assistant": "green", "tool": "yellow"}.get(message["role"], "dim")
+    text = f"{message['role']}> {message.get('content') or ''}{calls}"
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

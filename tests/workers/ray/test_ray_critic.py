@@ -11,7 +11,7 @@ from verl_mt.config.critic import CriticConfig, CriticOptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import CheckpointError
-from verl_mt.trainer.build_advantages import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.worker_group import build_worker_group
 
