@@ -24,14 +24,16 @@ import contextvars
 import functools
 import inspect
 import logging
+import math
+import selectors
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.errors import error_text
-from verl_mt.event_loops import HeldUp, LoopClock, Outcome, Reply, serve
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,13 @@ class CallTimeout(Exception):
 
 class NotAnException(RuntimeError):
     """Foreign code raised a `BaseException` (a SystemExit, a bare subclass); it is the `__cause__`."""
+
+
+@dataclass
+class HeldUp:
+    """Time that calls lost to other code; their deadlines do not count it, and no deadline of several calls should."""
+
+    seconds: float = 0.0
 
 
 def is_async_callable(function: Any) -> bool:
@@ -134,20 +143,27 @@ class UserCode:
         self, work: Callable[[], Any], timeout_s: float, held_up: HeldUp | None, *, repeatable: bool
     ) -> Any:
         asked_s, late = time.monotonic(), CallTimeout(f"timed out after {timeout_s:g} s")
-        call, counted = self._begin(work), False
+        call, given_back = self._begin(work), False
         try:
             while not await call.replies_within(timeout_s):
+                # Asked before the beat, which needs half a second: by then the loop may execute somebody else.
                 blocks = call.blocks(timeout_s)
                 if await call.lane.answers():
+                    # The loop is free. Either the call has not begun because the machine is slow, and waits on; or it
+                    # is late, by its own doing or because others had the loop. Time is given back once only, or a
+                    # loop that is always a little busy would let a call go on for ever.
                     if call.is_late(timeout_s):
-                        if blocks or counted or not call.gets_back(timeout_s):
+                        if blocks or given_back or not call.gets_back(timeout_s):
                             raise late
-                        counted = True
+                        given_back = True
                     continue
                 if not call.lane.shared:
+                    # A loop of its own: nobody else can hold it up, so it is the call that blocks.
                     if call.is_late(timeout_s):
                         raise late
                     continue
+                # The shared loop is blocked. Whose fault that is decides what becomes of this call: looked at again,
+                # for it may have begun, and begun to block, while the beat was waited for.
                 self._replace(call.lane)
                 blocks = blocks or call.blocks(timeout_s)
                 if call.withdraw() or (repeatable and not blocks):
@@ -194,13 +210,13 @@ class _Lane:
     """An event loop in a daemon thread. It ends when it is retired and its last call is over."""
 
     def __init__(self, name: str, *, shared: bool):
-        self.shared, self.clock = shared, LoopClock()
+        self.shared, self.clock = shared, _LoopClock()
         self.loop = asyncio.SelectorEventLoop(self.clock)
         self.loop.set_task_factory(self._new_task)
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[_Call]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._num_calls, self._retired = 0, False
-        self.thread = threading.Thread(target=serve, args=(self.loop,), daemon=True, name=name)
+        self.thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
         self.thread.start()
 
     def post(self, callback: Callable[..., Any], *args: Any) -> None:
@@ -225,17 +241,21 @@ class _Lane:
             self.post(self.loop.stop)
 
     async def answers(self) -> bool:
-        beat = Reply()
-        self.post(beat.send, Outcome())
+        beat = _Reply()
+        self.post(beat.send, _Outcome())
         await asyncio.wait({beat.future}, timeout=_GRACE_S)
         return beat.future.done()
 
     def running(self) -> _Call | None:
-        """The call whose code the loop executes now, in whatever task that call has made."""
+        """The call whose code the loop executes now, in whatever task that call has made.
+
+        Asked from another thread, so it is what was so a moment ago; `_Call.blocks` therefore also asks for how long.
+        """
         task = asyncio.current_task(self.loop)
         owner = None if task is None else self._owners.get(task)
         return None if owner is None else owner()
 
+    # A call's code may make tasks of its own (gather, wait_for); each carries the call's context and so its name.
     def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coroutine, loop=loop, **kwargs)
         if (call := _CALL.get()) is not None:
@@ -247,9 +267,9 @@ class _Call:
     """One call on a lane."""
 
     def __init__(self, lane: _Lane, work: Callable[[], Any]):
-        self.lane, self.reply, self._work = lane, Reply(), work
+        self.lane, self.reply, self._work = lane, _Reply(), work
         self._context = contextvars.copy_context()
-        self._task: asyncio.Task[Outcome] | None = None
+        self._task: asyncio.Task[_Outcome] | None = None
         self._lock = threading.Lock()
         self._begun_s: float | None = None
         self._lost_s = 0.0
@@ -265,10 +285,11 @@ class _Call:
             self._task = self.lane.loop.create_task(self._body())
             self._task.add_done_callback(lambda done: None if done.cancelled() else self.reply.send(done.result()))
 
-    async def _body(self) -> Outcome:
+    async def _body(self) -> _Outcome:
+        # Under the lock that `withdraw` takes: a call begins, or is withdrawn and begins elsewhere, and never both.
         with self._lock:
             if self._over:
-                return Outcome()
+                return _Outcome()
             self._lost_s, self._begun_s = self.lane.clock.lost_s(), time.monotonic()
         return await _run(self._work, (), {})
 
@@ -298,10 +319,10 @@ class _Call:
 
     async def comes_free(self, timeout_s: float) -> bool:
         """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
-        beat, ends = Reply(), self._patience_ends_s or time.monotonic() + _PATIENCE_S
+        beat, ends = _Reply(), self._patience_ends_s or time.monotonic() + _PATIENCE_S
         self._patience_ends_s = ends
         since_s = None if self.is_late(timeout_s) else self._begun_s
-        self.lane.post(beat.send, Outcome())
+        self.lane.post(beat.send, _Outcome())
         while not beat.future.done() and time.monotonic() < ends:
             mine, looked_s = self.lane.running() is self, time.monotonic()
             await asyncio.wait({beat.future}, timeout=min(_GRACE_S, timeout_s / 4))
@@ -328,6 +349,69 @@ class _Call:
         if not self.reply.future.done():
             self.lane.post(lambda: self._task.cancel() if self._task is not None else None)
         self.lane.leave()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a call returned or raised, on its way to another thread."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    def unwrap(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class _Reply:
+    """A future of the loop that waits, answered from another thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[_Outcome] = self._loop.create_future()
+
+    def send(self, outcome: _Outcome) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._set, outcome)
+
+    def _set(self, outcome: _Outcome) -> None:
+        if not self.future.done():
+            self.future.set_result(outcome)
+
+
+class _LoopClock(selectors.DefaultSelector):
+    """A loop's selector, which counts the time in which the loop served nobody who waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0.0, time.monotonic()
+        """Lost seconds, and the time after which all time is lost again: the loop executes code or wakes too late."""
+
+    def lost_s(self) -> float:
+        lost_s, since = self._count
+        return lost_s + max(0.0, time.monotonic() - since)
+
+    def busy_s(self) -> float:
+        """For how long the loop has executed code without a look at what else is due."""
+        return max(0.0, time.monotonic() - self._count[1])
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._count = self.lost_s(), math.inf if timeout is None else time.monotonic() + max(timeout, 0.0)
+        ready = super().select(timeout)
+        self._count = self.lost_s(), time.monotonic()
+        return ready
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then cancel what is left on it."""
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left))
+    loop.close()
 
 
 def user_code_of(target: Any, base: type, name: str) -> UserCode:
@@ -357,34 +441,36 @@ async def _with_deadline(awaitable: Any, timeout_s: float) -> Any:
         raise
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Outcome:
-    reply, context = Reply(), contextvars.copy_context()
+async def _in_thread(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> _Outcome:
+    reply, context = _Reply(), contextvars.copy_context()
 
     def work() -> None:
         try:
-            reply.send(Outcome(value=context.run(function, *args, **kwargs)))
+            reply.send(_Outcome(value=context.run(function, *args, **kwargs)))
         except BaseException as error:
-            reply.send(Outcome(error=_as_exception(error)))
+            reply.send(_Outcome(error=_as_exception(error)))
 
     threading.Thread(target=work, daemon=True, name=name).start()
     return await reply.future
 
 
-async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
     try:
         value = function(*args, **kwargs)
-        return Outcome(value=await value if inspect.isawaitable(value) else value)
+        return _Outcome(value=await value if inspect.isawaitable(value) else value)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return Outcome(error=_as_exception(error))
+        return _Outcome(error=_as_exception(error))
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             raise
-        return Outcome(error=NotAnException("raised KeyboardInterrupt"))
+        return _Outcome(error=NotAnException("raised KeyboardInterrupt"))
     except BaseException as error:
-        return Outcome(error=_as_exception(error))
+        return _Outcome(error=_as_exception(error))
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -20,7 +20,6 @@ from verl_mt.data.conversation import MalformedCall, ToolCall
 from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError, error_text, value_text
-from verl_mt.event_loops import HeldUp
 from verl_mt.plugins import listing
 from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
 from verl_mt.tools.limits import ConcurrencyLimit, ToolLimits
@@ -38,7 +37,7 @@ from verl_mt.tools.results import (
 )
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
-from verl_mt.user_code import CallTimeout, user_code_of
+from verl_mt.user_code import CallTimeout, HeldUp, user_code_of
 
 logger = logging.getLogger(__name__)
 

@@ -84,10 +84,14 @@ class CheckpointStore:
             with (partial / "state.pt").open("wb") as file:
                 files["state.pt"] = save_tensors(state, file)
                 _sync(file)
+            # Last of all: a folder without it is no checkpoint to anybody who reads.
             meta = {"schema_version": SCHEMA_VERSION, "step": step, "score": score, "files": files}
             with (partial / "meta.json").open("w") as file:
                 json.dump(meta | {"sha256": _digest_of(meta)}, file)
                 _sync(file)
+            # Every byte is on the disk before any name changes, for a rename may reach it before the data does. A
+            # folder that holds something cannot be replaced by a rename, so the old one steps aside: between the two
+            # renames `all` counts it under its other name, and a kill there loses nothing.
             if final.exists():
                 _remove(_aside(final))
                 final.rename(_aside(final))
@@ -146,6 +150,8 @@ class CheckpointStore:
         if self.keep is None:
             return
         best, found = self.best(), self.all()
+        # `reach` is counted back from the newest to a checkpoint that is really there: the one at or just before that
+        # step stays, and all after it, so that a way back of so many steps never ends between two checkpoints.
         reached = [p for p in found if step_of(p) <= step_of(found[-1]) - self.reach] if self.reach else found
         oldest = step_of(reached[-1] if reached else found[0])
         for old in found[: -self.keep]:

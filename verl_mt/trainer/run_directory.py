@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
+import itertools
 import os
 import shutil
 import socket
@@ -66,40 +67,27 @@ class RunDirectory:
             CheckpointError: an unfinished run there has another config (shows the difference), or the checkpoint
                 named by `resume_from_path` does not exist.
         """
-        wanted = wanted_directory(trainer)
-        with _usable(wanted):
-            return cls._open(trainer, wanted, config)
-
-    @classmethod
-    def _open(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
-        if _names_checkpoint(trainer):
-            return cls._resume_path(trainer, wanted, config)
-        for path in _numbered(wanted):
-            if _is_fresh(path):
-                return cls._fresh(path, config)
-            if _passed_over(path, trainer) is not None:
-                continue
-            _require_config(path)
-            lock = _try_lock(path)
-            if lock is None:
-                continue  # It began to train there a moment ago.
-            run = cls(path, None, lock)
-            try:
-                _refuse_changed_config(path, config, trainer)
-                run.resume_from = CheckpointStore(path / "checkpoints").latest()
-            except CheckpointError:
-                run.close()
-                raise
-            return run
+        with _usable(trainer):
+            source = _named_checkpoint(trainer)
+            for place in _places(trainer):
+                if place.fresh:
+                    opened = cls._begin(place.path, config)
+                    opened.resume_from = source and source.resolve()
+                    return opened
+                if place.refusal is None and (found := cls._go_on(place.path, trainer, config)) is not None:
+                    return found
         raise AssertionError("unreachable: the numbers do not end")
 
     @classmethod
-    def _fresh(cls, path: Path, config: dict[str, Any]) -> RunDirectory:
+    def _begin(cls, path: Path, config: dict[str, Any]) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         lock = _try_lock(path)
+        # Two runs that begin side by side both see a fresh directory; the lock lets one of them have it. The other ends
+        # here instead of taking the next number: they were given the same name, most likely by mistake.
         if lock is None:
             raise CheckpointError(f"{path} is in use by another process; choose another trainer.experiment_name")
         opened = cls(path, None, lock, _created=True)
+        # The config makes a directory this run's: until the rename it is fresh to whoever comes after a kill.
         partial = path / ".config.yaml"
         try:
             partial.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -110,12 +98,20 @@ class RunDirectory:
         return opened
 
     @classmethod
-    def _resume_path(cls, trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> RunDirectory:
-        source = _named_checkpoint(trainer)
-        fresh = next(path for path in _numbered(wanted) if _is_fresh(path))
-        opened = cls._fresh(fresh, config)
-        opened.resume_from = source.resolve()
-        return opened
+    def _go_on(cls, path: Path, trainer: TrainerConfig, config: dict[str, Any]) -> RunDirectory | None:
+        """The unfinished run there; None where another process took its lock a moment ago."""
+        _require_config(path)
+        lock = _try_lock(path)
+        if lock is None:
+            return None
+        run = cls(path, None, lock)
+        try:
+            _refuse_changed_config(path, config, trainer)
+            run.resume_from = CheckpointStore(path / "checkpoints").latest()
+        except CheckpointError:
+            run.close()
+            raise
+        return run
 
     def abandon(self) -> None:
         """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
@@ -152,30 +148,21 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
         CheckpointError: what it would refuse.
     """
     wanted = wanted_directory(trainer)
-    with _usable(wanted):
-        return _preview(trainer, wanted, config)
-
-
-def _preview(trainer: TrainerConfig, wanted: Path, config: dict[str, Any]) -> str:
-    parent = next(p for p in wanted.absolute().parents if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise CheckpointError(
-            f"cannot make the run directory {wanted}: {parent} is not writable; choose another "
-            "trainer.default_local_dir"
-        )
-    if _names_checkpoint(trainer):
+    with _usable(trainer):
+        parent = next(p for p in wanted.absolute().parents if p.exists())
+        if not os.access(parent, os.W_OK):
+            raise CheckpointError(
+                f"cannot make the run directory {wanted}: {parent} is not writable; choose another "
+                "trainer.default_local_dir"
+            )
         source = _named_checkpoint(trainer)
-        return f"{next(path for path in _numbered(wanted) if _is_fresh(path))}, new, from {source}"
-    for path in _numbered(wanted):
-        if _is_fresh(path):
-            break
-        if _passed_over(path, trainer) is not None:
-            continue
-        _require_config(path)
-        _refuse_changed_config(path, config, trainer)
-        latest = CheckpointStore(path / "checkpoints").latest()
-        return f"{path}, an unfinished run that goes on from {latest.name if latest is not None else 'its beginning'}"
-    return f"{path}, new"
+        place = next(place for place in _places(trainer) if place.refusal is None)
+        if place.fresh:
+            return f"{place.path}, new{f', from {source}' if source is not None else ''}"
+        _require_config(place.path)
+        _refuse_changed_config(place.path, config, trainer)
+        latest = CheckpointStore(place.path / "checkpoints").latest()
+        return f"{place.path}, an unfinished run that goes on from {latest.name if latest else 'its beginning'}"
 
 
 def other_directory(trainer: TrainerConfig) -> str | None:
@@ -184,34 +171,47 @@ def other_directory(trainer: TrainerConfig) -> str | None:
     Raises:
         CheckpointError: what is there cannot be read or locked.
     """
-    wanted = wanted_directory(trainer)
-    with _usable(wanted):
-        return _other_directory(trainer, wanted)
-
-
-def _other_directory(trainer: TrainerConfig, wanted: Path) -> str | None:
-    passed: list[str] = []
-    for path in _numbered(wanted):
-        reason = None if _is_fresh(path) else _passed_over(path, trainer)
-        if reason is None:
-            return f"{', '.join(passed)}: this run takes {path}" if passed else None
-        passed.append(f"{path} {reason}")
+    with _usable(trainer):
+        passed: list[str] = []
+        for place in _places(trainer):
+            if place.refusal is None:
+                return f"{', '.join(passed)}: this run takes {place.path}" if passed else None
+            passed.append(f"{place.path} {place.refusal}")
     raise AssertionError("unreachable: the numbers do not end")
 
 
 @contextlib.contextmanager
-def _usable(wanted: Path) -> Iterator[None]:
-    """What its file system refuses (a lock, too) is said with the key that names another."""
+def _usable(trainer: TrainerConfig) -> Iterator[None]:
+    """What its file system refuses (a lock, too) is said with the key that names another directory."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot make or read the run directory {wanted}: {error}; choose another trainer.default_local_dir"
+            f"cannot make or read the run directory {wanted_directory(trainer)}: {error}; choose another "
+            "trainer.default_local_dir"
         ) from error
 
 
-def _passed_over(path: Path, trainer: TrainerConfig) -> str | None:
-    """Why a run that may begin or go on in a directory that is not fresh does not; None if it does."""
+@dataclass(frozen=True)
+class _Place:
+    """A directory that a run may take: a fresh one, or one in which it goes on."""
+
+    path: Path
+    fresh: bool
+    refusal: str | None
+    """Why it takes neither; None if it may."""
+
+
+def _places(trainer: TrainerConfig) -> Iterator[_Place]:
+    """`runs/name`, `runs/name-2`, `runs/name-3`, ... without an end, as they are when they are asked for."""
+    wanted = wanted_directory(trainer)
+    for number in itertools.count(1):
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        fresh = _is_fresh(path)
+        yield _Place(path, fresh, None if fresh else _refusal(path, trainer))
+
+
+def _refusal(path: Path, trainer: TrainerConfig) -> str | None:
     if (holder := _holder(path)) is not None:
         return f"is in use by another trainer ({holder})"
     if (path / "FINISHED").exists():
@@ -233,7 +233,10 @@ def _names_checkpoint(trainer: TrainerConfig) -> bool:
     return trainer.resume_mode == "resume_path" or trainer.resume_from_path is not None
 
 
-def _named_checkpoint(trainer: TrainerConfig) -> Path:
+def _named_checkpoint(trainer: TrainerConfig) -> Path | None:
+    """The checkpoint that a run in a new directory begins from; None where none is asked for."""
+    if not _names_checkpoint(trainer):
+        return None
     source = Path(trainer.resume_from_path or "").expanduser()
     if not trainer.resume_from_path or not (source / "meta.json").is_file():
         raise CheckpointError(
@@ -243,21 +246,13 @@ def _named_checkpoint(trainer: TrainerConfig) -> Path:
     return source
 
 
-def _numbered(path: Path):
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.name}-{number}")
-        number += 1
-
-
 def _is_fresh(path: Path) -> bool:
     """Absent, empty, or left by a process that was killed before it had written its config."""
     return not path.exists() or all(p.name in (".lock", ".config.yaml") for p in path.iterdir())
 
 
 def _try_lock(path: Path) -> int | None:
-    """The lock dies with its process, also under SIGKILL."""
+    """The lock's file handle; None where somebody else holds it. It dies with its process, also under SIGKILL."""
     handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while True:
