@@ -8,8 +8,7 @@ import pytest
 from run_lab import Lab
 
 from verl_mt.data.trajectory import TrajectoryRecord
-from verl_mt.report.blocks import blocks_of
-from verl_mt.report.summary import BOUNDARY_TOKENS, describe, tool_calls
+from verl_mt.report.summary import BOUNDARY_TOKENS, blocks_of, describe, tool_calls
 from verl_mt.report.token_columns import TokenColumns
 
 

@@ -8,71 +8,16 @@ import hashlib
 import html
 import importlib.util
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_mt.errors import ConfigError
-from verl_mt.report.encode import EncodedFile, pack
-from verl_mt.report.run_reader import Run, section
+from verl_mt.report.collect import Contents
 
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = ("dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "app.js")
-
-
-@dataclass
-class Contents:
-    """What the page shows: a manifest, and blocks by id (a hash of their bytes)."""
-
-    blocks: dict[str, bytes] = field(default_factory=dict)
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    def add_run(self, run: Run, label: str, files: Sequence[EncodedFile], problems: Sequence[str] = ()) -> None:
-        """Add a run with its rollout files."""
-        parts = [
-            {
-                "split": part.split,
-                "step": part.step,
-                "count": part.count,
-                "lines": self._block(part.lines),
-                "details": self._block(part.details),
-                "tokens": self._block(part.tokens),
-            }
-            for file in files
-            for part in file.parts
-        ]
-        trainer = section(run.config, "trainer")
-        model = section(run.config, "actor_rollout_ref", "model").get("path")
-        critical = {str(file.parts[0].step): file.critical for file in files if file.critical and file.parts}
-        self.runs.append(
-            {
-                "label": label,
-                "path": str(run.path),
-                "finished": run.finished,
-                "problems": [*run.problems, *problems, *(p for file in files for p in file.problems)],
-                "total_steps": trainer.get("total_training_steps"),
-                "model": model,
-                "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",
-                "metrics": self._block(pack(run.metrics)),
-                "critical": self._block(pack(critical)),
-                "texts": self._block(pack({str(k): v for k, v in run.token_texts.items()})),
-                "parts": parts,
-            }
-        )
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        return {"runs": self.runs}
-
-    def _block(self, packed: bytes) -> str:
-        name = hashlib.sha256(packed).hexdigest()[:16]
-        self.blocks[name] = packed
-        return name
 
 
 def charting_library() -> bytes:

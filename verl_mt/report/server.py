@@ -11,8 +11,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from verl_mt.errors import ConfigError, DataError
-from verl_mt.report.collect import Collector
-from verl_mt.report.page_builder import Contents, build_page
+from verl_mt.report.collect import Collector, Contents
+from verl_mt.report.page_builder import build_page
 
 logger = logging.getLogger(__name__)
 
