@@ -56,7 +56,7 @@ def trainer_of(overrides: list[str], num_rows: int) -> supervised.SupervisedTrai
     config = sft._config("x.jsonl", overrides)
     steps = supervised.total_steps(config, num_rows)
     workers = build.build_workers(config, total_steps=steps)
-    return supervised.SupervisedTrainer(config, workers, 0, steps)
+    return supervised.SupervisedTrainer(workers, 0, steps, config.data, config.trainer.test_freq)
 
 
 def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:

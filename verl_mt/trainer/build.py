@@ -82,7 +82,9 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        runner = build_runner(config, chat, tools, _shared_policy(config, workers), engine)
+        # The local engine samples from the actor's own module; others have weights of their own.
+        policy = workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
+        runner = build_runner(config, chat, tools, policy, engine)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -274,29 +276,20 @@ def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, ru
     return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
 
 
-def _shared_policy(config: Config, workers: WorkerGroup) -> Any:
-    """What the local engine samples from; other engines have weights of their own."""
-    return workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
-
-
 def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:
     note, run = trainer.log.display.note, trainer.log.run
+    of_them = f" ({workers.num_trained / 1e6:.2f}M of them trained)"
+    trained = "" if workers.num_trained == workers.num_parameters else of_them
     note(
         f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
         f"{trainer.plan.total_steps} steps, "
-        f"{workers.num_parameters / 1e6:.2f}M parameters{_trained(workers)} on {workers.where}, "
+        f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
     for text in notes(config, trainer.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")
-
-
-def _trained(workers: WorkerGroup) -> str:
-    if workers.num_trained == workers.num_parameters:
-        return ""
-    return f" ({workers.num_trained / 1e6:.2f}M of them trained)"
 
 
 def _describe_model(config: Config) -> dict[str, str]:

@@ -86,9 +86,11 @@ class CollapseResponse:
         with writing(self._run / "collapse"):
             bundle = self._write_bundle(step, verdict, target)
         if target is None:
+            # Of the collapsed policy: the same command goes on from there, and does not stop at this sign again.
             save()
             raise CollapseError(self._farewell(step, verdict, bundle))
         restore(target)
+        # Before it is saved: a run that is killed now and resumed must know that this rollback was made.
         self._rollbacks += 1
         self._guard.rolled_back(step_of(target))
         save()
@@ -113,7 +115,11 @@ class CollapseResponse:
         return self._good_checkpoint(verdict, step)
 
     def _good_checkpoint(self, verdict: Verdict, step: int) -> Path | None:
-        """The newest from before it began; else the newest from before the window in which it was seen."""
+        """The newest from before it began; else the newest from before the window in which it was seen.
+
+        A sign is a mean over a window that has left its range, so it is seen up to a window after what caused it: the
+        newest checkpoint of all was most likely written by a policy that is already ill.
+        """
         for last in (verdict.last_good_step, step - self._guard.thresholds.window):
             older = [path for path in self._checkpoints.all() if step_of(path) <= last]
             if older:

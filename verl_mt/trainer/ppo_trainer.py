@@ -183,6 +183,7 @@ class PPOTrainer:
         with _timed(timing, "step"):
             with _timed(timing, "rollout"):
                 groups = self._rollout()
+                # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
                 if self.config.debug_mode == "rollout_only":
@@ -202,9 +203,11 @@ class PPOTrainer:
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with _timed(timing, "update"):
                     metrics |= self.workers.update(batch)
+            # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
             with _timed(timing, "weights"):
                 self.weights.push(self.step_number + 1)
             self.sampler.update(groups)
+            # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
         metrics["rollout/tokens_per_s"] = _sampled_tokens(groups) / timing["time/rollout_s"]
         if self.log.debug is None or not self.log.debug.replays:
@@ -282,6 +285,8 @@ class PPOTrainer:
             if self.step_number >= self.plan.total_steps:
                 return
             self.interrupts.check()
+            # From here on the step counts as done, though nobody has seen its line yet: an interrupt in the validation
+            # or the checkpoint that follow saves `_unlogged`, and the resumed run concludes the step first.
             self._unlogged = self.step()
             self._at_boundary = {}
             self.step_number += 1
@@ -292,6 +297,8 @@ class PPOTrainer:
         last = self.plan.total_steps
         if _due(self.config.test_freq, self.step_number, last):
             metrics = metrics | self.validate()
+        # The line first, so that a run that is stopped or rolled back has said why; then what the guard decided; and a
+        # checkpoint only where the guard wrote none, for after a rollback it is the weights of the older one.
         metrics = metrics | self.collapse.observe(self.step_number, metrics)
         self.log.step(self.step_number, metrics)
         self._unlogged = None
@@ -300,7 +307,11 @@ class PPOTrainer:
             self._save()
 
     def _roll_back(self, folder: Path) -> None:
-        """The policy of an older checkpoint, its optimizer and controllers; steps, rows and random numbers go on."""
+        """The policy of an older checkpoint, its optimizer and controllers; steps, rows and random numbers go on.
+
+        Going back with the generators and the rows as well would draw the same prompts with the same seeds, and most
+        likely collapse again in the same step.
+        """
         state = checkpoint.load(folder)
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from verl_mt.chat.demonstrations import demonstration
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import Config, DataConfig
 from verl_mt.data import batch as columns
 from verl_mt.data.dataset import read_rows
 from verl_mt.data.run_files import append_metrics, row_to_trajectory
@@ -93,7 +93,7 @@ def train(config: Config, data: str, *, val_data: str | None, out: Path, min_rew
     (out / "config.yaml").write_text(config_to_yaml(config))
     total = total_steps(config, len(train.trajectories))
     with closing(build.build_workers(config, total_steps=total)) as workers:
-        trainer = SupervisedTrainer(config, workers, build.pad_token_id(chat), total)
+        trainer = SupervisedTrainer(workers, build.pad_token_id(chat), total, config.data, config.trainer.test_freq)
         try:
             for metrics in trainer.fit(train.trajectories, held_out.trajectories):
                 append_metrics(out / "metrics.jsonl", metrics)
@@ -257,28 +257,29 @@ def total_steps(config: Config, num_trajectories: int) -> int:
 class SupervisedTrainer:
     """Epochs over conversations; one optimizer step per batch."""
 
-    config: Config
     workers: WorkerGroup
     pad_token_id: int
     total_steps: int
+    data: DataConfig
+    test_freq: int = -1
+    """Steps between two losses of the held-out conversations; 0 or less = before the first and after the last only."""
 
     def fit(self, train: Sequence[Trajectory], held_out: Sequence[Trajectory] = ()) -> Any:
         """Yield the metrics of each step: `loss` (nats per trained token, before the step's update), `lr`, `grad_norm`,
-        `tokens`, `time_s`, and `val/loss` every `trainer.test_freq` steps, before the first and after the last."""
+        `tokens`, `time_s`, and `val/loss` every `test_freq` steps, before the first and after the last."""
         if held_out:
             yield {"step": 0, "val/loss": self.loss(held_out)}
-        freq = self.config.trainer.test_freq
         for step, chosen in enumerate(self._batches(train), 1):
             begun = time.monotonic()
             metrics: dict[str, float] = {"step": step, **self._step(chosen), "time_s": time.monotonic() - begun}
-            if held_out and (step == self.total_steps or (freq > 0 and step % freq == 0)):
+            if held_out and (step == self.total_steps or (self.test_freq > 0 and step % self.test_freq == 0)):
                 metrics["val/loss"] = self.loss(held_out)
             yield metrics
 
     def loss(self, trajectories: Sequence[Trajectory]) -> float:
         """Mean negative log-likelihood in nats over all tokens in the loss."""
         total, count = 0.0, 0
-        size = self.config.data.train_batch_size
+        size = self.data.train_batch_size
         for start in range(0, len(trajectories), size):
             batch = self._batch(trajectories[start : start + size])
             total -= self.workers.compute_log_probs(batch)[batch[columns.LOSS_MASK]].double().sum().item()
@@ -302,10 +303,10 @@ class SupervisedTrainer:
         return batch
 
     def _batches(self, train: Sequence[Trajectory]) -> Any:
-        generator = torch.Generator().manual_seed(self.config.data.seed)
-        size, step = self.config.data.train_batch_size, 0
+        generator = torch.Generator().manual_seed(self.data.seed)
+        size, step = self.data.train_batch_size, 0
         while step < self.total_steps:
-            shuffle = self.config.data.shuffle
+            shuffle = self.data.shuffle
             order = torch.randperm(len(train), generator=generator) if shuffle else torch.arange(len(train))
             for rows in order.split(size)[: self.total_steps - step]:
                 step += 1

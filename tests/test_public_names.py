@@ -1,0 +1,45 @@
+"""What `from verl_mt import ...` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import verl_mt
+
+
+@pytest.mark.parametrize("name", verl_mt.__all__)
+def test_every_public_name_is_the_one_of_its_module(name):
+    value = getattr(verl_mt, name)
+    assert name in dir(verl_mt)
+    if name in verl_mt._HOMES:
+        assert value is getattr(import_module(f"verl_mt.{verl_mt._HOMES[name]}"), name)
+
+
+def test_no_public_name_is_the_name_of_a_module():
+    """`import verl_mt.tools` sets `verl_mt.tools`, whatever else had that name."""
+    for name in verl_mt._HOMES:
+        with pytest.raises(ModuleNotFoundError):
+            import_module(f"verl_mt.{name}")
+
+
+def test_an_unknown_name_is_refused_as_python_does():
+    with pytest.raises(AttributeError, match="module 'verl_mt' has no attribute 'BaseTol'"):
+        _ = verl_mt.BaseTol
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        ("import verl_mt", ("torch", "transformers", "pydantic", "hydra", "numpy")),
+        ("from verl_mt import BaseTool, BaseInteraction, ToolResponse", ("torch", "transformers", "ray", "sglang")),
+        ("from verl_mt import MultiTurnScheduler, Sample", ("ray", "sglang")),
+    ],
+)
+def test_importing_costs_no_more_than_what_is_asked_for(words, absent):
+    program = f"{words}; import sys; print([name for name in {absent!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
