@@ -119,29 +119,34 @@ class CollapseGuard:
         self._held = dict(state.get("held", {}))
 
     def _signs(self) -> Iterator[Sign]:
-        for name, (key, text, holds) in _RULES.items():
+        for name, rule in _RULES.items():
             threshold = getattr(self.thresholds, name)
             if threshold is None:
                 continue
-            change = self._change(key, _WORSE[name])
-            if change is not None and holds(self, change, threshold):
-                yield Sign(
-                    name, text.format(before=change.before, now=change.now), change.before, change.now, change.since
-                )
+            change = self._change(rule.key, rule.worse)
+            if change is not None and rule.holds(self, change, threshold):
+                text = rule.text.format(before=change.before, now=change.now)
+                yield Sign(name, text, change.before, change.now, change.since)
         now = self._mean(SAMPLER_KL, len(self._history) - 1)
         limit = self.thresholds.sampler_kl
         if limit is not None and now is not None and now >= limit:
             step = int(self._history[-1]["step"])
             yield Sign("sampler_kl", f"the KL from sampler to trainer is {now:.3g}", limit, now, step)
 
+    def pays_off(self, change: _Change) -> bool:
+        """Whether the reward rose meanwhile: then the model has found something better, and nothing collapses."""
+        return self._reward_since(change.index)[0] == "rose"
+
     def _change(self, key: str, worse: Direction) -> _Change | None:
         """The last window of a number against the best that does not overlap it; None before there are two."""
+        # Against the best of all, not the one before: a decline over a hundred steps is small from window to window.
         window, last = self.thresholds.window, len(self._history) - 1
         now = self._mean(key, last)
         earlier = [(k, m) for k in range(window - 1, last - window + 1) if (m := self._mean(key, k)) is not None]
         if now is None or not earlier:
             return None
         best = (max if worse == "fell" else min)(mean for _, mean in earlier)
+        # Many windows may be nearly as good as the best; the trouble began after the last of them.
         near = [k for k, mean in earlier if abs(mean - best) <= _NEAR_BEST * abs(best - now)]
         return _Change(best, now, int(self._history[near[-1]]["step"]), near[-1])
 
@@ -180,30 +185,6 @@ class CollapseGuard:
         return f"{listed}{meanwhile}: {hint}", direction
 
 
-def _fell_by(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.before - change.now >= threshold
-
-
-def _rose_by(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.now - change.before >= threshold
-
-
-def _turns_fell(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.now <= (1 - threshold) * change.before and guard._reward_since(change.index)[0] != "rose"
-
-
-def _turns_rose(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.now >= (1 + threshold) * change.before and guard._reward_since(change.index)[0] != "rose"
-
-
-def _entropy_rose(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.now >= threshold * change.before and change.now - change.before >= _ENTROPY_MARGIN
-
-
-def _entropy_fell(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
-    return change.now <= threshold * change.before and guard._reward_since(change.index)[0] != "rose"
-
-
 def _went_flat(guard: CollapseGuard, change: _Change, threshold: float) -> bool:
     """Not where the groups are flat because they are solved, or at the best reward of the run."""
     if change.now < threshold or change.now - change.before < _FLAT_MARGIN:
@@ -219,25 +200,51 @@ def _reward_fell(guard: CollapseGuard, change: _Change, threshold: float) -> boo
     return spread > 0 and change.before - change.now >= threshold * spread
 
 
-_RULES: dict[str, tuple[str, str, Callable[[CollapseGuard, _Change, float], bool]]] = {
-    "tool_use_drop": (TOOL_USE, "tool use fell from {before:.2f} to {now:.2f}", _fell_by),
-    "turns_drop": (TURNS, "turns per conversation fell from {before:.2f} to {now:.2f}", _turns_fell),
-    "turns_rise": (TURNS, "turns per conversation rose from {before:.2f} to {now:.2f}", _turns_rose),
-    "entropy_rise": (ENTROPY, "entropy rose from {before:.2f} to {now:.2f}", _entropy_rose),
-    "entropy_drop": (ENTROPY, "entropy fell from {before:.2g} to {now:.2g}", _entropy_fell),
-    "truncation_rise": (
-        TRUNCATED, "conversations cut by a length limit rose from {before:.2f} to {now:.2f}", _rose_by,
+@dataclass(frozen=True)
+class _Rule:
+    """When a change of one number is a sign."""
+
+    key: str
+    worse: Direction
+    text: str
+    holds: Callable[[CollapseGuard, _Change, float], bool]
+    """(guard, change, threshold)"""
+
+
+_RULES = {
+    "tool_use_drop": _Rule(
+        TOOL_USE, "fell", "tool use fell from {before:.2f} to {now:.2f}",
+        lambda guard, change, least: change.before - change.now >= least,
     ),
-    "flat_groups": (FLAT, "groups whose samples all score alike rose from {before:.2f} to {now:.2f}", _went_flat),
-    "reward_drop": (REWARD, "the reward fell from {before:.2f} to {now:.2f}", _reward_fell),
-}  # fmt: skip
-"""Sign -> the number it is about, its words, and whether a change is one."""
-_WORSE: dict[str, Direction] = {
-    "tool_use_drop": "fell", "turns_drop": "fell", "turns_rise": "rose", "entropy_rise": "rose", "entropy_drop": "fell",
-    "truncation_rise": "rose", "flat_groups": "rose", "reward_drop": "fell",
+    "turns_drop": _Rule(
+        TURNS, "fell", "turns per conversation fell from {before:.2f} to {now:.2f}",
+        lambda guard, change, share: change.now <= (1 - share) * change.before and not guard.pays_off(change),
+    ),
+    "turns_rise": _Rule(
+        TURNS, "rose", "turns per conversation rose from {before:.2f} to {now:.2f}",
+        lambda guard, change, share: change.now >= (1 + share) * change.before and not guard.pays_off(change),
+    ),
+    "entropy_rise": _Rule(
+        ENTROPY, "rose", "entropy rose from {before:.2f} to {now:.2f}",
+        lambda guard, change, factor: (
+            change.now >= factor * change.before and change.now - change.before >= _ENTROPY_MARGIN
+        ),
+    ),
+    "entropy_drop": _Rule(
+        ENTROPY, "fell", "entropy fell from {before:.2g} to {now:.2g}",
+        lambda guard, change, factor: change.now <= factor * change.before and not guard.pays_off(change),
+    ),
+    "truncation_rise": _Rule(
+        TRUNCATED, "rose", "conversations cut by a length limit rose from {before:.2f} to {now:.2f}",
+        lambda guard, change, least: change.now - change.before >= least,
+    ),
+    "flat_groups": _Rule(
+        FLAT, "rose", "groups whose samples all score alike rose from {before:.2f} to {now:.2f}", _went_flat,
+    ),
+    "reward_drop": _Rule(REWARD, "fell", "the reward fell from {before:.2f} to {now:.2f}", _reward_fell),
 }  # fmt: skip
 
-_KEYS = {name: key for name, (key, _, _) in _RULES.items()} | {"sampler_kl": SAMPLER_KL}
+_KEYS = {name: rule.key for name, rule in _RULES.items()} | {"sampler_kl": SAMPLER_KL}
 
 _ANY: tuple[Direction, ...] = ("rose", "fell", "stayed")
 _HINTS: tuple[tuple[set[str], tuple[Direction, ...], str], ...] = (

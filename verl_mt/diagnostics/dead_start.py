@@ -136,10 +136,11 @@ def _value(trajectory: Trajectory) -> float:
 def _call_errors(trajectory: Trajectory) -> list[str]:
     """What the model was told about each call that failed."""
     answers = {m.get("tool_call_id"): m.get("content") for m in trajectory.messages if m.get("role") == "tool"}
-    failed = [row for row in trajectory.tool_calls if row.get("failure") is not None]
-    return [f"{row.get('name')}: {_short(answers.get(row.get('call_id')))}" for row in failed]
-
-
-def _short(content: Any) -> str:
-    text = " ".join(str(content if content is not None else "(no answer was recorded)").split())
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."
+    errors = []
+    for row in trajectory.tool_calls:
+        if row.get("failure") is not None:
+            answer = answers.get(row.get("call_id"))
+            text = " ".join(str("(no answer was recorded)" if answer is None else answer).split())
+            short = text if len(text) <= _MAX_ERROR_CHARACTERS else text[: _MAX_ERROR_CHARACTERS - 3] + "..."
+            errors.append(f"{row.get('name')}: {short}")
+    return errors

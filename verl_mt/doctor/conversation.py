@@ -235,7 +235,7 @@ def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding
     for name in names:
         broken, calls = counted[f"tools/{name}/errors"], counted[f"tools/{name}/calls"]
         if broken:
-            said = next((_text(m) for t in found for m in t.messages if m["role"] == "tool"), "")
+            said = next((str(m.get("content")) for t in found for m in t.messages if m["role"] == "tool"), "")
             yield warning(
                 f"tool {name}: {broken:.0f} of {calls:.0f} calls failed: {said[:200]}",
                 "start the server that it asks, or repair it: a model cannot learn to use a tool that always fails",
@@ -319,8 +319,3 @@ def _example(schema: dict[str, Any]) -> Any:
     if kind == "object":
         return {name: _example(schema["properties"][name]) for name in schema.get("required") or ()}
     return {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1.0), "boolean": True}.get(kind, "1")
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else str(content)

@@ -71,9 +71,10 @@ def engine(subject: Subject) -> Iterator[Finding]:
         if not subject.rollout.servers:
             require_sglang()
     gpus = torch.cuda.device_count()
-    if trainer.placement == "inline" and name == "local" and torch.cuda.is_available() is False and _is_large(subject):
+    size = 0 if subject.module is None else sum(p.numel() for p in subject.module.parameters())
+    if trainer.placement == "inline" and name == "local" and not torch.cuda.is_available() and size > 1e9:
         yield warning(
-            f"{_billions(subject):.1f} billion parameters on the CPU: a step will take hours",
+            f"{size / 1e9:.1f} billion parameters on the CPU: a step will take hours",
             "run where a GPU is, or use a smaller model",
         )
     yield ok(
@@ -144,13 +145,3 @@ def run_directory(subject: Subject) -> Iterator[Finding]:
     """Where the run would write: a new directory, or one that it would go on in. Nothing is made."""
     snapshot = yaml.safe_load(config_to_yaml(subject.config))
     yield ok(preview(subject.config.trainer, snapshot))
-
-
-def _billions(subject: Subject) -> float:
-    if subject.module is None:
-        return 0.0
-    return sum(p.numel() for p in subject.module.parameters()) / 1e9
-
-
-def _is_large(subject: Subject) -> bool:
-    return _billions(subject) > 1.0

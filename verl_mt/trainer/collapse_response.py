@@ -64,8 +64,10 @@ class CollapseResponse:
         if verdict.new:
             log.warning("step %d: %s", step, verdict.words)
             if self.needs_start:
-                self._due = verdict, self._way_back(verdict, step)
-                if (target := self._due[1]) is not None:
+                may_roll_back = self.mode == "rollback" and self._rollbacks < MAX_ROLLBACKS
+                target = self._good_checkpoint(verdict, step) if may_roll_back else None
+                self._due = verdict, target
+                if target is not None:
                     found["collapse/rolled_back_to"] = float(step_of(target))
         return found
 
@@ -108,11 +110,6 @@ class CollapseResponse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._guard.load_state_dict(state.get("guard", {}))
         self._rollbacks = state.get("rollbacks", 0)
-
-    def _way_back(self, verdict: Verdict, step: int) -> Path | None:
-        if self.mode != "rollback" or self._rollbacks >= MAX_ROLLBACKS:
-            return None
-        return self._good_checkpoint(verdict, step)
 
     def _good_checkpoint(self, verdict: Verdict, step: int) -> Path | None:
         """The newest from before it began; else the newest from before the window in which it was seen.

@@ -98,7 +98,8 @@ class Selection:
             return first
         groups, rollouts = list(first), 1
         kept = [g for g in groups if self._has_signal(g)]
-        while len(kept) < wanted and not self._at_limit(rollouts) and total_failure(groups) is None:
+        limit = self.max_gen_batches if self.max_gen_batches > 0 else math.inf
+        while len(kept) < wanted and rollouts < limit and total_failure(groups) is None:
             rate = max(len(kept), 1) / len(groups)
             rollouts += 1
             drawn = more(min(wanted, math.ceil((wanted - len(kept)) / rate)), rollouts)
@@ -132,9 +133,6 @@ class Selection:
         batch[columns.LOSS_MASK] = batch[columns.LOSS_MASK] & stays_B1
         batch[columns.ADVANTAGES] = masked_fill_zero(batch[columns.ADVANTAGES], stays_B1)
         return {"data/filtered_overlong": float(len(cut & set(trained)))}
-
-    def _at_limit(self, rollouts: int) -> bool:
-        return 0 < self.max_gen_batches <= rollouts
 
     def _has_signal(self, group: TrajectoryGroup) -> bool:
         """Of any of the groups that roles make of a prompt's trajectories."""

@@ -159,7 +159,9 @@ class PPOTrainer:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
         with self.log, self.interrupts:
             try:
-                if self._validates_first():
+                # A run that goes on from a checkpoint was validated by its own schedule.
+                first = self.config.val_before_train and self.step_number == 0
+                if self.val_prompts and (first or self.config.val_only):
                     self.log.metrics(self.step_number, self.validate())
                 if not self.config.val_only:
                     self._train()
@@ -179,7 +181,8 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
         timing: dict[str, float] = {}
-        self._remember_boundary()
+        # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
+        self._at_boundary = {"sampler": self.sampler.state_dict(), "random": checkpoint.random_state()}
         with _timed(timing, "step"):
             with _timed(timing, "rollout"):
                 groups = self._rollout()
@@ -209,7 +212,8 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
-        metrics["rollout/tokens_per_s"] = _sampled_tokens(groups) / timing["time/rollout_s"]
+        sampled = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
+        metrics["rollout/tokens_per_s"] = sampled / timing["time/rollout_s"]
         if self.log.debug is None or not self.log.debug.replays:
             metrics |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
         return metrics | timing
@@ -270,11 +274,6 @@ class PPOTrainer:
             self.stream.close(self.engine.close)
         finally:
             self.workers.close()
-
-    def _validates_first(self) -> bool:
-        # A run that goes on from a checkpoint was validated by its own schedule.
-        wanted = self.config.val_only or (self.config.val_before_train and self.step_number == 0)
-        return wanted and bool(self.val_prompts)
 
     def _train(self) -> None:
         if self.collapse.needs_start and not self.checkpoints.all():
@@ -404,10 +403,6 @@ class PPOTrainer:
         self.interrupts.check()
         self.log.display.rollout(self.stream.runner.progress)
 
-    def _remember_boundary(self) -> None:
-        """A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that."""
-        self._at_boundary = {"sampler": self.sampler.state_dict(), "random": checkpoint.random_state()}
-
     def _save_boundary(self) -> None:
         if self.config.val_only:
             return
@@ -435,7 +430,3 @@ def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
 
 def _due(every: int, step: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _sampled_tokens(groups: list[TrajectoryGroup]) -> int:
-    return sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
