@@ -82,9 +82,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        # The local engine samples from the actor's own module; others have weights of their own.
-        policy = workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
-        runner = build_runner(config, chat, tools, policy, engine)
+        shared_policy = workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
+        runner = build_runner(config, chat, tools, shared_policy, engine)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
