@@ -13,7 +13,7 @@ import pytest
 from run_lab import Lab, small_run
 
 from verl_mt.report.__main__ import main
-from verl_mt.report.server import ReportServer
+from verl_mt.report.html_page import ReportServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 

@@ -16,17 +16,17 @@ from run_lab import Lab, small_run
 
 import verl_mt.report.collect as collect_module
 from verl_mt.config_paths import TINY_MODEL, resolve_model_path
-from verl_mt.report import page_builder
+from verl_mt.report import html_page
 from verl_mt.report.__main__ import main
 from verl_mt.report.collect import collect
-from verl_mt.report.server import ReportServer
+from verl_mt.report.html_page import ReportServer
 
 pytestmark = pytest.mark.slow  # whole pages
 
-PAGE = Path(page_builder.__file__).parent / "page"
+PAGE = Path(html_page.__file__).parent / "page"
 
 
-def lines_of(contents: page_builder.Contents, run: int = 0) -> Iterator[dict[str, Any]]:
+def lines_of(contents: html_page.Contents, run: int = 0) -> Iterator[dict[str, Any]]:
     for part in contents.runs[run]["parts"]:
         columns = json.loads(gzip.decompress(contents.blocks[part["lines"]]))
         yield from (dict(zip(columns, values)) for values in zip(*columns.values()))
@@ -88,7 +88,7 @@ def test_a_path_that_is_no_run_is_one_line_of_error(tmp_path, capsys, kind):
 
 def test_without_plotly_the_command_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     small_run(tmp_path / "run", steps=1)
-    monkeypatch.setattr(page_builder.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(html_page.importlib.util, "find_spec", lambda name: None)
     assert main([str(tmp_path / "run")]) == 2
     assert "pip install 'verl_mt[report]'" in capsys.readouterr().err
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.report.collect import collect
-from verl_mt.report.page_builder import build_page, charting_library
-from verl_mt.report.server import serve
+from verl_mt.report.html_page import build_page, charting_library, serve
 
 
 def main(argv: list[str] | None = None) -> int:
