@@ -1,4 +1,4 @@
-"""The page in one file (markup, style, scripts, the charting library and the runs' blocks), or served over HTTP, on this
+"""The page in one file (markup, style, scripts, charting library and the runs' blocks), or served over HTTP, on this
 machine only, of runs that are still being written."""
 
 from __future__ import annotations
