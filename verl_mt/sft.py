@@ -1,4 +1,4 @@
-"""`python -m verl_mt.sft`: a cold start by supervised training on multi-turn conversations, or on one's own rollouts.
+"""`python -m verl_mt.sft`: a cold start by supervised training on multi-turn conversations, or on your own rollouts.
 
     python -m verl_mt.sft --data demos.jsonl --out runs/cold actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
     python -m verl_mt.sft --data runs/tiny --min-reward 1 --out runs/again       # what it did right, once more

@@ -156,7 +156,7 @@ class CheckpointStore:
         oldest = step_of(reached[-1] if reached else found[0])
         for old in found[: -self.keep]:
             if old != best and step_of(old) < oldest:
-                # A folder that is being emptied must not look like a checkpoint to whoever comes after a kill.
+                # A folder that is being emptied must not look like a checkpoint to the process that comes after a kill.
                 gone = old.with_name(_GONE + old.name.removeprefix(_OLD))
                 try:
                     old.rename(gone)

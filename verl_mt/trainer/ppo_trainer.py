@@ -360,7 +360,7 @@ class PPOTrainer:
         )
 
     def _draw(self, wanted: int) -> list[Prompt]:
-        """The next prompts. Rows that a sampler of one's own makes are checked as those of the files were at start;
+        """The next prompts. Rows that a user's sampler makes are checked as those of the files were at start;
         over-long ones are counted, and others drawn in their place."""
         prompts: list[Prompt] = []
         drawn, truncated = 0, self.prompts.num_truncated

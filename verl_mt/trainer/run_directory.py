@@ -87,7 +87,7 @@ class RunDirectory:
         if lock is None:
             raise CheckpointError(f"{path} is in use by another process; choose another trainer.experiment_name")
         opened = cls(path, None, lock, _created=True)
-        # The config makes a directory this run's: until the rename it is fresh to whoever comes after a kill.
+        # The config makes a directory this run's: until the rename it is fresh to the process that comes after a kill.
         partial = path / ".config.yaml"
         try:
             partial.write_text(yaml.safe_dump(config, sort_keys=False))
