@@ -8,6 +8,7 @@ import logging
 import posixpath
 import re
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -136,6 +137,17 @@ def test_a_tracker_by_its_dotted_path(tmp_path):
 def test_an_unknown_tracker_is_refused_with_what_there_is():
     with pytest.raises(PluginError, match=r"'wandbb'; did you mean 'wandb'.*Registered: mlflow, tensorboard, wandb"):
         require_trackers(["console", "wandbb"])
+
+
+def test_a_service_is_imported_when_a_run_names_it_and_not_before(tmp_path):
+    program = (
+        "import sys; from verl_mt.trainer.tracking import require_trackers\n"
+        "before = [name for name in sys.modules if name.startswith('verl_mt.trackers')]\n"
+        "require_trackers(['console', 'tensorboard'])\n"
+        "print(before, sorted(name for name in sys.modules if name.startswith('verl_mt.trackers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] ['verl_mt.trackers', 'verl_mt.trackers.tensorboard']"
 
 
 def test_without_tables_and_without_trackers_nothing_is_made(tmp_path, monkeypatch):

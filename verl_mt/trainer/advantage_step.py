@@ -238,7 +238,7 @@ def own_estimator(config: AlgorithmConfig) -> Estimators:
     if len(names) < 2:
         raise ConfigError(f"{_KEY}={path} takes {', '.join(names) or 'nothing'}; {_FORMS}")
 
-    discounts = {name: getattr(config, name) for name in ("gamma", "lam") if name in names}
+    discounts: dict[str, Any] = {name: getattr(config, name) for name in ("gamma", "lam") if name in names}
 
     def per_token(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         advantages = _call(path, function, (rewards, mask), discounts)
