@@ -202,6 +202,8 @@ def _walk(step: StepReplay) -> list[_Piece]:
         pieces.append((group.reward, "reward", edge, group.end))
     episode: Episode | None = max(group.episodes, key=lambda e: e.end, default=None)
     while episode is not None:
+        # From the latest end backwards. Of spans that overlap (tool calls side by side) the one that ended last is what
+        # was waited for; the others have their time on the path only where they began before it.
         for span in sorted(episode.spans, key=lambda s: s.interval[::-1], reverse=True):
             start, end = span.interval
             if start >= edge:
@@ -210,6 +212,7 @@ def _walk(step: StepReplay) -> list[_Piece]:
                 pieces.append((span, "other", end, edge))
             pieces.append((span, span.span.phase, start, min(end, edge)))
             edge = start
+        # It began when somebody else's place came free: the path goes on in the episode that ended last before that.
         before = [e for e in step.episodes if e.end <= episode.start and e is not episode]
         if episode.wait is None or not before or episode.start <= step.start:
             if episode.wait is not None and episode.wait.span.start_s < edge:

@@ -95,6 +95,8 @@ class StepReplay:
 
     def saving(self, chosen: Chosen) -> float:
         """By how much the step would end earlier without the chosen spans."""
+        # Replayed against replayed, not against what was measured: what a replay gets wrong (a place that stood free
+        # for a moment) is in both, and falls out.
         return max(0.0, self._simulated_end(lambda span: False) - self._simulated_end(chosen))
 
     def held(self, chosen: Chosen, phase: str) -> Intervals:
@@ -153,7 +155,7 @@ def _groups(spans: Sequence[StepSpan]) -> list[Group]:
 
 
 def _num_places(episodes: Sequence[Episode]) -> int:
-    """How many episodes had begun when the first of them ended."""
+    """How many episodes had begun when the first of them ended: until then no place can have been taken twice."""
     first = min(e.end for e in episodes)
     return sum(e.start < first for e in episodes)
 
