@@ -39,7 +39,7 @@ def token_losses(name: str, new, old, advantages, mask, chosen):
         "sapo": lambda: losses.sapo_loss(*arguments)[0],
         "gpg": lambda: losses.gpg_loss(*arguments)[0],
         "clip_cov": lambda: cov.clip_cov_loss(*arguments, chosen, **clip)[0],
-        "kl_cov": lambda: cov.kl_cov_loss(*arguments, chosen, kl_coef=COEF)[0],
+        "kl_cov": lambda: cov.kl_cov_loss(*arguments, chosen, ppo_kl_coef=COEF)[0],
     }[name]()
 
 

@@ -33,7 +33,7 @@ LOSSES = {
     "sapo": losses.sapo_loss,
     "gpg": losses.gpg_loss,
     "clip_cov": lambda *args: cov.clip_cov_loss(*args, CHOSEN, **CLIP),
-    "kl_cov": lambda *args: cov.kl_cov_loss(*args, CHOSEN, kl_coef=0.1),
+    "kl_cov": lambda *args: cov.kl_cov_loss(*args, CHOSEN, ppo_kl_coef=0.1),
 }
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from verl_mt.config.compose import compose
-from verl_mt.config.policy_loss import USED_BY, PolicyLossOptions, idle_clips, read_policy_loss
+from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, UnknownKeyError
 
@@ -16,22 +16,23 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def test_nothing_given_is_ppos_loss():
-    assert read_policy_loss({}) == PolicyLossOptions() == read_policy_loss(Config().actor_rollout_ref.actor.policy_loss)
-    assert read_policy_loss({}).loss_mode == "vanilla"
+    assert read_policy_loss({}) == read_policy_loss(Config().actor_rollout_ref.actor.policy_loss)
+    assert read_policy_loss({}).loss is POLICY_LOSSES["vanilla"]
 
 
 def test_verls_command_line_sets_it_and_the_numbers_of_its_loss():
     config = compose([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.5"])
-    options = read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
-    assert (options.loss_mode, options.tau_pos, options.tau_neg) == ("sapo", 1.0, 1.5)
+    chosen = read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    assert (chosen.name, chosen.options) == ("sapo", {"tau_pos": 1.0, "tau_neg": 1.5})
 
 
-@pytest.mark.parametrize("name", USED_BY)
-def test_a_number_that_the_loss_does_not_read_is_refused_and_one_that_it_reads_is_taken(name):
-    (mode,) = USED_BY[name]
+@pytest.mark.parametrize(
+    ("mode", "name"), [(mode, name) for mode, loss in POLICY_LOSSES.items() for name in loss.options]
+)
+def test_a_number_that_the_loss_does_not_read_is_refused_and_one_that_it_reads_is_taken(mode, name):
     with pytest.raises(ConfigError, match=f"{name} is 1.0, which only loss_mode={mode} reads; it is gspo"):
         read_policy_loss({name: 1.0, "loss_mode": "gspo"})
-    assert getattr(read_policy_loss({name: 1.0, "loss_mode": mode}), name) == 1.0
+    assert read_policy_loss({name: 1.0, "loss_mode": mode}).options[name] == 1.0
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo"), ("opo", "opo")])
@@ -68,7 +69,7 @@ def test_what_is_not_offered_says_why(word, text):
     ],
 )
 def test_clip_ranges_that_a_loss_does_not_read_are_known(mode, idle):
-    assert list(idle_clips({"loss_mode": mode})) == idle
+    assert read_policy_loss({"loss_mode": mode}).idle_clips == idle
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import pytest
 from command_lab import NO_VALIDATION, fit
 
 from verl_mt.algorithms.advantages import by_name
-from verl_mt.config.policy_loss import PolicyLossOptions
+from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.trainer.advantage_step import advantage_estimator
 
-LOSSES = next(f for f in PolicyLossOptions.__dataclass_fields__.values() if f.name == "loss_mode").metadata["choices"]
 STEPS = (
     *NO_VALIDATION,
     "actor_rollout_ref.rollout.response_length=24",
@@ -96,7 +95,7 @@ def test_the_default_task_takes_steps_with_every_estimator(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_the_default_task_takes_steps_with_every_loss(tmp_path, mode):
     lines = trained(tmp_path / "run", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
     numbers = {"vanilla": "clipfrac", "gspo": "clipfrac", "cispo": "clipfrac", "sapo": "gate_slope"}

@@ -62,7 +62,7 @@ def one_update(
     """Gradients just before the optimizer's step, metrics, old log-probs and weights behind it."""
     actor = sharded_worker(ranks, **kwargs)
     if correction:
-        actor.correction = RolloutCorrection(read_rollout_correction(correction))
+        actor.loss.correction = RolloutCorrection(read_rollout_correction(correction))
     seen: list[dict[str, torch.Tensor]] = []
     actor.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(actor)))
     metrics = actor.update(batch)

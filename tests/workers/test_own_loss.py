@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from verl_mt.algorithms.losses import ppo_clip_loss
+from verl_mt.config.actor import ActorConfig
 from verl_mt.config.compose import compose
-from verl_mt.config.policy_loss import read_policy_loss
+from verl_mt.config.knob import knob
+from verl_mt.config.policy_losses import POLICY_LOSSES, PolicyLoss, read_policy_loss
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
-from verl_mt.workers.own_loss import load_own_loss, own_loss
+from verl_mt.plugins import load_object
+from verl_mt.workers.loss import token_loss
 
 MODULE = "own_losses_of_the_test"
 SOURCE = """
@@ -29,14 +34,18 @@ def nothing(log_probs, old, advantages, mask): return None
 def raises(log_probs, old, advantages, mask): raise ZeroDivisionError("by zero")
 number = 3
 """
-OFFERED = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0}
+RANGES = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0}
+
+
+def loss_of(path: str, **options):
+    """As the configuration names it, with clip ranges of its own."""
+    return token_loss(ActorConfig(policy_loss={"loss_mode": path, **options}, clip_ratio_high=0.3))
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch) -> str:
     (tmp_path / f"{MODULE}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    load_own_loss.cache_clear()
     return MODULE
 
 
@@ -49,9 +58,8 @@ def tensors() -> tuple[torch.Tensor, ...]:
 
 def test_one_that_does_what_ppos_does_has_its_loss_gradient_and_numbers(module):
     given = tensors()
-    options = read_policy_loss({"loss_mode": f"{module}.same"})
-    loss, numbers = own_loss(options, given, OFFERED)
-    expected, its_numbers = ppo_clip_loss(*given, **OFFERED)
+    loss, numbers = loss_of(f"{module}.same")(*given)
+    expected, its_numbers = ppo_clip_loss(*given, **RANGES)
     assert torch.equal(loss, expected) and numbers.keys() == its_numbers.keys()
     (ours,), (theirs,) = (torch.autograd.grad(x.sum(), given[:1], retain_graph=True) for x in (loss, expected))
     assert torch.equal(ours, theirs)
@@ -59,7 +67,7 @@ def test_one_that_does_what_ppos_does_has_its_loss_gradient_and_numbers(module):
 
 def test_its_own_arguments_come_from_the_config_and_nothing_outside_the_mask_counts(module):
     given = tensors()
-    loss, _ = own_loss(read_policy_loss({"loss_mode": f"{module}.scaled", "factor": 2.0}), given, OFFERED)
+    loss, _ = loss_of(f"{module}.scaled", factor=2.0)(*given)
     assert torch.equal(loss, torch.where(given[3], -2.0 * given[2] * given[0], 0.0))
 
 
@@ -84,7 +92,7 @@ def test_its_own_arguments_come_from_the_config_and_nothing_outside_the_mask_cou
 )
 def test_one_that_cannot_be_a_loss_is_named_with_what_is_wrong(module, name, options, error, text):
     with pytest.raises(error, match=text):
-        own_loss(read_policy_loss({"loss_mode": f"{module}.{name}", **options}), tensors(), OFFERED)
+        loss_of(f"{module}.{name}", **options)(*tensors())
 
 
 def test_a_name_that_is_no_path_is_still_refused():
@@ -92,3 +100,29 @@ def test_a_name_that_is_no_path_is_still_refused():
         compose(["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"])
     with pytest.raises(ConfigError, match=r"'grppo', expected one of 'grpo', .*, or a dotted path or file.py:name"):
         compose(["algorithm.adv_estimator=grppo"])
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_record_of_a_loss_names_what_its_functions_take(name):
+    """What the configuration refuses or calls idle is read off the record, so the record must be true."""
+    loss = POLICY_LOSSES[name]
+    paths = [loss.function, *([loss.over_mini_batch] if loss.over_mini_batch else [])]
+    takes = [inspect.signature(load_object(path, what=name)).parameters for path in paths]
+    assert list(takes[0])[:3] == ["log_probs", "old_log_probs", "advantages"]
+    options = {p for parameters in takes for p, kind in parameters.items() if kind.kind is kind.KEYWORD_ONLY}
+    of_mini_batch = {"log_ratio_B"} if loss.by_trajectory else set()
+    assert options == {*loss.options, *loss.clips} | of_mini_batch
+
+
+def test_a_loss_that_is_added_to_the_table_can_be_chosen_with_its_options_and_no_others(monkeypatch, module):
+    mine = PolicyLoss(f"{module}.scaled", options={"factor": knob(2.0, "A number.", max=3.0)})
+    monkeypatch.setitem(POLICY_LOSSES, "mine", mine)
+    with pytest.raises(ConfigError, match=r"tau_pos is 2.0, which only loss_mode=sapo reads; it is mine"):
+        read_policy_loss({"loss_mode": "mine", "tau_pos": 2.0})
+    with pytest.raises(ConfigError, match=r"factor: got 4.0, must be at most 3.0"):
+        read_policy_loss({"loss_mode": "mine", "factor": 4.0})
+    chosen = read_policy_loss({"loss_mode": "mine"})
+    assert len(chosen.idle_clips) == 4
+    given = tensors()
+    loss = token_loss(ActorConfig(), chosen)(*given)
+    assert torch.equal(loss, -2.0 * given[2] * given[0])

@@ -7,11 +7,10 @@ import torch
 from actor_toys import REWARDS, make_batch
 from sharded_jobs import one_update
 
+from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.data import batch as col
 from verl_mt.modeling import head_log_probs
 from verl_mt.workers.ranks import ALONE
-
-MODES = ["vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"]
 
 
 def update_in_tiles(monkeypatch, **kwargs):
@@ -29,7 +28,7 @@ def update_in_tiles(monkeypatch, **kwargs):
     return plain, tiled, len(again)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_on_policy_no_loss_needs_its_logits_twice(monkeypatch, mode):
     plain, tiled, again = update_in_tiles(monkeypatch, policy_loss={"loss_mode": mode})
     assert again == 0

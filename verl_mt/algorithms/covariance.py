@@ -126,21 +126,21 @@ def kl_cov_loss(
     mask: Tensor,
     chosen: Tensor,
     *,
-    kl_coef: float,
+    ppo_kl_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A * ratio without a clip, and a penalty on the chosen tokens: + kl_coef * |log_prob - old_log_prob|.
+    """-A * ratio without a clip, and a penalty on the chosen tokens: + ppo_kl_coef * |log_prob - old_log_prob|.
 
     Args:
         log_probs, old_log_probs, advantages, mask: as for `ppo_clip_loss`.
         chosen: bool [B, T], by `choose_largest`.
-        kl_coef: weight of the penalty.
+        ppo_kl_coef: weight of the penalty.
 
     Returns:
         The loss [B, T], 0 where masked out, and masked means: `ppo_kl`, `chosen_frac`.
     """
     log_ratio = masked_fill_zero(log_probs - old_log_probs, mask)
     ratio = log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
-    penalty = kl_coef * masked_fill_zero(log_ratio.abs(), chosen)
+    penalty = ppo_kl_coef * masked_fill_zero(log_ratio.abs(), chosen)
     loss = -masked_fill_zero(advantages, mask) * ratio + penalty
     return masked_fill_zero(loss, mask), {
         "ppo_kl": masked_mean(-log_ratio.detach(), mask),

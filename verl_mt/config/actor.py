@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.knob import Section, knob
-from verl_mt.config.policy_loss import default_aggregation
+from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+
+_OF_SEQUENCES = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.aggregation == "seq-mean-token-mean")
 
 
 @dataclass
@@ -84,15 +86,15 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = knob(None, "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.", min=0)
     policy_loss: dict[str, Any] = knob(
         {},
-        "`loss_mode`: vanilla (PPO's, the default), gspo, cispo, sapo, gpg, clip_cov or kl_cov, and the numbers that "
-        "only it has (docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its "
-        "arguments (docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
+        f"`loss_mode`: {', '.join(POLICY_LOSSES)} (default: vanilla, PPO's), and the numbers that only it has "
+        "(docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its arguments "
+        "(docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
     )
     clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
     loss_agg_mode: str | None = knob(
         None,
         "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
-        "same) for gspo and sapo, token-mean for all others. A run's config.yaml has what became of it.",
+        f"same) for {_OF_SEQUENCES}, token-mean for all others. A run's config.yaml has what became of it.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.")
@@ -123,7 +125,7 @@ class ActorConfig(Section):
     @property
     def aggregation(self) -> str:
         """`loss_agg_mode`, or that of the loss where it is null."""
-        return self.loss_agg_mode or default_aggregation(self.policy_loss)
+        return self.loss_agg_mode or read_policy_loss(self.policy_loss).loss.aggregation
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 from verl_mt.config.algorithm_checks import algorithm
 from verl_mt.config.correction_checks import corrections
-from verl_mt.config.policy_loss import read_policy_loss
+from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_WITHOUT_CLIP = ("sapo", "gpg", "kl_cov")
-"""Losses that take neither clip range."""
 _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
@@ -212,14 +210,14 @@ def _lengths(config: Config) -> Iterator[str]:
 def _losses(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     try:
-        loss = read_policy_loss(actor.policy_loss).loss_mode
+        chosen = read_policy_loss(actor.policy_loss)
     except ConfigError as error:
         yield str(error)
         return
     clips = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
     for key, value in clips.items():
-        if loss in _WITHOUT_CLIP and value is not None:
-            yield f"{_ACTOR}.{key} is {value}, but policy_loss.loss_mode={loss} clips nothing: leave it out"
+        if not chosen.loss.clips and value is not None:
+            yield f"{_ACTOR}.{key} is {value}, but policy_loss.loss_mode={chosen.name} clips nothing: leave it out"
 
 
 def _adapters(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.rollout_correction import KEY, RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
@@ -31,10 +32,11 @@ def corrections(config: Config) -> Iterator[str]:
             "leave the correction out"
         )
     by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
-    if by_token and actor.policy_loss.get("loss_mode") == "gspo":
+    loss_mode = actor.policy_loss.get("loss_mode")
+    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[loss_mode].by_trajectory:
         yield (
-            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode=gspo: a weight or mask per token would turn "
-            "the ratio of a sequence into another one; use sequence or geometric, or a loss per token"
+            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={loss_mode}: a weight or mask per token "
+            "would turn the ratio of a sequence into another one; use sequence or geometric, or a loss per token"
         )
     product = [text for text in given if text.endswith("=sequence") or "=seq_sum" in text]
     agent = config.actor_rollout_ref.rollout.agent_function_path

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from verl_mt.config.compose import config_to_yaml
+from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.rollout_correction import read_rollout_correction
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
@@ -129,9 +130,9 @@ def splits(subject: Subject) -> Iterator[Finding]:
     whole = []
     if options.rollout_is == "sequence" or "seq" in str(options.rollout_rs):
         whole.append(f"algorithm.rollout_correction ({options.rollout_is or options.rollout_rs})")
-    loss = subject.config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-    if loss == "gspo":
-        whole.append("policy_loss.loss_mode=gspo")
+    chosen = read_policy_loss(subject.config.actor_rollout_ref.actor.policy_loss)
+    if chosen.loss.by_trajectory:
+        whole.append(f"policy_loss.loss_mode={chosen.name}")
     if whole and reasons and not rollout.custom_generate_function_path:
         yield warning(
             f"{' and '.join(whole)} take a ratio over a whole sequence, and {' and '.join(reasons)} splits a "

@@ -23,7 +23,6 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.token_text import token_text
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
@@ -31,7 +30,7 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
 from verl_mt.interactions.registry import pick_interaction
 from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins, names_code, plugin_names
+from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
@@ -57,7 +56,7 @@ from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
-from verl_mt.workers.own_loss import load_own_loss
+from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.weights import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
@@ -175,9 +174,8 @@ def prepare_process(config: Config) -> None:
 
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     """The actor / ref worker group that the YAML declares."""
-    trainer, loss = config.trainer, read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
-    if names_code(loss.loss_mode):
-        load_own_loss(loss.loss_mode, tuple(loss.own))  # a mistake in it is found before anything slow
+    trainer = config.trainer
+    token_loss(config.actor_rollout_ref.actor)  # a mistake in a loss of the user's is found before anything slow
     return build_worker_group(
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_mt.config.algorithm_checks import PER_TOKEN
-from verl_mt.config.policy_loss import idle_clips
+from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.reads import KeyReads, given_keys, recording
 from verl_mt.config.schema import Config
 from verl_mt.config.tree import leaves
@@ -171,7 +171,7 @@ def readers(reads: KeyReads) -> dict[str, list[str]]:
 def _not_for_workers(config: Config) -> list[str]:
     """Of what workers may read, the keys that this configuration gives no use."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    keys = [_ACTOR + name for name in idle_clips(actor.policy_loss)]
+    keys = [_ACTOR + name for name in read_policy_loss(actor.policy_loss).idle_clips]
     if not actor.use_kl_loss:
         keys += [_ACTOR + "kl_loss_coef", _ACTOR + "kl_loss_type"]
     if not model.lora_rank:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +12,11 @@ from torch import Tensor, nn
 
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
-from verl_mt.config.policy_loss import read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
 from verl_mt.modeling import lora
-from verl_mt.plugins import names_code
+from verl_mt.workers.loss import ActorLoss
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
-from verl_mt.workers.mini_batch import MiniBatch, mini_batch
-from verl_mt.workers.policy_loss import policy_loss, slope_where_known
-from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import dummy_pass, model_of, packs, score
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
 from verl_mt.workers.update_metrics import UpdateMetrics
@@ -62,11 +57,7 @@ class ActorWorker(Trainable):
         plan = UpdatePlan(optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, key, offload)
         super().__init__(module, plan, total_steps=total_steps, train_batch_size=train_batch_size, seed=seed)
         self.config = config
-        self.correction: RolloutCorrection | None = None
-        """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
-        self._loss = read_policy_loss(config.policy_loss)
-        # KL-Cov's |log ratio|; of a user's loss nobody knows.
-        self._kinked = self._loss.loss_mode == "kl_cov" or names_code(self._loss.loss_mode)
+        self.loss = ActorLoss(config)
         self._temperature = temperature
         self._norm_constant = norm_constant
 
@@ -107,14 +98,14 @@ class ActorWorker(Trainable):
         for mini, rows in enumerate(self._mini_batches(here)):
             metrics.lr = self._set_lr(mini)
             # A loss with a kink at ratio 1 would make a gradient of full size of a rounding.
-            old = self._asked_old(here) if self._kinked and metrics.num_updates == 0 else first_old
+            old = self._asked_old(here) if self.loss.record.kinked and metrics.num_updates == 0 else first_old
             self._update_once(here, rows, rows[active_B[rows]], old, before if mini == 0 else None, metrics)
         if not active_B.any():
             self._measure(here, first_old, metrics)
         self._num_batches += 1
         metrics.log_prob_difference(here)
-        if self.correction is not None:
-            metrics.add_final(self.correction.metrics(before, here))
+        if self.loss.correction is not None:
+            metrics.add_final(self.loss.correction.metrics(before, here))
         batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
         batch[columns.CLIPPED] = self.ranks.merge(here[columns.CLIPPED]).to(batch.device or "cpu")
         return metrics.summary(self.ranks)
@@ -151,11 +142,11 @@ class ActorWorker(Trainable):
     def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
         """Which rows go through the model."""
         in_loss_B = here[columns.LOSS_MASK].any(1)
-        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0 or self._kinked
-        if not self.config.skip_zero_advantage or terms:
+        terms = self.config.use_kl_loss or self.config.entropy_coeff != 0
+        if not self.config.skip_zero_advantage or terms or self.loss.record.moves_without_advantage:
             return in_loss_B
         moved_B = (here[columns.ADVANTAGES] != 0).any(1)
-        if self._loss.loss_mode == "gspo":
+        if self.loss.record.by_trajectory:
             # A trajectory's ratio is over all its records, and needs the old log-probs of each.
             trajectory_B = here[columns.TRAJECTORY_INDEX]
             moved_B = torch.isin(trajectory_B, trajectory_B[moved_B])
@@ -168,7 +159,8 @@ class ActorWorker(Trainable):
         What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
         """
         mini = self.config.ppo_mini_batch_size
-        whole = self.correction is not None and self.correction.needs_batch
+        correction = self.loss.correction
+        whole = correction is not None and correction.needs_batch
         recompute = self.config.use_sampler_log_probs == "never"
         on_policy = not recompute and self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
         old = self._asked_old(here)
@@ -178,8 +170,8 @@ class ActorWorker(Trainable):
         rows = needed_BT.any(1).nonzero().squeeze(1)
         if len(rows):
             here[columns.OLD_LOG_PROBS] = self._compute_log_probs(here, rows)
-        if whole and self.correction is not None:
-            here[columns.CORRECTION] = self.correction.factors(here[columns.OLD_LOG_PROBS], here)
+        if correction is not None and correction.needs_batch:
+            here[columns.CORRECTION] = correction.factors(here[columns.OLD_LOG_PROBS], here)
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
 
     def _asked_old(self, here: TensorDict) -> Tensor:
@@ -235,7 +227,9 @@ class ActorWorker(Trainable):
         Returns:
             This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
         """
-        mini = self._over_mini_batch(here, rows, old_BT)
+        weights_BT = self._token_weights(here, rows, mode=self.config.aggregation, norm_constant=self._norm_constant)
+        log_probs_of = partial(self._compute_log_probs, here)
+        mini = self.loss.over_mini_batch(here, rows, weights_BT, old_BT, log_probs_of, self._generator)
         limits: dict[str, Any] = {
             "max_tokens": self.config.ppo_max_token_len,
             "max_rows": self.config.ppo_micro_batch_size,
@@ -258,24 +252,17 @@ class ActorWorker(Trainable):
                     with_entropy=True,
                     entropy_grad=self.config.entropy_coeff != 0,
                     media=columns.media_of(micro),
-                    expected_slope=partial(slope_where_known, self.config, micro, own, old_BT[part], self.correction),
+                    expected_slope=partial(self.loss.slope_where_known, micro, own, old_BT[part]),
                 )
-                micro_loss = policy_loss(self.config, output, micro, own, old_BT[part], metrics, self.correction)
+                found = self.loss.of_micro_batch(output, micro, own, old_BT[part])
                 if torch.is_grad_enabled():
-                    micro_loss.backward()
-                loss += micro_loss.detach()
+                    found.loss.backward()
+                metrics.add(found)
+                loss += found.loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
-                here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], micro[columns.CLIPPED])
+                if found.clipped_BT is not None:
+                    here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], found.clipped_BT)
         return loss, seen_BT
-
-    def _over_mini_batch(self, here: TensorDict, rows: Tensor, old_BT: Tensor) -> MiniBatch:
-        mode = self.config.aggregation
-        weights_BT = self._token_weights(here, rows, mode=mode, norm_constant=self._norm_constant)
-        log_probs_of = partial(self._compute_log_probs, here)
-        mini = mini_batch(self.config, here, rows, weights_BT, old_BT, log_probs_of, self._generator)
-        return (
-            mini if self.correction is None else replace(mini, drift_B=self.correction.drift(here, rows, log_probs_of))
-        )
 
 
 def _num_prompts(batch: TensorDict) -> int:

@@ -11,7 +11,6 @@ rejecting makes a step smaller and never makes the other tokens' weights larger.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +27,9 @@ from verl_mt.algorithms.corrections import (
     veto,
     within,
 )
-from verl_mt.algorithms.masked import masked_mean
+from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
 from verl_mt.config.rollout_correction import RolloutCorrectionOptions
 from verl_mt.data import batch as columns
-from verl_mt.workers.mini_batch import split_ratios
 
 
 @dataclass(frozen=True)
@@ -67,38 +65,32 @@ class RolloutCorrection:
         factor = torch.where(made.kept & made.not_vetoed, made.weights, torch.zeros_like(made.weights))
         return torch.where(made.known, factor, torch.ones_like(factor))
 
-    def drift(self, batch: TensorDict, rows: Tensor, log_probs_of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """[B] the mean of current log-prob - sampler's over trajectories of a mini-batch that have several records,
-        which may pass through the model one by one; NaN elsewhere. Collective, where there is something to compute.
+    @property
+    def masks_sequences(self) -> bool:
+        """Trajectories that drifted from the sampler unlearn nothing: `applied` then needs to know how far those did
+        that have several records."""
+        return self.options.off_policy_sequence_mask_delta is not None
+
+    def applied(
+        self, loss_BT: Tensor, log_probs_BT: Tensor, old_BT: Tensor, micro: TensorDict, drift_B: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The token losses times their factors, without those of tokens that are left out; means for the log.
 
         Args:
-            batch: the whole batch.
-            rows: of the mini-batch.
-            log_probs_of: rows -> [B, T] of the current weights, NaN in other rows.
-        """
-        if self.options.off_policy_sequence_mask_delta is None:
-            return None
-        known_BT = _with_log_probs(batch)
-        rows = rows[known_BT[rows].any(1)]
-        return split_ratios(batch, rows, known_BT, batch[columns.ROLLOUT_LOG_PROBS], log_probs_of)
-
-    def unlearns(
-        self, log_probs_BT: Tensor, micro: TensorDict, drift_B: Tensor | None, numbers: dict[str, Tensor]
-    ) -> Tensor | None:
-        """bool [B, T]: the tokens that stay when trajectories that drifted from the sampler unlearn nothing; None: all.
-
-        Unlike the other decisions it is taken with the current policy, anew in each mini-batch.
-
-        Args:
+            loss_BT: of each token.
             log_probs_BT: of the current policy.
-            micro: the same rows.
-            drift_B: their part of `drift`.
-            numbers: gets the share of tokens that are left out.
+            old_BT: those that ratios are taken to.
+            micro: the same rows; has the factors, where they were decided over the whole batch.
+            drift_B: with `masks_sequences`, the mean of current log-prob - sampler's over the trajectory of each row
+                that is not its only one; NaN = the row is the trajectory.
         """
+        decided = columns.CORRECTION in micro.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
+        factor_BT = micro[columns.CORRECTION] if decided else self.factors(old_BT, micro)
         delta = self.options.off_policy_sequence_mask_delta
         if delta is None:
-            return None
-        known_BT = _with_log_probs(micro)
+            return loss_BT * factor_BT, {}
+        # Unlike the other decisions this one is taken with the current policy, anew in each mini-batch.
+        known_BT = with_log_probs(micro)
         kept_BT = off_policy_sequences(
             log_probs_BT,
             micro[columns.ROLLOUT_LOG_PROBS],
@@ -109,8 +101,9 @@ class RolloutCorrection:
         )
         kept_BT = kept_BT | ~known_BT
         sampled_BT = micro[columns.LOSS_MASK] & micro[columns.SAMPLED]
-        numbers["rollout_corr/off_policy_sequence_masked_fraction"] = masked_mean((~kept_BT).float(), sampled_BT)
-        return kept_BT
+        left_out = masked_mean((~kept_BT).float(), sampled_BT)
+        factor_BT = masked_fill_zero(factor_BT, kept_BT)
+        return loss_BT * factor_BT, {"rollout_corr/off_policy_sequence_masked_fraction": left_out}
 
     def metrics(self, log_probs_BT: Tensor, batch: TensorDict) -> dict[str, float]:
         """What was weighted, cut and left out, over the tokens that both policies gave log-probs.
@@ -143,7 +136,7 @@ class RolloutCorrection:
 
     def _decide(self, log_probs_BT: Tensor, batch: TensorDict) -> _Decision:
         options = self.options
-        known = _with_log_probs(batch) & ~torch.isnan(log_probs_BT)
+        known = with_log_probs(batch) & ~torch.isnan(log_probs_BT)
         pair = (log_probs_BT, batch[columns.ROLLOUT_LOG_PROBS], known)
         trajectory_B = batch[columns.TRAJECTORY_INDEX]
         raw = weights = known.to(log_probs_BT.dtype)
@@ -163,7 +156,8 @@ class RolloutCorrection:
         return _Decision(known, raw, weights, kept, not_vetoed)
 
 
-def _with_log_probs(batch: TensorDict) -> Tensor:
+def with_log_probs(batch: TensorDict) -> Tensor:
+    """bool [B, T]: the sampled tokens of the loss that have a sampler's log-prob."""
     return batch[columns.LOSS_MASK] & batch[columns.SAMPLED] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
 
 

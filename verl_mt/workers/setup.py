@@ -107,7 +107,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         seed=setup.seed,
     )
     if setup.algorithm.rollout_correction:
-        actor.correction = RolloutCorrection(read_rollout_correction(setup.algorithm.rollout_correction))
+        actor.loss.correction = RolloutCorrection(read_rollout_correction(setup.algorithm.rollout_correction))
     return actor, _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
 
 

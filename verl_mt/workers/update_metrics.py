@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl_mt.algorithms.corrections import effective_sample_size, importance_weights
 from verl_mt.data import batch as columns
+from verl_mt.workers.loss import MicroBatchLoss
 from verl_mt.workers.ranks import ALONE, Ranks
 
 
@@ -31,15 +32,13 @@ class UpdateMetrics:
     _token_counts: list[Tensor] = field(default_factory=list)
     _difference: dict[str, float] = field(default_factory=dict)
 
-    def add_sum(self, name: str, value: Tensor) -> None:
-        """A micro-batch's share of a mini-batch's number."""
-        self._sums[name].append(value.detach())
-
-    def add_token_means(self, means: dict[str, Tensor], num_tokens: Tensor) -> None:
-        """Means over a micro-batch's tokens; a name without a slash is `actor/`'s."""
-        self._token_counts.append(num_tokens)
-        for name, mean in means.items():
-            self._token_sums[name if "/" in name else f"actor/{name}"].append(mean.detach() * num_tokens)
+    def add(self, micro: MicroBatchLoss) -> None:
+        """A micro-batch's share of its mini-batch's numbers; a mean whose name has no slash is `actor/`'s."""
+        for name, value in micro.sums.items():
+            self._sums[name].append(value.detach())
+        self._token_counts.append(micro.num_tokens)
+        for name, mean in micro.means.items():
+            self._token_sums[name if "/" in name else f"actor/{name}"].append(mean.detach() * micro.num_tokens)
 
     def updated(self, grad_norm: Tensor | None) -> None:
         """An optimizer step with its gradient's norm; None = it was dropped, because that was not finite."""

@@ -1,0 +1,346 @@
+"""What the actor differentiates: the policy loss of the configuration, corrections, the entropy bonus and a KL term.
+
+Which policy loss it is, what it reads and what it has to know of a whole mini-batch stands in its record
+(verl_mt/config/policy_losses.py); no other code of the workers knows losses by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
+from verl_mt.algorithms.kl import kl_penalty
+from verl_mt.algorithms.losses import sequence_log_ratio
+from verl_mt.algorithms.masked import masked_fill_zero
+from verl_mt.config.actor import ActorConfig
+from verl_mt.config.policy_losses import KEY, ChosenLoss, read_policy_loss
+from verl_mt.data import batch as columns
+from verl_mt.errors import ConfigError, UserCodeError, error_text
+from verl_mt.modeling.log_probs import LogProbs
+from verl_mt.plugins import load_object
+from verl_mt.workers.rollout_correction import RolloutCorrection, with_log_probs
+
+TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(log_probs, old_log_probs, advantages, mask), [B, T] each -> (loss [B, T], 0 outside of the mask; means to log)."""
+_TENSORS = ("log_probs", "old_log_probs", "advantages", "mask")
+
+
+@dataclass(frozen=True)
+class WholeMiniBatch:
+    """What a loss may look at when it decides something over a mini-batch, before that is split."""
+
+    batch: TensorDict
+    """The whole rollout batch."""
+    rows: Tensor
+    """The mini-batch's, those without advantage too; only rows with a token in `sampled_BT`."""
+    sampled_BT: Tensor
+    """The tokens that losses are of."""
+    old_BT: Tensor
+    """The log-probs that ratios are taken to; NaN = the current ones."""
+    log_probs_of: Callable[[Tensor], Tensor]
+    """Rows -> [B, T] of the current weights, NaN in other rows: a forward pass over them. Collective."""
+    generator: torch.Generator
+    """For what is drawn; on the CPU."""
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What the loss has to know of a whole mini-batch, so that no split into micro-batches or over ranks changes it."""
+
+    weights_BT: Tensor
+    """Of each token in the loss; see `token_weights`."""
+    drift_B: Tensor | None = None
+    """Off-policy sequence masking: log of the trajectory's ratio to the sampler; see `split_ratios`."""
+    arguments: dict[str, Tensor] = field(default_factory=dict)
+    """Of the policy loss: what the `over_mini_batch` of its record returned."""
+
+    def part(self, rows: Tensor) -> MiniBatch:
+        """Of some rows."""
+        return replace(
+            self,
+            weights_BT=self.weights_BT[rows],
+            drift_B=None if self.drift_B is None else self.drift_B[rows],
+            arguments={name: value[rows] for name, value in self.arguments.items()},
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """One micro-batch's share of the loss, and what is logged of it."""
+
+    loss: Tensor
+    """A scalar with gradient."""
+    clipped_BT: Tensor | None
+    """1 = the policy loss, whichever it is, does not move this token at all although it has an advantage; None without
+    gradient."""
+    sums: dict[str, Tensor]
+    """Shares of numbers of the mini-batch."""
+    means: dict[str, Tensor]
+    """Over this micro-batch's `num_tokens`."""
+    num_tokens: Tensor
+
+
+class ActorLoss:
+    """Everything between log-probs and the number that is differentiated.
+
+    Args:
+        config: which terms there are.
+
+    Raises:
+        ConfigError, PluginError: a loss of the user's that cannot be one.
+    """
+
+    def __init__(self, config: ActorConfig):
+        self.correction: RolloutCorrection | None = None
+        """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
+        chosen = read_policy_loss(config.policy_loss)
+        self.record = chosen.loss
+        self._config = config
+        self._of_sampled = token_loss(config)
+        # Tokens that nobody sampled are trained on request, each by itself; they stay out of ratios and metrics.
+        self._of_given = self._of_sampled if chosen.loss.by_token else token_loss(config, read_policy_loss({}))
+        self._over_mini_batch: Callable[[WholeMiniBatch], dict[str, Tensor]] = lambda whole: {}
+        if chosen.loss.over_mini_batch is not None:
+            function = load_object(chosen.loss.over_mini_batch, what=f"{KEY}.loss_mode={chosen.name}")
+            self._over_mini_batch = _filled_in(function, chosen, config)
+
+    def over_mini_batch(
+        self,
+        batch: TensorDict,
+        rows: Tensor,
+        weights_BT: Tensor,
+        old_BT: Tensor,
+        log_probs_of: Callable[[Tensor], Tensor],
+        generator: torch.Generator,
+    ) -> MiniBatch:
+        """Collect what is decided over a mini-batch. Costs a forward pass without gradient over the rows that a choice
+        depends on, where one does.
+
+        Collective: every rank gives the same arguments and gets the same numbers.
+
+        Args:
+            batch: the whole batch.
+            rows: of the mini-batch, those without advantage too.
+            weights_BT: of the batch's tokens, 0 outside of the mini-batch.
+            old_BT, log_probs_of, generator: see `WholeMiniBatch`.
+        """
+        sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
+        own = rows[sampled_BT[rows].any(1)]
+        arguments = self._over_mini_batch(WholeMiniBatch(batch, own, sampled_BT, old_BT, log_probs_of, generator))
+        drift_B = None
+        if self.correction is not None and self.correction.masks_sequences:
+            known_BT, by_sampler_BT = with_log_probs(batch), batch[columns.ROLLOUT_LOG_PROBS]
+            drift_B = split_ratios(batch, rows, known_BT, by_sampler_BT, log_probs_of)
+        return MiniBatch(weights_BT, drift_B, arguments)
+
+    def of_micro_batch(self, output: LogProbs, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> MicroBatchLoss:
+        """The loss of some rows.
+
+        Args:
+            output: of the current policy.
+            micro: the rows of the batch; what a correction decides over a whole batch is in it.
+            mini: these rows' part of what was taken over the whole mini-batch.
+            old_BT: log-probs that ratios are taken to; NaN = the current ones, detached.
+        """
+        config = self._config
+        # A view: a gradient that is only looked at (`_clipped`) must not reach the hooks of a sharded policy's output.
+        log_probs_BT, entropy_BT = output.log_probs_BT.view_as(output.log_probs_BT), output.entropy_BT
+        assert entropy_BT is not None
+        old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
+        weights_BT, advantages_BT, in_loss_BT = mini.weights_BT, micro[columns.ADVANTAGES], micro[columns.LOSS_MASK]
+        sampled_BT = in_loss_BT & micro[columns.SAMPLED]
+        loss_BT, means = self._of_sampled(log_probs_BT, old_BT, advantages_BT, sampled_BT, **mini.arguments)
+        if self.correction is not None:
+            loss_BT, more = self.correction.applied(loss_BT, log_probs_BT.detach(), old_BT, micro, mini.drift_B)
+            means |= more
+        given_BT = in_loss_BT & ~micro[columns.SAMPLED]
+        if given_BT.any():
+            loss_BT = loss_BT + self._of_given(log_probs_BT, old_BT, advantages_BT, given_BT)[0]
+        clipped_BT = _clipped(micro, loss_BT, log_probs_BT)
+        pg_loss = (loss_BT * weights_BT).sum()
+        loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
+        sums = {"actor/pg_loss": pg_loss}
+        if config.use_kl_loss:
+            kl_BT = kl_penalty(log_probs_BT, micro[columns.REF_LOG_PROBS], config.kl_loss_type)
+            sums["actor/kl_loss"] = (masked_fill_zero(kl_BT, in_loss_BT) * weights_BT).sum()
+            loss = loss + config.kl_loss_coef * sums["actor/kl_loss"]
+        sums["actor/loss"] = loss
+        num_tokens = sampled_BT.sum()
+        means["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / num_tokens.clamp(min=1)
+        return MicroBatchLoss(loss, clipped_BT, sums, means, num_tokens)
+
+    def slope_where_known(self, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> Tensor | None:
+        """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.
+
+        Where ratios are taken to the current policy itself they are 1, whatever the log-probs are, and so every loss
+        whose record says so has the slope that it has at any log-probs. A head that knows the slope makes gradients on
+        the way forward, and its logits only once.
+        """
+        config = self._config
+        other_terms = config.use_kl_loss or config.entropy_coeff != 0 or self.correction is not None
+        if other_terms or not self.record.slope_known:
+            return None
+        if not bool((torch.isnan(old_BT) | ~micro[columns.LOSS_MASK]).all()):
+            return None
+        guess_BT = torch.zeros_like(old_BT).requires_grad_()
+        with torch.enable_grad():
+            loss = self.of_micro_batch(LogProbs(guess_BT, torch.zeros_like(old_BT)), micro, mini, old_BT).loss
+        return torch.autograd.grad(loss, guess_BT)[0]
+
+
+def _clipped(micro: TensorDict, loss_BT: Tensor, log_probs_BT: Tensor) -> Tensor | None:
+    """See `MicroBatchLoss.clipped_BT`."""
+    if not loss_BT.requires_grad:
+        return None
+    (slope_BT,) = torch.autograd.grad(loss_BT.sum(), log_probs_BT, retain_graph=True)
+    return (micro[columns.LOSS_MASK] & (micro[columns.ADVANTAGES] != 0) & (slope_BT == 0)).float()
+
+
+def token_loss(config: ActorConfig, chosen: ChosenLoss | None = None) -> TokenLoss:
+    """The function of a loss, with its options and clip ranges filled in.
+
+    Args:
+        config: `policy_loss` and the clip ranges.
+        chosen: another loss than the configuration's.
+
+    Raises:
+        PluginError: the path of a loss of the user's leads nowhere.
+        ConfigError: it is no function of four tensors, or takes no argument of the name of an option.
+    """
+    chosen = chosen or read_policy_loss(config.policy_loss)
+    where = f"{KEY}.loss_mode={chosen.name}"
+    function = load_object(chosen.loss.function, what=f"{KEY}.loss_mode")
+    if not chosen.loss.is_users:
+        return _filled_in(function, chosen, config)
+    if not callable(function):
+        raise ConfigError(f"{where} is a {type(function).__name__}, expected a function")
+    takes = inspect.signature(function).parameters
+    positional = [p for p in takes.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(_TENSORS) and not any(p.kind is p.VAR_POSITIONAL for p in takes.values()):
+        raise ConfigError(f"{where} takes {', '.join(takes) or 'nothing'}; expected ({', '.join(_TENSORS)}, ...)")
+    for name in chosen.options:
+        if name not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            raise ConfigError(
+                f"{KEY}.{name}: {chosen.name} takes no argument of that name; it takes {', '.join(takes)}"
+            )
+    return partial(_of_user, _filled_in(function, chosen, config), where)
+
+
+def _filled_in(function: Callable[..., Any], chosen: ChosenLoss, config: ActorConfig) -> Callable[..., Any]:
+    """`function` with those options and clip ranges that it takes by name."""
+    takes = inspect.signature(function).parameters
+    low, high = config.clip_range
+    clips = {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c}
+    offered = {name: clips[name] for name in chosen.loss.clips} | chosen.options
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        offered = {name: value for name, value in offered.items() if name in takes}
+    return partial(function, **offered)
+
+
+def _of_user(function: Callable[..., Any], where: str, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the user's function makes of a micro-batch, checked.
+
+    Raises:
+        UserCodeError: it raised, or returned something else than a loss for each token.
+    """
+    mask_BT = tensors[3]
+    try:
+        result = function(*tensors)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserCodeError(f"{where} raised {error_text(error, named=True)}") from error
+    loss, numbers = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.shape != mask_BT.shape:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UserCodeError(
+            f"{where} returned {got}; expected a loss for each token, {tuple(mask_BT.shape)}, alone or with a dict of "
+            "numbers. How tokens become one number is actor.loss_agg_mode"
+        )
+    if torch.is_grad_enabled() and tensors[0].requires_grad and not loss.requires_grad:
+        raise UserCodeError(f"{where} returned a loss without gradient: it must depend on log_probs")
+    return masked_fill_zero(loss, mask_BT), {name: torch.as_tensor(value).detach() for name, value in numbers.items()}
+
+
+# What losses decide over a whole mini-batch; their records name these functions.
+
+
+def trajectory_ratios(whole: WholeMiniBatch) -> dict[str, Tensor]:
+    """GSPO: the log ratio of trajectories that have several records."""
+    found_B = split_ratios(whole.batch, whole.rows, whole.sampled_BT, whole.old_BT, whole.log_probs_of)
+    return {} if found_B is None else {"log_ratio_B": found_B}
+
+
+def tokens_to_leave_out(
+    whole: WholeMiniBatch,
+    *,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, Tensor]:
+    """Clip-Cov: drawn among the tokens of middling covariance that PPO's clip does not hold already."""
+    rows, chosen_BT = whole.rows, torch.zeros_like(whole.sampled_BT)
+    if len(rows):
+        log_probs, advantages = whole.log_probs_of(rows)[rows], whole.batch[columns.ADVANTAGES][rows]
+        values = covariances(log_probs, advantages, whole.sampled_BT[rows])
+        old = torch.where(torch.isnan(whole.old_BT[rows]), log_probs, whole.old_BT[rows])
+        chosen_BT[rows] = choose_between(
+            without_clipped(values, log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high),
+            whole.sampled_BT[rows],
+            fraction=clip_cov_ratio,
+            lower=clip_cov_lb,
+            upper=clip_cov_ub,
+            generator=whole.generator,
+        )
+    return {"chosen": chosen_BT}
+
+
+def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[str, Tensor]:
+    """KL-Cov: the tokens of the largest covariances."""
+    rows, chosen_BT = whole.rows, torch.zeros_like(whole.sampled_BT)
+    if len(rows):
+        log_probs, advantages = whole.log_probs_of(rows)[rows], whole.batch[columns.ADVANTAGES][rows]
+        values = covariances(log_probs, advantages, whole.sampled_BT[rows])
+        chosen_BT[rows] = choose_largest(values, whole.sampled_BT[rows], fraction=kl_cov_ratio)
+    return {"chosen": chosen_BT}
+
+
+def split_ratios(
+    batch: TensorDict, rows: Tensor, mask_BT: Tensor, old_BT: Tensor, log_probs_of: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """[B], the mean of current log-prob - `old_BT` over the trajectory of each row that is not its only one: they may
+    pass through the model one by one. NaN elsewhere; None where there is no such row.
+
+    Args:
+        batch: the whole batch.
+        rows: of the mini-batch.
+        mask_BT: the tokens that the mean is over.
+        old_BT: NaN = the current ones.
+        log_probs_of: rows -> [B, T] of the current weights, NaN in other rows.
+    """
+    rows = rows[mask_BT[rows].any(1)]
+    _, place, count = torch.unique(batch[columns.TRAJECTORY_INDEX][rows], return_inverse=True, return_counts=True)
+    rows = rows[count[place] > 1]
+    if len(rows) == 0:
+        return None
+    old = old_BT[rows]
+    known = mask_BT[rows] & ~torch.isnan(old)  # the others have ratio 1
+    current = log_probs_of(rows)[rows] if known.any() else old
+    result_B = torch.full((len(batch),), torch.nan, device=old.device)
+    result_B[rows] = sequence_log_ratio(
+        masked_fill_zero(current, known),
+        masked_fill_zero(old, known),
+        mask_BT[rows],
+        batch[columns.TRAJECTORY_INDEX][rows],
+    )
+    return result_B
