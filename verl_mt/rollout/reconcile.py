@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,6 +26,7 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
 from verl_mt.errors import LedgerError
 from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.token_text import Decode, num_tokens_spelling
 
 logger = logging.getLogger(__name__)
 
@@ -173,10 +174,10 @@ def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, 
         return True
     if not content.startswith(prefix):
         return False
-    kept, text = _kept(chat, record.token_ids[start : _end_of_text(session)], content[len(prefix) :])
+    kept, rest = spelled(chat.decode, record.token_ids[start : _end_of_text(session)], content[len(prefix) :])
     if kept == 0:
         return False
-    session.reopen(content, keep=start + kept, ids=chat.continuation_ids(content[len(prefix) + len(text) :]))
+    session.reopen(content, keep=start + kept, ids=chat.continuation_ids(rest))
     return True
 
 
@@ -211,6 +212,12 @@ def _reopen(session: RolloutSession, content: str, ids: Sequence[int] | None, *,
     session.reopen(content, keep=min(keep, end) if goes_on or behind else keep, ids=behind)
 
 
+def spelled(decode: Decode, ids: Sequence[int], text: str) -> tuple[int, str]:
+    """How many leading ids spell a beginning of the text, and what is left of it behind them."""
+    count = num_tokens_spelling(decode, ids, text)
+    return count, text[len(decode(ids[:count])) :]
+
+
 def _last_turn(session: RolloutSession) -> int:
     spans = [span for span in session.record.turns if span.kind == "assistant"]
     return spans[-1].start if spans else len(session.record.token_ids)
@@ -221,23 +228,6 @@ def _end_of_text(session: RolloutSession) -> int:
     record = session.record
     ended = record.sampled[-1:] == [1] and record.token_ids[-1] in session.context.chat.end_token_ids
     return len(record.token_ids) - int(ended)
-
-
-def _kept(chat: Any, ids: Sequence[int], wanted: str) -> tuple[int, str]:
-    """The longest prefix of the ids whose text `wanted` begins with, and that text."""
-    shared = common_prefix(chat.decode(ids), wanted)
-    low, high = 0, len(ids)
-    while low < high:  # the last place up to which the ids' text is not longer than what is shared
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(chat.decode(ids[:middle])) <= shared else (low, middle - 1)
-    text = chat.decode(ids[:low])
-    while low and not wanted.startswith(text):  # half of a character
-        low -= 1
-        text = chat.decode(ids[:low])
-    return low, text
-
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
-from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
 from verl_mt.rollout.generate.api import EngineRequest, abort_reply, reply_to
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.reconcile import align
+from verl_mt.rollout.reconcile import align, spelled
 from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
@@ -197,8 +196,8 @@ class CallConversations:
             if not request.text.startswith(before):
                 return False
             text = request.text[len(before) :]
-            keep = start + _tokens_in(record.token_ids[start:], text, chat)
-            ids = self._encode(text[len(chat.decode(record.token_ids[start:keep])) :])
+            kept, rest = spelled(chat.decode, record.token_ids[start:], text)
+            keep, ids = start + kept, self._encode(rest)
         if keep == start:
             return False
         if session.ended:
@@ -329,18 +328,3 @@ class CallConversations:
 
 def _same(ids: Sequence[int], record: Any, k: int) -> bool:
     return k < len(record.token_ids) and k < len(ids) and ids[k] == record.token_ids[k]
-
-
-def _tokens_in(ids: Sequence[int], text: str, chat: ChatTemplate) -> int:
-    """The largest number of leading ids whose text `text` begins with."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + 1) // 2
-        # In the middle of a character of several tokens the last sign is a stand-in for it.
-        if text.startswith(chat.decode(ids[:middle]).rstrip("\ufffd")):
-            low = middle
-        else:
-            high = middle - 1
-    while not text.startswith(chat.decode(ids[:low])):
-        low -= 1
-    return low
