@@ -22,8 +22,7 @@ from mypy.traverser import NameAndMemberCollector
 from mypy.types import Instance, Type, UnionType, get_proper_type
 
 from verl_mt.config.compose import compose
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves, sections
+from verl_mt.config.schema import Config, leaves, sections
 from verl_mt.config_paths import configs_root
 
 REPO = Path(__file__).resolve().parents[1]

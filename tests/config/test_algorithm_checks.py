@@ -7,7 +7,7 @@ from test_checks import ACTOR, ROLLOUT, changed
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
-from verl_mt.config.kl_control import KLControlOptions, read_kl_control
+from verl_mt.config.options import KLControlOptions, read_kl_control
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # many configurations

@@ -12,7 +12,7 @@ from effect_engines import sglang
 from effect_kinds import NOT_VALIDATED, RO, VALIDATES
 from key_effects import EFFECTS, Effect
 
-from verl_mt.config.tree import leaves
+from verl_mt.config.schema import leaves
 
 REFUSAL = re.compile(r"\w+(Error|Exit): ")
 

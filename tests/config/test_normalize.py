@@ -18,7 +18,7 @@ from verl_mt.config.normalize import (
     normalize_argv,
     suggest_key,
 )
-from verl_mt.config.tree import leaves, open_parent
+from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # many configurations

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from verl_mt.config.reference import _show, reference
-from verl_mt.config.tree import leaves, sections
+from verl_mt.config.schema import leaves, sections
+from verl_mt.config.write_reference import _show, reference
 
 REPO = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_is_current():
     page = (REPO / "docs" / "configuration.md").read_text()
-    assert page == reference(), "run: python -m verl_mt.config.reference > docs/configuration.md"
+    assert page == reference(), "run: python -m verl_mt.config.write_reference > docs/configuration.md"
 
 
 def test_the_defaults_that_differ_from_verls_are_listed_as_they_are():

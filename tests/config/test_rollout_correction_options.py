@@ -9,7 +9,7 @@ import pytest
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_argv
-from verl_mt.config.rollout_correction import RolloutCorrectionOptions, read_rollout_correction
+from verl_mt.config.options import RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # many configurations

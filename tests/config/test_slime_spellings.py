@@ -10,8 +10,8 @@ import pytest
 from verl_mt.config import slime_spellings as slime
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_argv
-from verl_mt.config.rollout_correction import read_rollout_correction
-from verl_mt.config.tree import leaves, open_parent
+from verl_mt.config.options import read_rollout_correction
+from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations

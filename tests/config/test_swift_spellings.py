@@ -12,7 +12,7 @@ from verl_mt.config import swift_spellings as swift
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_argv
-from verl_mt.config.tree import leaves, open_parent
+from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_ms_swift.md"

@@ -11,8 +11,8 @@ from guard_streams import HEALTHY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.config.collapse_guard import GuardThresholds, read_thresholds
 from verl_mt.config.compose import compose
+from verl_mt.config.options import GuardThresholds, read_thresholds
 from verl_mt.diagnostics.collapse_guard import MAX_HISTORY, CollapseGuard, Verdict
 from verl_mt.errors import ConfigError
 

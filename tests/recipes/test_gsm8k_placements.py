@@ -22,8 +22,7 @@ import pytest
 import torch
 
 from verl_mt.config.compose import compose, hydra_main
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves
+from verl_mt.config.schema import Config, leaves
 from verl_mt.tiny.problems import rows
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations

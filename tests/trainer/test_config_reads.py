@@ -10,7 +10,7 @@ from command_lab import NO_VALIDATION, SMALL, small_trainer
 
 from verl_mt.config.compose import compose
 from verl_mt.config.reads import recording
-from verl_mt.config.tree import leaves
+from verl_mt.config.schema import leaves
 from verl_mt.errors import ConfigError
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.build_data import notes

@@ -9,8 +9,7 @@ from actor_toys import REWARDS, make_batch, tiny_policy
 from tensordict import TensorDict
 from torch import nn
 
-from verl_mt.config.actor import ActorConfig
-from verl_mt.config.critic import CriticConfig, CriticOptimConfig
+from verl_mt.config.actor import ActorConfig, CriticConfig, CriticOptimConfig
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.modeling.values import ValueHead, ValueModel

@@ -11,7 +11,7 @@ from actor_toys import lora_policy, tiny_policy, worker
 from tensordict import TensorDict
 
 from verl_mt.config.actor import RefConfig
-from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.passes import Passes, use_passes

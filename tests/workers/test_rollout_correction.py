@@ -11,7 +11,7 @@ from sharded_jobs import one_update
 from test_policy_loss import drifted, drifting, flat
 from test_split_records import conversation, split_at
 
-from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.workers.micro_batch import compute_log_probs

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from verl_mt.config.critic import CriticConfig
-from verl_mt.config.kl_control import KEY as KL_CTRL
-from verl_mt.config.kl_control import read_kl_control
+from verl_mt.config.actor import CriticConfig
+from verl_mt.config.options import KL_CTRL, read_kl_control
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code

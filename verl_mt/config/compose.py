@@ -29,8 +29,7 @@ from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import Problem, normalise_overrides, normalise_tree, raise_problems, split_argv
 from verl_mt.config.reads import set_given
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves, open_parent, sections
+from verl_mt.config.schema import Config, leaves, open_parent, sections
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -153,7 +152,7 @@ def config_of_command(argv: list[str], config_name: str | None, module: str) -> 
         description="Keys are dotted: actor_rollout_ref.rollout.n=4.",
         epilog="sections:\n"
         + "\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())
-        + "\n\nAll keys with their defaults: python -m verl_mt.config.reference, or docs/configuration.md.",
+        + "\n\nAll keys with their defaults: python -m verl_mt.config.write_reference, or docs/configuration.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         exit_on_error=False,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_mt.config.options import RC, RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.config.policy_losses import POLICY_LOSSES
-from verl_mt.config.rollout_correction import KEY, RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 
@@ -55,7 +55,7 @@ def _switches(options: RolloutCorrectionOptions) -> list[str]:
         "rollout_rs": options.rollout_rs,
         "rollout_token_veto_threshold": options.rollout_token_veto_threshold,
     }
-    return [f"{KEY}.{name}={value}" for name, value in values.items() if value is not None]
+    return [f"{RC}.{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _dapo(config: Config) -> Iterator[str]:

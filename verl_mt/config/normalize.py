@@ -23,8 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config import aliases, correction_spellings, launch_spellings, slime_spellings, swift_spellings
 from verl_mt.config.knob import check_knob
 from verl_mt.config.redact import redact as redact
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves, open_parent, sections
+from verl_mt.config.schema import Config, leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
@@ -191,7 +190,7 @@ def suggest_key(key: str) -> str:
     close = close or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
     close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     close = close or [by_name[m] for m in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75)]
-    return f"; did you mean {close[0]}?" if close else "; python -m verl_mt.config.reference lists all keys"
+    return f"; did you mean {close[0]}?" if close else "; python -m verl_mt.config.write_reference lists all keys"
 
 
 def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

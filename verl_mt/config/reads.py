@@ -14,8 +14,7 @@ from types import FrameType
 from typing import Any
 
 from verl_mt.config.knob import Section
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves
+from verl_mt.config.schema import Config, leaves
 
 _NO_USE = ("verl_mt.config.", "dataclasses", "copy", "pprint")
 _GIVEN = "_given_keys"

@@ -5,14 +5,16 @@ YAML files under `config/` hold differences only. `docs/configuration.md` is gen
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
-from verl_mt.config.collapse_guard import read_thresholds
-from verl_mt.config.critic import CriticConfig
-from verl_mt.config.dapo import FilterGroupsConfig, OverlongBufferConfig
+from verl_mt.config.actor import ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl_mt.config.knob import Section, knob
+from verl_mt.config.options import read_thresholds
 from verl_mt.config.rollout import RolloutConfig
 
 
@@ -55,6 +57,15 @@ class DataConfig(Section):
 
 
 @dataclass
+class OverlongBufferConfig(Section):
+    """`reward.overlong_buffer`, of DAPO."""
+
+    enable: bool = knob(False, "Penalise responses that come near `actor_rollout_ref.rollout.response_length`.")
+    len: int = knob(128, "Tokens before the limit on which the penalty grows.", min=1)
+    penalty_factor: float = knob(1.0, "Largest penalty, at the limit; in the metrics as reward/overlong.", min=0)
+
+
+@dataclass
 class RewardConfig(Section):
     """`reward`. `custom_reward_function.path` and `.name` are aliases of `path` and `name`."""
 
@@ -82,6 +93,23 @@ class RewardConfig(Section):
     )
     overlong_buffer: OverlongBufferConfig = knob(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
     timeout_s: float = knob(60.0, "Deadline of one reward call in seconds.", min=0.001)
+
+
+@dataclass
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`, of DAPO."""
+
+    enable: bool = knob(
+        False, "Replace groups whose members all did equally well by those of further prompts (dynamic sampling)."
+    )
+    metric: str = knob(
+        "seq_final_reward",
+        "What must differ within a group: seq_final_reward (the reward), or a number of the reward function's dict, "
+        "such as acc or score.",
+    )
+    max_num_gen_batches: int = knob(
+        10, "Rollouts per step; then the step trains on the groups that it has. 0 or less = until the batch is full."
+    )
 
 
 @dataclass
@@ -236,3 +264,62 @@ class Config(Section):
     algorithm: AlgorithmConfig = knob(AlgorithmConfig, "Advantages.")
     trainer: TrainerConfig = knob(TrainerConfig, "The loop.")
     external_plugins: list[str] = knob([], "Python files or modules imported at start; they register plug-ins.")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key that holds a value."""
+
+    key: str
+    type: Any
+    default: Any
+    doc: str
+    metadata: dict[str, Any]
+
+    @property
+    def is_open(self) -> bool:
+        """It may hold a mapping with keys of the user's own."""
+        return typing.get_origin(self.type) is dict or (self.type is Any and self.metadata.get("choices") is None)
+
+
+@dataclass(frozen=True)
+class SectionNode:
+    """One key that holds further keys."""
+
+    key: str
+    cls: type
+    doc: str
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Leaf | SectionNode]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        key, hint, doc = prefix + item.name, hints[item.name], item.metadata["doc"]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield SectionNode(key, hint, doc)
+            yield from _walk(hint, key + ".")
+        else:
+            made = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+            yield Leaf(key, hint, made, doc, dict(item.metadata))
+
+
+@functools.cache
+def leaves() -> dict[str, Leaf]:
+    """Dotted key -> leaf, in the order of the schema."""
+    return {node.key: node for node in _walk(Config, "") if isinstance(node, Leaf)}
+
+
+@functools.cache
+def sections() -> dict[str, SectionNode]:
+    """Dotted key -> section, in the order of the schema."""
+    return {node.key: node for node in _walk(Config, "") if isinstance(node, SectionNode)}
+
+
+def open_parent(key: str) -> Leaf | None:
+    """The leaf with a free mapping that `key` lies under: `a.kwargs` for `a.kwargs.x`; None if there is none."""
+    parts = key.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        leaf = leaves().get(".".join(parts[:end]))
+        if leaf is not None:
+            return leaf if leaf.is_open else None
+    return None

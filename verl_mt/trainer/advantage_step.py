@@ -26,7 +26,7 @@ from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.kl_control import KLControl
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.algorithms.streams import Streams
-from verl_mt.config.kl_control import read_kl_control
+from verl_mt.config.options import read_kl_control
 from verl_mt.config.schema import AlgorithmConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import ConfigError, DataError, UserCodeError, error_text

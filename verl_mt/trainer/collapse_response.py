@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_mt.config.collapse_guard import read_thresholds
+from verl_mt.config.options import read_thresholds
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.run_files import read_jsonl_tolerant, row_to_trajectory, write_rows, writing
 from verl_mt.data.trajectory import Status

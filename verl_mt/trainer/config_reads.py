@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from verl_mt.config.algorithm_checks import PER_TOKEN
 from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.reads import KeyReads, given_keys, recording
-from verl_mt.config.schema import Config
-from verl_mt.config.tree import leaves
+from verl_mt.config.schema import Config, leaves
 from verl_mt.data.run_files import writing
 from verl_mt.errors import ConfigError
 

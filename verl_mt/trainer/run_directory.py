@@ -21,8 +21,7 @@ from typing import Any
 
 import yaml
 
-from verl_mt.config.schema import TrainerConfig
-from verl_mt.config.tree import leaves, sections
+from verl_mt.config.schema import TrainerConfig, leaves, sections
 from verl_mt.data.run_files import writing
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean, masked_sum
 from verl_mt.algorithms.value_loss import explained_variance, value_loss
-from verl_mt.config.actor import ActorConfig
-from verl_mt.config.critic import CriticConfig
+from verl_mt.config.actor import ActorConfig, CriticConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
 from verl_mt.modeling.values import scatter

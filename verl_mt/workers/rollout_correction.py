@@ -28,7 +28,7 @@ from verl_mt.algorithms.corrections import (
     within,
 )
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
-from verl_mt.config.rollout_correction import RolloutCorrectionOptions
+from verl_mt.config.options import RolloutCorrectionOptions
 from verl_mt.data import batch as columns
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_mt.config.critic import CriticConfig
-from verl_mt.config.rollout_correction import read_rollout_correction
+from verl_mt.config.actor import CriticConfig
+from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm

@@ -6,8 +6,7 @@ import pytest
 import torch
 from actor_toys import REWARDS, make_batch, tiny_policy
 
-from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
-from verl_mt.config.critic import CriticConfig, CriticOptimConfig
+from verl_mt.config.actor import ActorConfig, CriticConfig, CriticOptimConfig, ModelConfig, OptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, AlgorithmConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import CheckpointError

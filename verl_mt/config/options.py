@@ -1,4 +1,5 @@
-"""What `algorithm.rollout_correction` may hold: weights and masks against a sampler that is not quite the trainer."""
+"""What the open mappings of the configuration may hold: the weight of the KL penalty, the collapse guard's thresholds
+and the corrections against a sampler that is not quite the trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from verl_mt.config.knob import Section, check_knob, knob
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import suggest
 
-KEY = "algorithm.rollout_correction"
+KL_CTRL = "algorithm.kl_ctrl"
+THRESHOLDS = "trainer.collapse_guard_thresholds"
+RC = "algorithm.rollout_correction"
 
 LEVELS = ("token", "sequence", "geometric")
 _BOUNDED_BY_RATIO = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -18,6 +21,80 @@ _REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
+
+
+@dataclass
+class KLControlOptions(Section):
+    """The mapping with its defaults, verl's."""
+
+    type: str = knob("fixed", "Constant, or held near a target.", choices=("fixed", "adaptive"))
+    kl_coef: float = knob(0.001, "The weight, at the start.", min=0)
+    target_kl: float = knob(0.1, "adaptive: the mean penalty per token that is aimed at.", min=1e-9)
+    horizon: float = knob(10000.0, "adaptive: trajectories over which the weight moves.", min=1)
+
+
+def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
+    """The mapping of a configuration, checked.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be, or a key that a constant weight does not read.
+    """
+    known = {item.name: item for item in fields(KLControlOptions)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{KL_CTRL}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
+        check_knob(f"{KL_CTRL}.{name}", value, known[name].metadata)
+        if name != "type" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{KL_CTRL}.{name}: got {value!r}, expected a number")
+    options = KLControlOptions(**given)
+    if options.type == "adaptive" and options.kl_coef == 0:
+        raise ConfigError(
+            f"{KL_CTRL}.kl_coef is 0 with type=adaptive: 0 times anything stays 0; give a start, e.g. 0.001"
+        )
+    return options
+
+
+@dataclass
+class GuardThresholds(Section):
+    """Means over `window` steps are compared with the best such mean before them; null switches a sign off."""
+
+    window: int = knob(3, "Steps whose mean is compared.", min=1)
+    tool_use_drop: float | None = knob(0.3, "Fall of tools/use_rate.", min=0, max=1)
+    turns_drop: float | None = knob(
+        0.3, "Fall of turns/mean as a share of it; only if the reward has not risen.", min=0
+    )
+    turns_rise: float | None = knob(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
+    entropy_rise: float | None = knob(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
+    entropy_drop: float | None = knob(
+        0.2, "rollout/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
+    )
+    flat_groups: float | None = knob(
+        0.9, "group/zero_variance, 0.3 above its lowest, where groups are not solved.", min=0, max=1
+    )
+    truncation_rise: float | None = knob(0.45, "Rise of response/clip_ratio.", min=0, max=1)
+    reward_drop: float | None = knob(
+        0.7, "Fall of reward/mean, in standard deviations of the rewards of a step.", min=0
+    )
+    sampler_kl: float | None = knob(0.02, "rollout/sampler_kl.", min=0)
+
+
+def read_thresholds(given: Mapping[str, Any]) -> GuardThresholds:
+    """The mapping of a configuration, checked.
+
+    Raises:
+        ConfigError: an unknown name or a value that cannot be; names the key.
+    """
+    known = {item.name: item for item in fields(GuardThresholds)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{THRESHOLDS}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "window" and not isinstance(value, int):
+            raise ConfigError(f"{THRESHOLDS}.window: got {value!r}, expected a whole number of steps")
+        if not number and not (value is None and name != "window"):
+            raise ConfigError(f"{THRESHOLDS}.{name}: got {value!r}, expected a number, or null to switch the sign off")
+        check_knob(f"{THRESHOLDS}.{name}", value, known[name].metadata)
+    return GuardThresholds(**given)
 
 
 @dataclass
@@ -86,8 +163,8 @@ def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOption
     known = {item.name: item for item in fields(RolloutCorrectionOptions)}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{KEY}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
-        check_knob(f"{KEY}.{name}", value, known[name].metadata)
+            raise ConfigError(f"{RC}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
+        check_knob(f"{RC}.{name}", value, known[name].metadata)
         _check_type(name, value)
     options = RolloutCorrectionOptions(**given)
     for problem in _problems(given, options):
@@ -97,7 +174,7 @@ def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOption
 
 def _check_type(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    key = f"{KEY}.{name}"
+    key = f"{RC}.{name}"
     if name in ("rollout_is", "rollout_rs"):
         return
     if name == "rollout_is_batch_normalize":
@@ -129,13 +206,13 @@ def _problems(given: Mapping[str, Any], options: RolloutCorrectionOptions) -> li
         if name in wanted and not read:
             switch = "rollout_rs" if name.startswith("rollout_rs") else "rollout_is"
             found.append(
-                f"{KEY}.{name} is {given[name]}, but {switch} is null, so nothing reads it: set {switch} (token, "
+                f"{RC}.{name} is {given[name]}, but {switch} is null, so nothing reads it: set {switch} (token, "
                 "sequence or geometric), or leave it out"
             )
     lower, upper = options.rollout_is_threshold_lower, options.rollout_is_threshold
     if options.rollout_is is not None and not (lower <= 1 <= upper and lower < upper):
         found.append(
-            f"{KEY}: weights are bounded to [{lower:g}, {upper:g}] (rollout_is_threshold_lower, rollout_is_threshold), "
+            f"{RC}: weights are bounded to [{lower:g}, {upper:g}] (rollout_is_threshold_lower, rollout_is_threshold), "
             "which leaves out 1, where trainer and sampler agree: the upper one must be at least 1 (2 is usual), the "
             "lower one at most 1"
         )
@@ -148,20 +225,20 @@ def _rejection_problems(wanted: Mapping[str, Any], options: RolloutCorrectionOpt
     upper = wanted.get("rollout_rs_threshold", options.rollout_is_threshold)
     if isinstance(upper, str) and "rollout_rs_threshold_lower" in wanted:
         return [
-            f"{KEY}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
+            f"{RC}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
         ]
     if options.estimator != "k1":
         if isinstance(upper, str) or "rollout_rs_threshold_lower" in wanted:
             return [
-                f"{KEY}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
+                f"{RC}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
             ]
-        return [] if upper > 0 else [f"{KEY}.rollout_rs_threshold is {upper}: it would reject everything"]
+        return [] if upper > 0 else [f"{RC}.rollout_rs_threshold is {upper}: it would reject everything"]
     if not isinstance(upper, str) and upper <= 0:
-        return [f"{KEY}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"]
+        return [f"{RC}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"]
     lower, upper = options.bounds
     if lower >= upper or not lower <= 1 <= upper:
         return [
-            f"{KEY}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, where "
+            f"{RC}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, where "
             "trainer and sampler agree: the lower bound (rollout_rs_threshold_lower, else 1 / upper) must be at most 1 "
             "and the upper one (rollout_rs_threshold, else rollout_is_threshold) at least 1"
         ]
