@@ -15,7 +15,7 @@ from doctor_faults import tiny_copy
 from verl_mt.config.compose import compose
 from verl_mt.doctor import resources
 from verl_mt.doctor.checks import examine
-from verl_mt.engines.sglang import options
+from verl_mt.engines.sglang import engine as sglang_engine
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def stand_ins(config: Path, folder: Path) -> list[str]:
 def test_a_shipped_configuration_raises_no_alarm(config, tmp_path, monkeypatch, search_url):
     monkeypatch.chdir(REPO)  # recipes name files of their own relative to it
     monkeypatch.setenv("SEARCH_URL", search_url)
-    monkeypatch.setattr(options, "require_sglang", lambda: None)
+    monkeypatch.setattr(sglang_engine, "require_sglang", lambda: None)
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
     overrides = [*stand_ins(config, tmp_path), f"trainer.default_local_dir={tmp_path / 'run'}"]
     found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))

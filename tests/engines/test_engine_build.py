@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_models import request
 
 from verl_mt.config.rollout import RolloutConfig
-from verl_mt.config.schema import ActorRolloutRefConfig
-from verl_mt.engines import build
-from verl_mt.errors import ConfigError
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
+from verl_mt.engines import build, check
+from verl_mt.engines.base import EngineSetup, check_request
+from verl_mt.errors import ConfigError, EngineError
 
 
-def made(model, max_model_len=64, **config):
-    return build(
-        ActorRolloutRefConfig(rollout=RolloutConfig(**config)),
-        model,
-        end_token_ids=[3],
-        decode=None,
-        max_model_len=max_model_len,
-        deterministic=False,
-        seed=0,
-    )
+def made(model, max_model_len=64, trainer=None, **config):
+    trainer = trainer or TrainerConfig()
+    config = ActorRolloutRefConfig(rollout=RolloutConfig(**config))
+    check(config, trainer)
+    return build(EngineSetup(config, model, frozenset({3}), None, max_model_len, trainer.deterministic, seed=0))
 
 
 def test_local_samples_from_the_module_it_was_given(qwen3, run_async):
@@ -37,9 +35,15 @@ def test_local_samples_from_the_module_it_was_given(qwen3, run_async):
     ("config", "message"),
     [
         ({"name": "scripted"}, r"ScriptedEngine\(turns\)"),
-        ({"engine_kwargs": {"x": 1}}, "engine_kwargs: the local engine takes none, got .*x"),
-        ({"tensor_model_parallel_size": 2}, "one rank, got 2"),
-        ({"dtype": "bfloat16"}, "which are float32; got bfloat16"),
+        ({"dtype": "bfloat16"}, "dtype is bfloat16: .*the actor's own weights, which are float32"),
+        (
+            {"name": "sglang", "trainer": TrainerConfig(deterministic=True)},
+            "trainer.deterministic needs rollout.name=local",
+        ),
+        (
+            {"trainer": TrainerConfig(placement="ray", device="cuda")},
+            "name=local with .*on the CPU.*use sglang",
+        ),
     ],
 )
 def test_what_an_engine_does_not_take_is_refused(qwen3, config, message):
@@ -52,3 +56,19 @@ def test_local_without_the_actors_module_or_beyond_its_positions_is_refused(qwen
         made(None)
     with pytest.raises(ConfigError, match="max_model_len=257 is more than the model's 256"):
         made(qwen3, max_model_len=257)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (request([]), "input_ids is empty"),
+        (request([1] * 100), "100 input tokens leave no room within max_model_len=100"),
+        (request([1, 50]), "vocabulary of 50"),
+        (request([1], stop=("",)), "one is empty"),
+        (request([1], stop=("x",)), "without `decode` cannot honour them"),
+        (replace(request([1]), media={"inputs": (1,)}), "the engine serves text only, got media .'inputs'"),
+    ],
+)
+def test_what_cannot_be_served_is_found_before_an_engine_sees_it(ask, message):
+    with pytest.raises(EngineError, match=message):
+        check_request(ask, "the engine", max_model_len=100, vocab_size=50, finds_stops=False)

@@ -122,7 +122,7 @@ def test_an_engine_that_would_not_see_the_images_is_refused_before_it_starts(fol
     from verl_mt.engines.scripted import ScriptedEngine
 
     engine = ScriptedEngine([])
-    engine.capabilities = Capabilities(frozenset({"disk"}), deterministic=True, overlaps_training=True)
+    engine.capabilities = Capabilities(frozenset({"disk"}), deterministic=True)
     with pytest.raises(
         ConfigError, match=r"rows.jsonl, row \d: the prompt holds \d images?, but .*name=local takes text"
     ):

@@ -229,7 +229,7 @@ def test_weights_leave_merged_under_the_names_of_the_base(model_folder):
 def test_an_engine_that_reads_files_gets_a_plain_model(model_folder, tmp_path):
     workers = group(model_folder)
     workers.update(make_batch(REWARDS))
-    takes_files = Capabilities(transports=frozenset({"disk"}), deterministic=False, overlaps_training=False)
+    takes_files = Capabilities(transports=frozenset({"disk"}), deterministic=False)
     update = weight_update_for(takes_files, workers, 1, Transport(folder=tmp_path))
     assert isinstance(update, Disk)
     written, sent = load_causal_lm(update.path).state_dict(), dict(workers.full_state())

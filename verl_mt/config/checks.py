@@ -10,6 +10,7 @@ from verl_mt.config.correction_checks import corrections
 from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -233,10 +234,9 @@ def _adapters(config: Config) -> Iterator[str]:
 
 def _engine(config: Config) -> Iterator[str]:
     rollout, name = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.name
-    if config.trainer.deterministic and name == "sglang":
-        yield "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
     if name == "sglang":
         yield from _sglang(config)
+    if name == "sglang" or names_code(name):
         return
     only_sglang = {
         "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
@@ -252,9 +252,6 @@ def _engine(config: Config) -> Iterator[str]:
     for key, (value, default) in only_sglang.items():
         if value != default:
             yield f"{_ROLLOUT}.{key} is {value}, which only rollout.name=sglang understands; the engine is {name}"
-    model_dtype = config.actor_rollout_ref.model.dtype
-    if name == "local" and rollout.dtype not in (None, model_dtype):
-        yield f"{_ROLLOUT}.dtype is {rollout.dtype}: the local engine uses the actor's ({model_dtype}); leave it null"
 
 
 def _sglang(config: Config) -> Iterator[str]:
@@ -285,11 +282,6 @@ def _placement(config: Config) -> Iterator[str]:
     for key, number in ranks.items():
         if number > 1 and trainer.placement != "ray":
             yield f"{key} is {number}, which needs trainer.placement=ray (it is {trainer.placement})"
-    if trainer.placement == "ray" and trainer.device == "cuda" and config.actor_rollout_ref.rollout.name == "local":
-        yield (
-            f"{_ROLLOUT}.name=local with trainer.placement=ray samples on the CPU, from a copy of the policy in the "
-            "trainer's process: use sglang, or trainer.device=cpu"
-        )
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -7,6 +7,13 @@ from typing import Any
 
 from verl_mt.config.knob import Section, knob
 
+ENGINES = {
+    "local": "verl_mt.engines.local.engine:LocalEngine",
+    "sglang": "verl_mt.engines.sglang.engine:SGLangEngine",
+    "scripted": "verl_mt.engines.scripted:ScriptedEngine",
+}
+"""Name -> the class of an inference engine, which is loaded when it is chosen."""
+
 
 @dataclass
 class MultiTurnConfig(Section):
@@ -123,7 +130,12 @@ class TraceConfig(Section):
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`."""
 
-    name: str = knob("local", "Inference engine.", choices=("local", "sglang", "scripted"))
+    name: str = knob(
+        "local",
+        "Inference engine; or the dotted path or file.py:name of one of your own (docs/your_own_engine.md).",
+        choices=tuple(ENGINES),
+        plugin=True,
+    )
     mode: str = knob(
         "async",
         "async = a conversation's next turn begins as soon as it is asked for; sync = turns in lock-step batches.",

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from verl_mt import engines
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.policy_losses import read_policy_loss
@@ -47,12 +48,6 @@ def engine(subject: Subject) -> Iterator[Finding]:
     """The inference engine can be started here, and the devices exist."""
     config, trainer = subject.config, subject.config.trainer
     name = subject.rollout.name
-    if name == "scripted":
-        yield error(
-            "rollout.name=scripted replays turns that are given in Python; a command has none",
-            f"set {_ROLLOUT}.name=local or sglang",
-        )
-        return
     if trainer.device == "cuda" and not torch.cuda.is_available():
         text = "trainer.device=cuda, and torch finds no CUDA device here"
         if trainer.placement == "ray":
@@ -60,20 +55,11 @@ def engine(subject: Subject) -> Iterator[Finding]:
         else:
             yield error(text, "set trainer.device=cpu or auto, or run where the GPU is")
             return
-    if name == "sglang":
-        from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
-
-        SGLangOptions.from_config(
-            config.actor_rollout_ref,
-            end_token_ids=subject.known_chat.stop_token_ids,
-            max_model_len=subject.max_model_len,
-            seed=trainer.seed,
-        )
-        if not subject.rollout.servers:
-            require_sglang()
+    engines.check(config.actor_rollout_ref, trainer)
     gpus = torch.cuda.device_count()
     size = 0 if subject.module is None else sum(p.numel() for p in subject.module.parameters())
-    if trainer.placement == "inline" and name == "local" and not torch.cuda.is_available() and size > 1e9:
+    in_process = trainer.placement == "inline" and engines.samples_from_policy(name)
+    if in_process and not torch.cuda.is_available() and size > 1e9:
         yield warning(
             f"{size / 1e9:.1f} billion parameters on the CPU: a step will take hours",
             "run where a GPU is, or use a smaller model",

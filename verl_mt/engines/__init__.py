@@ -1,95 +1,82 @@
 """Inference engines: exact ids in, exact ids and log-probs out.
 
 `base.py` is the contract. `local` samples in this process from the actor's own module, `sglang` is for real work,
-`scripted` replays fixed turns.
+`scripted` replays fixed turns; a dotted path or `file.py:Name` is an engine of the user's (docs/your_own_engine.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
+from verl_mt.config.rollout import ENGINES
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
+from verl_mt.engines.base import EngineSetup, InferenceEngine
+from verl_mt.errors import ConfigError, PluginError
+from verl_mt.plugins import load_object
 
-from verl_mt.config.rollout import RolloutConfig
-from verl_mt.config.schema import ActorRolloutRefConfig
-from verl_mt.engines.base import InferenceEngine
-from verl_mt.engines.stop_strings import Decode
-from verl_mt.errors import ConfigError
+__all__ = ["build", "check", "samples_from_policy"]
 
-__all__ = ["build"]
-
-_KEY = "actor_rollout_ref.rollout"
+_KEY = "actor_rollout_ref.rollout.name"
 
 
-def build(
-    config: ActorRolloutRefConfig,
-    policy_module: Any = None,
-    *,
-    end_token_ids: Iterable[int],
-    decode: Decode | None,
-    max_model_len: int | None,
-    deterministic: bool,
-    seed: int,
-) -> InferenceEngine:
-    """The engine that the config names.
-
-    Args:
-        config: `actor_rollout_ref`.
-        policy_module: the actor's model; the local engine samples from it without a copy.
-        end_token_ids: ids that end an assistant turn; the config's `stop_token_ids` are added per request.
-        decode: ids -> text, for stop strings.
-        max_model_len: longest sequence in tokens; None = what the model allows.
-        deterministic: same calls, same bits, whatever the timing.
-        seed: of requests that bring none.
+def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
+    """Whether the engine that is named exists, and can do what is configured. Nothing is loaded yet but its code.
 
     Raises:
-        ConfigError: an engine that does not exist here, or an option that it does not take.
+        PluginError: there is no such engine.
+        ConfigError: it does not go with the rest of the configuration.
     """
-    rollout = config.rollout
-    # Imported where they are needed: who only needs the contract or a script loads neither transformers nor a client.
-    if rollout.name == "sglang":
-        from verl_mt.engines.sglang.engine import SGLangEngine
-        from verl_mt.engines.sglang.options import SGLangOptions
-
-        return SGLangEngine(
-            SGLangOptions.from_config(config, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
-        )
-    if rollout.name != "local":
-        raise ConfigError(
-            f"{_KEY}.name: a {rollout.name!r} engine cannot be made from a config, it needs its turns: pass "
-            "engine=ScriptedEngine(turns) (verl_mt.engines.scripted) to build_trainer from Python, or use local"
-        )
-    _check_local(rollout, policy_module)
-    from verl_mt.engines.local import LocalEngine, LocalOptions
-    from verl_mt.engines.local.vision import LocalVisionEngine, sees
-
-    if sees(policy_module):
-        return LocalVisionEngine(
-            policy_module, end_token_ids=end_token_ids, decode=decode, max_model_len=max_model_len, seed=seed
-        )
-    options = LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=deterministic, seed=seed)
-    return LocalEngine(
-        policy_module, end_token_ids=end_token_ids, decode=decode, max_model_len=max_model_len, options=options
-    )
+    name, dtype = config.rollout.name, config.model.dtype
+    engine = _find(name)
+    if getattr(engine, "samples_from_policy", False):
+        if config.rollout.dtype not in (None, dtype):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.dtype is {config.rollout.dtype}: {_KEY}={name} samples with the actor's "
+                f"own weights, which are {dtype}; leave it null, or change actor_rollout_ref.model.dtype"
+            )
+        if trainer.placement == "ray" and trainer.device == "cuda":
+            raise ConfigError(
+                f"{_KEY}={name} with trainer.placement=ray samples on the CPU, from a copy of the policy in the "
+                "trainer's process: use sglang, or trainer.device=cpu"
+            )
+    if isinstance(engine, type) and issubclass(engine, InferenceEngine):
+        engine.check_config(config, trainer)
 
 
-def _check_local(config: RolloutConfig, module: Any) -> None:
-    if not isinstance(module, torch.nn.Module):
+def samples_from_policy(name: str) -> bool:
+    """Whether this engine samples from the actor's own module, so that nobody needs to send it weights."""
+    return getattr(_find(name), "samples_from_policy", False)
+
+
+def build(setup: EngineSetup) -> InferenceEngine:
+    """The engine that the config names.
+
+    Raises:
+        PluginError: there is no such engine.
+        ConfigError: it does not take an option, or cannot be deterministic and is to be.
+    """
+    name = setup.config.rollout.name
+    made = _find(name)
+    if isinstance(made, type) and issubclass(made, InferenceEngine):
+        engine = made.from_setup(setup)
+    else:
+        engine = made(setup)
+    if not isinstance(engine, InferenceEngine):
+        raise PluginError(f"{_KEY}={name} made {type(engine).__name__}, expected an InferenceEngine (engines/base.py)")
+    if setup.deterministic and not engine.capabilities.deterministic:
         raise ConfigError(
-            f"{_KEY}.name=local samples from the actor's own module, but got {type(module).__name__}: it works only "
-            "where actor and rollout are in one process"
+            f"trainer.deterministic needs an engine that gives the same bits whatever the timing, which {_KEY}={name} "
+            "does not (its capabilities.deterministic is False); use local"
         )
-    if config.engine_kwargs:
-        raise ConfigError(f"{_KEY}.engine_kwargs: the local engine takes none, got {sorted(config.engine_kwargs)}")
-    if config.tensor_model_parallel_size != 1:
-        raise ConfigError(
-            f"{_KEY}.tensor_model_parallel_size: the local engine runs on one rank, "
-            f"got {config.tensor_model_parallel_size}"
-        )
-    actual = str(next(module.parameters()).dtype).removeprefix("torch.")
-    if config.dtype is not None and config.dtype != actual:
-        raise ConfigError(
-            f"{_KEY}.dtype: the local engine shares the actor's weights, which are {actual}; got {config.dtype}. "
-            "Set it to null, or change the actor's dtype"
-        )
+    return engine
+
+
+def _find(name: str) -> Any:
+    """A class of engines, or a function of an `EngineSetup`. Loaded when it is chosen: who only needs the contract or a
+    script loads neither transformers nor a client."""
+    found = load_object(ENGINES.get(name, name), what=_KEY)
+    if isinstance(found, type) and not issubclass(found, InferenceEngine):
+        raise PluginError(f"{_KEY}={name}: {found.__name__} is no InferenceEngine (engines/base.py)")
+    if not callable(found):
+        raise PluginError(f"{_KEY}={name} is {found!r}, expected the class of an InferenceEngine, or a function")
+    return found

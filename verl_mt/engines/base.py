@@ -8,11 +8,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
+from verl_mt.engines.stop_strings import Decode
+from verl_mt.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,6 @@ class Capabilities:
     """Names of the `WeightUpdate` classes it takes: in_place, tensor_buckets, broadcast, disk."""
     deterministic: bool
     """The same requests give the same bits, whatever the timing."""
-    overlaps_training: bool
-    """It may generate while the actor updates its own weights."""
     returns_token_ids: bool = True
     """False: it yields text only, and the chat room's delta method finds the ids."""
     media: frozenset[str] = frozenset()
@@ -78,10 +79,75 @@ WeightUpdate = InPlace | TensorBuckets | Broadcast | Disk
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
+def check_request(
+    request: GenerationRequest,
+    engine: str,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    takes_media: bool = False,
+    finds_stops: bool = True,
+) -> None:
+    """Find what cannot be served, before it can do harm to others.
+
+    Raises:
+        EngineError: media, no input, too much input, ids that are not in the vocabulary, a stop string that is empty or
+            that nobody could find.
+    """
+    name, size, stops = f"request {request.request_id!r}", len(request.input_ids), request.sampling.stop
+    if request.media and not takes_media:
+        raise EngineError(f"{name}: {engine} serves text only, got media {sorted(request.media)}")
+    if not size:
+        raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
+    if size >= max_model_len:
+        raise EngineError(f"{name}: {size} input tokens leave no room within max_model_len={max_model_len}")
+    if min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
+        raise EngineError(f"{name}: input_ids are not all within the vocabulary of {vocab_size}")
+    if not all(stops):
+        raise EngineError(f"{name}: stop strings {stops}: one is empty")
+    if stops and not finds_stops:
+        raise EngineError(f"{name}: stop strings {stops}: an engine without `decode` cannot honour them")
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made from when `actor_rollout_ref.rollout.name` names it."""
+
+    config: ActorRolloutRefConfig
+    """The model's path and dtype, and the keys under `rollout`; `engine_kwargs` are the engine's own."""
+    policy_module: Any
+    """The actor's module, for an engine with `samples_from_policy`; None for others, which load the model."""
+    end_token_ids: frozenset[int]
+    """Ids that end an assistant turn; a request may bring further `stop_token_ids`."""
+    decode: Decode | None
+    """Ids -> text, for stop strings."""
+    max_model_len: int | None
+    """Longest sequence in tokens; None = what the model allows."""
+    deterministic: bool
+    """Same calls, same bits, whatever the timing."""
+    seed: int
+    """Of requests that bring none."""
+
+
 class InferenceEngine(abc.ABC):
     """One inference engine. Methods are awaited on the rollout's event loop; it may work in threads or processes."""
 
     capabilities: Capabilities
+    samples_from_policy: ClassVar[bool] = False
+    """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
+
+    @classmethod  # noqa: B027 - most engines have nothing to refuse
+    def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
+        """Refuse what this engine cannot do, before anything is loaded.
+
+        Raises:
+            ConfigError: names the key, what was got and what to do.
+        """
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
+        """The engine that a configuration describes."""
+        return cls(setup)  # type: ignore[call-arg]
 
     @property
     @abc.abstractmethod

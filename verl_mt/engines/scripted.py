@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
 from verl_mt.engines.base import Capabilities, InferenceEngine, PauseMode, WeightUpdate
 from verl_mt.engines.stop_strings import Decode, StopStrings
-from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
 
 class ScriptedTurn(NamedTuple):
@@ -55,6 +56,13 @@ class ScriptedEngine(InferenceEngine):
         version: of the weights, until `apply`.
     """
 
+    @classmethod
+    def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=scripted replays turns that are given in Python, and a configuration has "
+            "none: pass engine=ScriptedEngine(turns) (verl_mt.engines.scripted) to build_trainer, or name another one"
+        )
+
     def __init__(
         self,
         turns: Script,
@@ -68,7 +76,6 @@ class ScriptedEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset({"in_place", "tensor_buckets", "broadcast", "disk"}),
             deterministic=True,
-            overlaps_training=True,
             returns_token_ids=returns_token_ids,
             media=frozenset({"images", "videos"}),
         )
@@ -274,7 +281,6 @@ class AbsentEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset({"in_place"}),
             deterministic=True,
-            overlaps_training=True,
             media=frozenset({"images", "videos"}),
         )
         self._version = 0

@@ -18,6 +18,7 @@ from rich.markup import escape
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from verl_mt import engines
 from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.token_text import token_text
@@ -73,7 +74,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     Raises:
         VerlMTError: one of its subclasses; the text names the key, file or row.
     """
-    _before_anything_slow(config)
+    _before_anything_slow(config, engine)
     chat = build_fitting_chat(config)
     tools = build_tools(config)
     check_parser(config, chat, tools)
@@ -81,8 +82,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        shared_policy = workers.policy_module if config.actor_rollout_ref.rollout.name == "local" else None
-        runner = build_runner(config, chat, tools, shared_policy, engine)
+        shares = engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
+        runner = build_runner(config, chat, tools, workers.policy_module if shares else None, engine)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -125,12 +126,14 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     return trainer
 
 
-def _before_anything_slow(config: Config) -> None:
+def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> None:
     """Refuse what can be refused; say which directory it will be if not the one that is named."""
     check(config)
     if (words := other_directory(config.trainer)) is not None:
         Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(escape(words))
     import_plugins(config.external_plugins)
+    if engine is None and config.trainer.debug_mode != "train_only":
+        engines.check(config.actor_rollout_ref, config.trainer)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
 

@@ -17,7 +17,7 @@ from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
-from verl_mt.engines.base import InferenceEngine
+from verl_mt.engines.base import EngineSetup, InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
@@ -114,16 +114,7 @@ def build_runner(
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(config)
-    engine = engine or (AbsentEngine() if config.trainer.debug_mode == "train_only" else None)
-    engine = engine or engines.build(
-        config.actor_rollout_ref,
-        policy_module,
-        end_token_ids=chat.stop_token_ids,
-        decode=chat.decode,
-        max_model_len=limits.max_model_len,
-        deterministic=config.trainer.deterministic,
-        seed=config.trainer.seed,
-    )
+    engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len)
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
     media = chat.media_kinds & engine.capabilities.media
@@ -162,6 +153,23 @@ def build_runner(
         reward_by_turn=scored.placement == "turn",
         turn_cost=scored.turn_cost,
         token_cost=scored.token_cost,
+    )
+
+
+def _build_engine(config: Config, chat: ChatTemplate, policy_module: Any, max_model_len: int | None) -> InferenceEngine:
+    """The engine that the config names; one that samples nothing where saved rollouts are trained on."""
+    if config.trainer.debug_mode == "train_only":
+        return AbsentEngine()
+    return engines.build(
+        EngineSetup(
+            config.actor_rollout_ref,
+            policy_module,
+            end_token_ids=frozenset(chat.stop_token_ids),
+            decode=chat.decode,
+            max_model_len=max_model_len,
+            deterministic=config.trainer.deterministic,
+            seed=config.trainer.seed,
+        )
     )
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from verl_mt import engines
 from verl_mt.config.checks import check
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
@@ -53,13 +54,16 @@ class Inference(AbstractContextManager["Inference"]):
     def __init__(self, config: Config, *, tools: ToolSet | None = None, engine: InferenceEngine | None = None):
         check(config)
         import_plugins(config.external_plugins)
+        if engine is None:
+            engines.check(config.actor_rollout_ref, config.trainer)
         build.prepare_process(config)
         self.config = config
         self.num_filtered = 0
         self.chat = build_rollout.build_fitting_chat(config)
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
         build_rollout.check_parser(config, self.chat, self.tools)
-        module = _load(config) if engine is None else None
+        shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
+        module = _load(config) if shares else None
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, module, engine)
         self.stream = RolloutStream(self.runner)
         try:

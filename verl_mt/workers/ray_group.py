@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from verl_mt import engines
 from verl_mt.data import batch as columns
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
 from verl_mt.modeling.lora import Adapter
@@ -64,9 +65,10 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
-            if self._setup.device == "cuda" and setup.config.rollout.name == "local":
+            engine = setup.config.rollout.name
+            if self._setup.device == "cuda" and engines.samples_from_policy(engine):
                 raise ConfigError(
-                    "trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name=local with "
+                    f"trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name={engine} with "
                     "trainer.placement=ray samples on the CPU: use sglang, or set trainer.device=cpu"
                 )
             self._place()

@@ -17,7 +17,7 @@ from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.engines.base import InferenceEngine
+from verl_mt.engines.base import EngineSetup, InferenceEngine
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.trainer.build import build_workers
@@ -69,12 +69,15 @@ class Lab:
         """An SGLang engine for this task, not started."""
         words = ["name=sglang", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
         return engines.build(
-            compose([ROLLOUT + word for word in words]).actor_rollout_ref,
-            end_token_ids=self.chat.stop_token_ids,
-            decode=self.chat.decode,
-            max_model_len=self.local.context.limits.max_model_len,
-            deterministic=False,
-            seed=0,
+            EngineSetup(
+                compose([ROLLOUT + word for word in words]).actor_rollout_ref,
+                None,
+                end_token_ids=frozenset(self.chat.stop_token_ids),
+                decode=self.chat.decode,
+                max_model_len=self.local.context.limits.max_model_len,
+                deterministic=False,
+                seed=0,
+            )
         )
 
     async def greedy_of_local_engine(self) -> list[TrajectoryGroup]:

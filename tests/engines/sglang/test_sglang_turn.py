@@ -7,7 +7,7 @@ from engine_models import request
 from fake_client import answer
 
 from verl_mt.data.requests import VersionSpan
-from verl_mt.engines.sglang.turn import Turn, check_request
+from verl_mt.engines.sglang.turn import Turn
 from verl_mt.errors import EngineError
 
 
@@ -99,17 +99,3 @@ def test_a_refusal_is_an_error_and_an_answer_without_tokens_cannot_repeat_for_ev
         turn_of().add(answer([], "abort", status_code=400, message="too long"), 0)
     with pytest.raises(EngineError, match="without sampling any of the 8 tokens"):
         turn_of().add(answer([], "length"), 0)
-
-
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (request([]), "input_ids is empty"),
-        (request([1] * 100), "100 input tokens leave no room within max_model_len=100"),
-        (request([1, 50]), "vocabulary of 50"),
-        (request([1], stop=("",)), "one is empty"),
-    ],
-)
-def test_what_cannot_be_served_is_found_before_sglang_sees_it(ask, message):
-    with pytest.raises(EngineError, match=message):
-        check_request(ask, max_model_len=100, vocab_size=50)

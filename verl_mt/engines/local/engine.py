@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
-from verl_mt.engines.base import Capabilities, InferenceEngine, InPlace, PauseMode, WeightUpdate
+from verl_mt.engines.base import (
+    Capabilities,
+    EngineSetup,
+    InferenceEngine,
+    InPlace,
+    PauseMode,
+    WeightUpdate,
+    check_request,
+)
 from verl_mt.engines.local.batching import Batcher, LocalOptions
 from verl_mt.engines.local.model_runner import PackedForward
 from verl_mt.engines.local.slots import Delivery, Sequence
@@ -40,6 +48,30 @@ class LocalEngine(InferenceEngine):
         ConfigError: the model cannot be served, or an option does not fit it.
     """
 
+    samples_from_policy = True
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
+        """This engine, or for a model that sees the one in `vision.py`."""
+        module, rollout = setup.policy_module, setup.config.rollout
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={rollout.name} samples from the actor's own module, but got "
+                f"{type(module).__name__}: it works only where actor and rollout are in one process"
+            )
+        if getattr(getattr(module, "config", None), "vision_config", None) is not None:
+            # What it imports for pictures is no business of models of text.
+            from verl_mt.engines.local.vision import LocalVisionEngine
+
+            return LocalVisionEngine.from_setup(setup)
+        return cls(
+            module,
+            end_token_ids=setup.end_token_ids,
+            decode=setup.decode,
+            max_model_len=setup.max_model_len,
+            options=LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=setup.deterministic, seed=setup.seed),
+        )
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -65,7 +97,6 @@ class LocalEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset({"in_place"}),
             deterministic=options.deterministic,
-            overlaps_training=False,
             lock_step=options.deterministic,
         )
         self.max_model_len = max_model_len
@@ -149,27 +180,19 @@ class LocalEngine(InferenceEngine):
         await asyncio.to_thread(self._thread.join)
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
-        """Check a request before it can do harm to others."""
-        name, sampling, size = f"request {request.request_id!r}", request.sampling, len(request.input_ids)
-        if request.media:
-            raise EngineError(f"{name}: the local engine serves text only, got media {sorted(request.media)}")
-        if not size:
-            raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
-        if size >= self.max_model_len:
-            raise EngineError(f"{name}: {size} input tokens leave no room within max_model_len={self.max_model_len}")
-        if min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
-            raise EngineError(f"{name}: input_ids are not all within the vocabulary of {self._vocab_size}")
-        stops = None
-        if sampling.stop:
-            if self._decode is None or not all(sampling.stop):
-                what = "an engine without `decode` cannot honour them" if self._decode is None else "one is empty"
-                raise EngineError(f"{name}: stop strings {sampling.stop}: {what}")
-            stops = StopStrings(self._decode, sampling.stop)
+        check_request(
+            request,
+            "the local engine",
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+            finds_stops=self._decode is not None,
+        )
+        sampling = request.sampling
         return Sequence(
             request=request,
-            limit=min(size + sampling.max_new_tokens, self.max_model_len),
+            limit=min(len(request.input_ids) + sampling.max_new_tokens, self.max_model_len),
             submitted=time.monotonic(),
-            stop_strings=stops,
+            stop_strings=StopStrings(self._decode, sampling.stop) if sampling.stop and self._decode else None,
         )
 
     def _post(self, command: Callable[[], None]) -> None:

@@ -18,7 +18,15 @@ import torch
 
 from verl_mt.data.batch import RowMedia
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
-from verl_mt.engines.base import Capabilities, InferenceEngine, InPlace, PauseMode, WeightUpdate
+from verl_mt.engines.base import (
+    Capabilities,
+    EngineSetup,
+    InferenceEngine,
+    InPlace,
+    PauseMode,
+    WeightUpdate,
+    check_request,
+)
 from verl_mt.engines.local.sampling import BLOCK, SamplingRows, sample, stream_key, uniforms
 from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
@@ -26,11 +34,6 @@ from verl_mt.modeling.media import media_arguments
 from verl_mt.modeling.shared_prefix import eval_mode
 
 _GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
-
-
-def sees(module: Any) -> bool:
-    """Whether a model takes images, so that this is its local engine."""
-    return getattr(getattr(module, "config", None), "vision_config", None) is not None
 
 
 class LocalVisionEngine(InferenceEngine):
@@ -46,6 +49,18 @@ class LocalVisionEngine(InferenceEngine):
     Raises:
         ConfigError: a model that does not compute its positions in this way.
     """
+
+    samples_from_policy = True
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
+        return cls(
+            setup.policy_module,
+            end_token_ids=setup.end_token_ids,
+            decode=setup.decode,
+            max_model_len=setup.max_model_len,
+            seed=setup.seed,
+        )
 
     def __init__(
         self,
@@ -65,7 +80,6 @@ class LocalVisionEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset({"in_place"}),
             deterministic=True,
-            overlaps_training=False,
             media=frozenset({"images", "videos"}),
         )
         self.max_model_len = max_model_len or config.max_position_embeddings
@@ -84,7 +98,16 @@ class LocalVisionEngine(InferenceEngine):
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        self._check(request)
+        if self._is_closed:
+            raise EngineGoneError("the local engine is closed")
+        check_request(
+            request,
+            "the local engine",
+            max_model_len=self.max_model_len,
+            vocab_size=self._vocab_size,
+            takes_media=True,
+            finds_stops=self._decode is not None,
+        )
         ended = self._running.setdefault(request.request_id, threading.Event())
         self._num_requests += 1
         seed = request.sampling.seed
@@ -133,19 +156,6 @@ class LocalVisionEngine(InferenceEngine):
     def _wait_for_step(self) -> None:
         with self._step:
             pass
-
-    def _check(self, request: GenerationRequest) -> None:
-        name, size = f"request {request.request_id!r}", len(request.input_ids)
-        if self._is_closed:
-            raise EngineGoneError("the local engine is closed")
-        if not 0 < size < self.max_model_len:
-            raise EngineError(
-                f"{name}: {size} input tokens, max_model_len={self.max_model_len} leaves room for 1 and more"
-            )
-        if min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
-            raise EngineError(f"{name}: input_ids are not all within the vocabulary of {self._vocab_size}")
-        if request.sampling.stop and self._decode is None:
-            raise EngineError(f"{name}: stop strings {request.sampling.stop} need an engine with `decode`")
 
     def _turn(self, request: GenerationRequest, key: int, submitted: float, ended: threading.Event) -> GenerationOutput:
         begun = time.monotonic()

@@ -11,25 +11,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import (
     Capabilities,
     Disk,
+    EngineSetup,
     InferenceEngine,
     PauseMode,
     TensorBuckets,
     WeightUpdate,
+    check_request,
 )
 from verl_mt.engines.sglang.buckets import Bucket, verify
 from verl_mt.engines.sglang.client import Client
 from verl_mt.engines.sglang.host_client import HostClient
 from verl_mt.engines.sglang.http_client import HttpClient, LaunchedServer
-from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
+from verl_mt.engines.sglang.options import SGLangOptions, check_rollout, require_sglang
 from verl_mt.engines.sglang.replica import Replica
 from verl_mt.engines.sglang.shared_pass import SharedPass
-from verl_mt.engines.sglang.turn import Turn, check_request
+from verl_mt.engines.sglang.turn import Turn
 from verl_mt.engines.sglang.weight_sender import WeightSender
-from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
 _ABORT_CALL_S = 60.0
@@ -68,6 +71,27 @@ class SGLangEngine(InferenceEngine):
         ConfigError: SGLang is not installed where it is needed, or weights cannot get to where it runs.
     """
 
+    @classmethod
+    def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
+        if trainer.deterministic:
+            raise ConfigError(
+                "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
+            )
+        check_rollout(config.rollout)
+        if not config.rollout.servers:
+            require_sglang()
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
+        return cls(
+            SGLangOptions.from_config(
+                setup.config,
+                end_token_ids=setup.end_token_ids,
+                max_model_len=setup.max_model_len,
+                seed=setup.seed,
+            )
+        )
+
     def __init__(self, options: SGLangOptions):
         if not options.servers:
             require_sglang()
@@ -77,7 +101,6 @@ class SGLangEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset(transports),
             deterministic=False,
-            overlaps_training=True,
             frees_memory=options.on_gpu and options.free_cache and not options.servers and not options.num_launched,
         )
         self._version = 0
@@ -110,7 +133,12 @@ class SGLangEngine(InferenceEngine):
         await self.start()
         self._check_open()
         assert self._shape is not None
-        check_request(request, max_model_len=self._options.max_model_len, vocab_size=self._shape.vocab_size)
+        check_request(
+            request,
+            "the SGLang engine",
+            max_model_len=self._options.max_model_len,
+            vocab_size=self._shape.vocab_size,
+        )
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already being sampled; ids must be unique")
         deadline = None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s

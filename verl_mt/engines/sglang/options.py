@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import ConfigError
@@ -56,25 +57,7 @@ class SGLangOptions:
         ConfigError: engine arguments that other keys decide, or no length.
         """
         model, rollout = config.model, config.rollout
-        taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
-        if taken:
-            raise ConfigError(
-                f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
-                f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
-            )
-        far = [url for url in rollout.servers if rollout.weight_transport == "tensors" and not is_local(url)]
-        if far:
-            raise ConfigError(
-                f"{_KEY}.weight_transport=tensors: {', '.join(far)} cannot open this machine's memory; "
-                "use broadcast or disk"
-            )
-        needed, gpus = rollout.launch_servers * rollout.tensor_model_parallel_size, torch.cuda.device_count()
-        if 0 < gpus < needed:
-            raise ConfigError(
-                f"{_KEY}.launch_servers={rollout.launch_servers} with tensor_model_parallel_size="
-                f"{rollout.tensor_model_parallel_size} needs {needed} GPUs on this machine, which has {gpus}; launch "
-                f"fewer, or start servers on other machines and name them in {_KEY}.servers"
-            )
+        check_rollout(rollout)
         if max_model_len is None:
             raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
         return cls(
@@ -148,6 +131,32 @@ class SGLangOptions:
             elif value is not False:
                 words += [flag, value if isinstance(value, str) else json.dumps(value)]
         return words
+
+
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Raises:
+    ConfigError: engine arguments that other keys decide, servers that cannot open this machine's memory, or more
+        servers than there are GPUs for.
+    """
+    taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
+    if taken:
+        raise ConfigError(
+            f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
+            f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+        )
+    far = [url for url in rollout.servers if rollout.weight_transport == "tensors" and not is_local(url)]
+    if far:
+        raise ConfigError(
+            f"{_KEY}.weight_transport=tensors: {', '.join(far)} cannot open this machine's memory; "
+            "use broadcast or disk"
+        )
+    needed, gpus = rollout.launch_servers * rollout.tensor_model_parallel_size, torch.cuda.device_count()
+    if 0 < gpus < needed:
+        raise ConfigError(
+            f"{_KEY}.launch_servers={rollout.launch_servers} with tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size} needs {needed} GPUs on this machine, which has {gpus}; launch "
+            f"fewer, or start servers on other machines and name them in {_KEY}.servers"
+        )
 
 
 def is_local(url: str) -> bool:

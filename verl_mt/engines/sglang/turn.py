@@ -10,25 +10,6 @@ from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequ
 from verl_mt.errors import EngineError
 
 
-def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Find what cannot be served before SGLang sees it.
-
-    Raises:
-        EngineError: media, no input, too much input, ids that are not in the vocabulary, an empty stop string.
-    """
-    name, size = f"request {request.request_id!r}", len(request.input_ids)
-    if request.media:
-        raise EngineError(f"{name}: the SGLang engine serves text only, got media {sorted(request.media)}")
-    if not size:
-        raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
-    if size >= max_model_len:
-        raise EngineError(f"{name}: {size} input tokens leave no room within max_model_len={max_model_len}")
-    if min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
-        raise EngineError(f"{name}: input_ids are not all within the vocabulary of {vocab_size}")
-    if not all(request.sampling.stop):
-        raise EngineError(f"{name}: stop strings {request.sampling.stop}: one is empty")
-
-
 @dataclass
 class Turn:
     """An assistant turn on its way; usually one answer of SGLang, now and then several.
