@@ -1,22 +1,28 @@
-"""From the messages that a scheduler wants the model to read next to the ledger: go on, extend, cut back or begin anew.
+"""What somebody else believes of a conversation, mapped to what is recorded of it.
 
-What was sampled is never encoded again. Compared with the conversation as it was recorded, a scheduler's messages may
+The record is the truth: what was sampled is never encoded again, and nobody's belief about tokens enters it. Each door
+brings a belief of another kind:
 
-- add messages behind it: a new turn;
-- leave it as it is, or add text to the last assistant message: the model goes on inside that message;
-- cut the last assistant message back and put other text behind what stays: the tokens kept are a prefix of the
-  recorded ones, the rest is cut and counted;
+- a scheduler: messages, and perhaps ids of its last turn (`take_messages`, `clear_bits`, `match_ids`);
+- an agent: messages (`take_request`);
+- a generate function: text or ids that it asks with (`spelled`), and the tokens of the Sample that it returns
+  (`align`).
+
+Compared with the conversation as it was recorded, messages may
+
+- add others behind it: a new turn;
+- leave the last answer open, or add text to it: the model goes on inside it;
+- cut the last answer back and put other text behind what stays: the tokens kept are a prefix of the recorded ones, the
+  rest is cut and counted;
 - differ anywhere else: history was rewritten, and a new record begins with the new messages as its prompt.
-
-A scheduler may also hand in the ids of the last turn (`response_token_ids`), which then decide where it was cut and
-what was put behind it.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -35,7 +41,7 @@ _NOT_SHOWN = ("loss",)
 """Keys of a message that no template reads."""
 
 
-def take_over(
+def take_messages(
     session: RolloutSession,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,
@@ -52,28 +58,63 @@ def take_over(
     Raises:
         LedgerError: `ids` for a turn of a history that was rewritten.
     """
-    wanted = copy.deepcopy(_without_placeholder(list(messages)))
+    wanted = copy.deepcopy(list(messages))
+    if wanted and wanted[-1]["role"] == "assistant" and not wanted[-1].get("content"):
+        wanted.pop()
     old = session.messages
     last = len(old) - 1
-    same_tools = list(tools or []) == session.trajectory.tools
     spoke = old[last]["role"] == "assistant"
-    if (
-        not same_tools
-        or (not spoke and len(wanted) > len(old))
-        or not _same(wanted[:last], old[:last])
-        or len(wanted) <= last
-    ):
-        _rewrite(session, wanted, tools, ids)
-        return
+    agreeing = _num_agreeing(wanted, old, _as_rendered)
     extra = wanted[last + 1 :]
-    if _same(wanted[last : last + 1], old[last:]):
-        if spoke and (ids is not None or not extra):
-            _reopen(session, str(old[last]["content"] or ""), ids, goes_on=not extra)
-    elif not spoke or not _edit(session, wanted[last], ids, goes_on=not extra):
+    # Before the first answer there is no turn to put messages behind: they make another prompt.
+    continues = _same_tools(tools, session) and agreeing >= last < len(wanted) and (spoke or not extra)
+    if continues and agreeing == last:
+        continues = spoke and _edit(session, wanted[last], ids, goes_on=not extra)
+    elif continues and spoke and (ids is not None or not extra):
+        _reopen(session, ids, goes_on=not extra)
+    if not continues:
         _rewrite(session, wanted, tools, ids)
         return
-    _add(session, extra)
+    begun = extra[-1] if extra and extra[-1]["role"] == "assistant" else None
+    if extra:
+        session.extend(extra[:-1] if begun else extra)
+    if begun:
+        session.prefill(str(begun["content"]))
     keep_loss_flags(session, wanted)
+
+
+def take_request(
+    session: RolloutSession,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    *,
+    shown: Mapping[int, Message],
+    likeness: Callable[[Message], object],
+) -> bool:
+    """Queue what an agent's request adds to the conversation, or begin a new record with what it says. Call before
+    `session.generate`.
+
+    A request goes on only behind a whole answer. One that repeats the history, or brings an answer that the model did
+    not give, asks for another one: what was sampled stays in its own record, trained once, and the next answer has a
+    record in the context in which it is sampled.
+
+    Args:
+        shown: place of an assistant message -> what the agent was shown instead.
+        likeness: what must agree for two messages to be the same.
+
+    Returns:
+        Whether the conversation goes on in the same record.
+    """
+    known = [shown.get(place, message) for place, message in enumerate(session.messages)]
+    new = messages[len(known) :]
+    same = _same_tools(tools, session) and _num_agreeing(messages, known, likeness) == len(known)
+    asked_again = not new and any(session.record.sampled)
+    if not same or asked_again or any(m["role"] == "assistant" for m in new):
+        session.rewrite(messages, tools)
+        return False
+    if new:
+        session.extend(new)
+    return True
 
 
 def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> None:
@@ -102,7 +143,7 @@ def clear_bits(session: RolloutSession, start: int, ids: Sequence[int], mask: Se
             "both must have the same length"
         )
     record = session.record
-    shared = common_prefix(list(ids), record.token_ids[start:])
+    shared = common_prefix(ids, record.token_ids[start:])
     foreign = [j for j in range(shared, len(ids)) if mask[j]]
     if foreign:
         raise LedgerError(
@@ -113,17 +154,21 @@ def clear_bits(session: RolloutSession, start: int, ids: Sequence[int], mask: Se
     session.count("masked_tokens", cleared)
 
 
-def _without_placeholder(messages: list[Message]) -> list[Message]:
-    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
-        return messages[:-1]
-    return messages
+def _num_agreeing(one: Sequence[Message], other: Sequence[Message], view: Callable[[Message], object]) -> int:
+    """How many leading messages are the same, looked at through `view`."""
+    return common_prefix([view(message) for message in one], [view(message) for message in other])
 
 
-def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    def shown(message: Message) -> Message:
-        return {k: v for k, v in message.items() if v is not None and k not in _NOT_SHOWN}
+def _as_rendered(message: Message) -> Message:
+    return {key: value for key, value in message.items() if value is not None and key not in _NOT_SHOWN}
 
-    return [shown(m) for m in one] == [shown(m) for m in other]
+
+def _same_tools(tools: Sequence[dict[str, Any]] | None, session: RolloutSession) -> bool:
+    return list(tools or ()) == session.trajectory.tools or _as_json(tools) == _as_json(session.trajectory.tools)
+
+
+def _as_json(tools: Sequence[dict[str, Any]] | None) -> str:
+    return json.dumps(list(tools or ()), sort_keys=True, default=str)
 
 
 def _rewrite(
@@ -143,17 +188,11 @@ def _rewrite(
     session.rewrite(messages, tools or [])
 
 
-def _add(session: RolloutSession, extra: Sequence[Message]) -> None:
-    if not extra:
-        return
-    begun = extra[-1] if extra[-1]["role"] == "assistant" else None
-    session.extend(extra[:-1] if begun else extra)
-    if begun:
-        session.prefill(str(begun["content"]))
-
-
 def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, *, goes_on: bool) -> bool:
-    """The last assistant message has another text: cut, append. False if it is no continuation but a rewriting."""
+    """The last assistant message has another text: cut it back, put the rest behind. False where that is another
+    history: another first token, another role, or a turn that ended before it was changed."""
+    # An answer that messages follow is finished: all of it must stay, or the model would go on from an answer that it
+    # never gave. One that the model goes on in may be cut anywhere: what is left of it was sampled in this very place.
     content, old = message.get("content"), session.messages[-1]["content"]
     if message["role"] != "assistant" or not isinstance(content, str) or not isinstance(old, str):
         return False
@@ -162,9 +201,10 @@ def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, 
     prefix, record, chat = session.message_prefix, session.record, session.context.chat
     start = session.message_start
     if ids is not None:
-        keep = _last_turn(session) + common_prefix(list(ids), record.token_ids[_last_turn(session) :])
-        behind = list(ids[keep - _last_turn(session) :])
-        keep = min(keep, _end_of_text(session))
+        turn = _last_turn(session)
+        shared = common_prefix(ids, record.token_ids[turn:])
+        # The end of turn that was sampled counts as shared, and is cut all the same: the message does not end there.
+        keep, behind = min(turn + shared, _end_of_text(session)), list(ids[shared:])
         shown = prefix + chat.decode(record.token_ids[start:keep])
         if not behind and content.startswith(shown):
             behind = chat.continuation_ids(content[len(shown) :]) if content != shown else []
@@ -196,20 +236,44 @@ def _say_once(session: RolloutSession, spelled: str, content: str) -> None:
         )
 
 
-def _reopen(session: RolloutSession, content: str, ids: Sequence[int] | None, *, goes_on: bool) -> None:
-    """Keep what `ids` and the last turn share, put the rest of `ids` behind it.
+def _reopen(session: RolloutSession, ids: Sequence[int] | None, *, goes_on: bool) -> None:
+    """The last message reads as before: keep what `ids` and the last turn share, put the rest of `ids` behind it.
 
     Where the message goes on, the end of turn that was sampled is no end: it is cut, like everything that is not kept.
     """
+    content = str(session.messages[-1]["content"] or "")
     record, start, end = session.record, _last_turn(session), _end_of_text(session)
     if ids is None:
         session.reopen(content, keep=end, ids=[])
         return
-    shared = common_prefix(list(ids), record.token_ids[start:])
+    shared = common_prefix(ids, record.token_ids[start:])
     keep, behind = start + shared, list(ids[shared:])
     if not goes_on and not behind and keep == len(record.token_ids):
         return
     session.reopen(content, keep=min(keep, end) if goes_on or behind else keep, ids=behind)
+
+
+def match_ids(ids: Sequence[int], recorded: Sequence[int], ends: Collection[int]) -> dict[int, int]:
+    """Place in `ids` -> place in `recorded`, where a scheduler put the ids of its turns together.
+
+    An end of turn inside a message that went on is in `ids` only: it was sampled, and cut when the message went on.
+
+    Raises:
+        LedgerError: anything else differs; says how many and where.
+    """
+    matched: dict[int, int] = {}
+    for j, token in enumerate(ids):
+        p = len(matched)
+        if p < len(recorded) and recorded[p] == token:
+            matched[j] = p
+        elif token not in ends:
+            break
+    if len(matched) != len(recorded) or any(ids[j] not in ends for j in range(len(ids)) if j not in matched):
+        raise LedgerError(
+            f"response_token_ids has {len(ids)} ids where {len(recorded)} were recorded, and they differ behind the "
+            f"first {len(matched)}: return the token_ids of the choices as they are"
+        )
+    return matched
 
 
 def spelled(decode: Decode, ids: Sequence[int], text: str) -> tuple[int, str]:
@@ -254,6 +318,9 @@ def align(
     """
     bits = None if wanted is None or len(wanted) > len(tokens) else [0] * (len(tokens) - len(wanted)) + list(wanted)
     places: list[int | None] = []
+    # The record is walked span by span, `at` the place in the tokens that the next one begins at. A sampled span must
+    # be there id by id: its log-probs belong to these ids. Of a given span only the text must be there, for a function
+    # may have encoded it in other pieces; the ids that the engine read stand.
     at, last = 0, max((k for k, span in enumerate(record.turns) if span.kind == "assistant"), default=-1)
     for number, span in enumerate(record.turns):
         ids = record.token_ids[span.start : span.end]
@@ -263,8 +330,8 @@ def align(
             at += len(ids)
             continue
         if span.kind == "assistant":
-            kept = next((k for k, i in enumerate(here) if i != ids[k]), len(here))
-            # What follows in the Sample is the function's own where it says so; else it passes for the model's.
+            kept = common_prefix(here, ids)
+            # What follows is the function's own where it says so; else it passes for the model's, and is not.
             more = any(bits[at + kept :]) if bits is not None else at + kept < len(tokens)
             if number == last and not more and (kept or any(record.sampled[: span.start])):
                 return Alignment([*places, *range(at, at + kept)], at + kept)
@@ -295,6 +362,8 @@ def _width_of_text(
     if not following:
         return len(tokens) - at if _without_space(decode(tokens[at:])) == text else None
     head = list(following[: len(tokens) - at])
+    # In other pieces the text has another number of tokens, so its end shows only by what follows: the next sampled
+    # turn, or as much of it as there is. Its ids may occur inside the text too, hence the texts are compared as well.
     for end in range(at, len(tokens)):
         if tokens[end] != following[0] or list(tokens[end : end + len(following)]) != head[: len(tokens) - end]:
             continue

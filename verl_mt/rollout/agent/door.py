@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from verl_mt.rollout.agent.endpoint import (
     read_request,
 )
 from verl_mt.rollout.doors import DoorParts, Episode
+from verl_mt.rollout.reconcile import take_request
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
 
@@ -183,17 +183,8 @@ class AgentConversation:
         parser = self._parser if request.tools else None
         session.context = replace(session.context, parser=parser)
         messages = [_with_reasoning_under(session.reasoning_key, message) for message in request.messages]
-        known = [self._shown.get(i, message) for i, message in enumerate(session.messages)]
-        new = messages[len(known) :]
-        same = [likeness(m) for m in messages[: len(known)]] == [likeness(m) for m in known]
-        same = same and _tools_key(request.tools) == _tools_key(session.trajectory.tools)
-        begun = any(session.record.sampled)
-        fits = (bool(new) or not begun) and all(m["role"] != "assistant" for m in new)
-        if not (same and fits):
-            session.rewrite(messages, request.tools)
+        if not take_request(session, messages, request.tools, shown=self._shown, likeness=likeness):
             self._shown.clear()
-        elif new:
-            session.extend(new)
 
     def _tell(self, request: ChatRequest) -> None:
         for key in request.set_by_the_run:
@@ -230,7 +221,3 @@ def _with_reasoning_under(key: str | None, message: Message) -> Message:
     if key is None or "reasoning_content" not in message:
         return message
     return {key if name == "reasoning_content" else name: value for name, value in message.items()}
-
-
-def _tools_key(tools: Any) -> str:
-    return json.dumps(list(tools or ()), sort_keys=True, default=str)

@@ -18,6 +18,7 @@ from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
+from verl_mt.chat.token_diff import common_prefix
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
@@ -142,6 +143,8 @@ class CallConversations:
         """The conversation that goes on, what is new in it queued; or a new one."""
         fitting = [c for c in self.items if not c.busy and self._continues(c, request, own)]
         if fitting:
+            # Workers that were sent one prompt begin alike: the longest record holds most of what the request repeats,
+            # and of equal ones (nothing but the prompt, say) a task goes on in its own.
             best = max(fitting, key=lambda c: (len(c.session.record.token_ids), c.number in own, c.number))
             self._extend(best, request)
             return best
@@ -179,6 +182,8 @@ class CallConversations:
 
     def _cut(self, conversation: AskedConversation, request: EngineRequest) -> bool:
         """Whether the request keeps a beginning of the last sampled turn; then the rest of that turn is taken back."""
+        # Functions end turns themselves (at `</search>`, where the model wrote on). What they keep was sampled behind
+        # exactly what the record holds, so it stays as it is; earlier turns were read by this one and cannot be cut.
         session, chat = conversation.session, self._run.chat
         record = session.record
         start = record.turns[-1].start
@@ -186,9 +191,7 @@ class CallConversations:
             return False
         before = conversation.text[: len(conversation.text) - len(conversation.last)]
         if request.ids is not None:
-            if request.ids[:start] != record.token_ids[:start]:
-                return False
-            keep = next(k for k in range(start, len(record.token_ids) + 1) if not _same(request.ids, record, k))
+            keep = common_prefix(request.ids, record.token_ids)
             ids = request.ids[keep:]
             text = chat.decode(request.ids[start:])
         else:
@@ -198,7 +201,7 @@ class CallConversations:
             text = request.text[len(before) :]
             kept, rest = spelled(chat.decode, record.token_ids[start:], text)
             keep, ids = start + kept, self._encode(rest)
-        if keep == start:
+        if keep <= start:
             return False
         if session.ended:
             return True
@@ -324,7 +327,3 @@ class CallConversations:
                 "output_token_logprobs": [],
             },
         }
-
-
-def _same(ids: Sequence[int], record: Any, k: int) -> bool:
-    return k < len(record.token_ids) and k < len(ids) and ids[k] == record.token_ids[k]

@@ -34,6 +34,7 @@ from verl_mt.errors import (
 )
 from verl_mt.plugins import load_object
 from verl_mt.rollout.doors import DoorParts, Episode
+from verl_mt.rollout.reconcile import match_ids
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler, missing_methods
 from verl_mt.rollout.schedulers.hooks import (
     InferEngine,
@@ -369,7 +370,7 @@ def _mask(
     if mask is not None and len(mask) != len(ids):
         raise LedgerError(f"response_loss_mask has {len(mask)} entries for {len(ids)} response_token_ids")
     positions = [p for start, end in stretches.values() for p in range(start, end)]
-    matched = _match(ids, [record.token_ids[p] for p in positions], conversation.session.context.chat.end_token_ids)
+    matched = match_ids(ids, [record.token_ids[p] for p in positions], conversation.session.context.chat.end_token_ids)
     if mask is None:
         return
     conversation.session.mask_given = True
@@ -378,23 +379,6 @@ def _mask(
         raise LedgerError(f"response_loss_mask sets {len(foreign)} bits on ids that the engine did not sample")
     cleared = record.clear_mask([positions[p] for j, p in matched.items() if not mask[j]])
     conversation.session.count("masked_tokens", cleared)
-
-
-def _match(ids: Sequence[int], recorded: Sequence[int], ends: Collection[int]) -> dict[int, int]:
-    """Place in `ids` -> place in `recorded`. An end of turn inside a message that went on is in `ids` only."""
-    matched: dict[int, int] = {}
-    for j, token in enumerate(ids):
-        p = len(matched)
-        if p < len(recorded) and recorded[p] == token:
-            matched[j] = p
-        elif token not in ends:
-            break
-    if len(matched) != len(recorded) or any(ids[j] not in ends for j in range(len(ids)) if j not in matched):
-        raise LedgerError(
-            f"response_token_ids has {len(ids)} ids where {len(recorded)} were recorded, and they differ behind the "
-            f"first {len(matched)}: return the token_ids of the choices as they are"
-        )
-    return matched
 
 
 def _discard_uncovered(conversation: SchedulerConversation, ends: Collection[int]) -> None:

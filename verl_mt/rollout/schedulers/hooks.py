@@ -30,7 +30,7 @@ from verl_mt.data.requests import (
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
 from verl_mt.plugins import listing, suggest
-from verl_mt.rollout.reconcile import clear_bits, keep_loss_flags, take_over
+from verl_mt.rollout.reconcile import clear_bits, keep_loss_flags, take_messages
 from verl_mt.rollout.session import AssistantTurn, RolloutSession
 from verl_mt.rollout.tool_loop import run_calls
 from verl_mt.tools.executor import ToolSession
@@ -318,7 +318,7 @@ class SchedulerConversation:
                 show_new_media(request, session.messages)
             except DataError as error:
                 raise self.error("infer_async", str(error)) from error
-        take_over(session, request.messages, request.tools, ids)
+        take_messages(session, request.messages, request.tools, ids)
         max_tokens, stop = self._sampling(config)
         turn = await session.generate(max_tokens=max_tokens, stop=stop)
         if turn is None:
