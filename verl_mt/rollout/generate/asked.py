@@ -24,7 +24,7 @@ from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
 from verl_mt.rollout.generate.api import EngineRequest, abort_reply, reply_to
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.reconcile import align, spelled
+from verl_mt.rollout.reconcile import Alignment, align, spelled
 from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,15 @@ class AskedConversation:
     untold: str = ""
     """The end of that turn that it was not told: an end-of-turn token, a stop string. If it writes it, it is known."""
     busy: bool = False
+
+    def align(self, sample: Sample) -> Alignment:
+        """Where the tokens of the record are in a Sample.
+
+        Raises:
+            LedgerError: they are not there; names the first one that is another.
+        """
+        session = self.session
+        return align(sample.tokens, session.record, session.context.chat.decode, wanted=sample.loss_mask)
 
 
 @dataclass
@@ -122,20 +131,19 @@ class CallConversations:
             for conversation in self.items[1:]:
                 self._run.engine.close_session(conversation.session.trajectory.trajectory_id)
 
-    def conversation_of(
+    def match(
         self, sample: Sample, among: Sequence[AskedConversation] | None = None
-    ) -> AskedConversation | None:
+    ) -> tuple[AskedConversation, Alignment] | None:
         """The conversation whose tokens a Sample holds, the best fitting one; None where none fits."""
         fits = []
         for conversation in self.items if among is None else among:
-            record = conversation.session.record
             try:
-                found = align(sample.tokens, record, self._run.chat.decode, wanted=sample.loss_mask)
+                found = conversation.align(sample)
             except LedgerError:
                 continue
-            missing = len(record.token_ids) - len(found.places)
-            fits.append(((missing, len(sample.tokens) - found.used, conversation.number), conversation))
-        return min(fits, key=lambda fit: fit[0])[1] if fits else None
+            missing = len(conversation.session.record.token_ids) - len(found.places)
+            fits.append(((missing, len(sample.tokens) - found.used, conversation.number), conversation, found))
+        return min(fits, key=lambda fit: fit[0])[1:] if fits else None
 
     # ---- which conversation, and what is new in it
 

@@ -260,7 +260,7 @@ class CustomGenerateDoor:
             await conversations.close()
         if conversations.lost is not None:
             raise conversations.lost
-        episode.outcome = await settle(result, sample, conversations, self._function.path)
+        episode.outcome = await settle(result, conversations, self._function.path)
 
     def _shown_prompt(self, episode: Episode) -> str | list[dict[str, Any]]:
         """What `sample.prompt` is."""
@@ -328,8 +328,9 @@ def _current(what: str) -> _Call:
 
 def _reward_input(sample: Sample, call: _Call) -> RewardInput:
     row, trajectory = call.episode.prompt.row, call.episode.session.trajectory
-    found = call.conversations.conversation_of(sample)
-    texts = found.session.trajectory.turn_texts if found is not None else [sample.response]
+    match = call.conversations.match(sample)
+    session = match[0].session if match is not None else None
+    texts = session.trajectory.turn_texts if session is not None else [sample.response]
     sample.turn_texts = list(texts)
     return RewardInput(
         data_source=row.data_source,
@@ -338,7 +339,7 @@ def _reward_input(sample: Sample, call: _Call) -> RewardInput:
         ground_truth=row.ground_truth,
         extra_info={
             **row.extra_info,
-            "messages": found.session.messages if found is not None else [],
+            "messages": session.messages if session is not None else [],
             "num_turns": len(texts),
             "rollout_infos": {},
             "trajectory_id": trajectory.trajectory_id,

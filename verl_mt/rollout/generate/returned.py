@@ -11,7 +11,8 @@ from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryRe
 from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
-from verl_mt.rollout.reconcile import Alignment, Decode, align
+from verl_mt.rollout.reconcile import Alignment
+from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +21,11 @@ _TOLERANCE = 1e-4
 _LOST = (Status.ABORTED, Status.FAILED)
 
 
-async def settle(result: Any, given: Sample, conversations: CallConversations, path: str) -> list[Trajectory]:
+async def settle(result: Any, conversations: CallConversations, path: str) -> list[Trajectory]:
     """The trajectories of one call.
 
     Args:
         result: a Sample, or a list of Samples; None in a list is a worker that failed, and is dropped.
-        given: the Sample that the function was called with, to say what came back instead of one.
         path: the function, for errors.
 
     Raises:
@@ -34,17 +34,28 @@ async def settle(result: Any, given: Sample, conversations: CallConversations, p
     """
     samples = _samples(result, path)
     if not isinstance(result, list) and samples[0].status in _LOST:
-        return [_lost(samples[0], conversations.main.trajectory, conversations)]
+        return [_lost(samples[0], conversations.main.trajectory)]
     outcome, unmatched, lost = [], list(conversations.items), 0
     for position, sample in enumerate(samples):
         where = f"generate function {path}{_which(position, samples)}"
-        found = conversations.conversation_of(sample, unmatched)
-        if found is None and sample.status in _LOST:
+        match = conversations.match(sample, unmatched)
+        if match is None and sample.status in _LOST:
             lost += 1
             continue
-        conversation = found or _refuse(sample, unmatched, conversations, where)
+        if match is None:
+            raise _mismatch(sample, unmatched, len(conversations.items), where)
+        conversation, found = match
         unmatched.remove(conversation)
-        outcome.append(await _kept(sample, conversation, conversations, where))
+        if sample.status in _LOST:
+            outcome.append(_lost(sample, conversation.session.trajectory))
+            continue
+        try:
+            _adopt(sample, conversation.session, found)
+        except LedgerError as error:
+            raise LedgerError(f"{where}: {error}") from error
+        if conversation.session is not conversations.main:
+            await conversation.session.finish()
+        outcome.append(conversation.session.trajectory)
     if not outcome:
         raise UserCodeError(
             f"generate function {path}: all {len(samples)} Samples were given up ({lost} without tokens)"
@@ -80,26 +91,7 @@ def _which(position: int, samples: Sequence[Sample]) -> str:
     return f", Sample {position} of {len(samples)}" if len(samples) > 1 else ""
 
 
-async def _kept(
-    sample: Sample, conversation: AskedConversation, conversations: CallConversations, where: str
-) -> Trajectory:
-    session = conversation.session
-    trajectory = session.trajectory
-    if sample.status in _LOST:
-        return _lost(sample, trajectory, conversations)
-    try:
-        adopt(sample, trajectory, session.context.chat.decode)
-        _take_reward(sample, trajectory)
-    except LedgerError as error:
-        raise LedgerError(f"{where}: {error}") from error
-    trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
-    _place(sample, trajectory)
-    if session is not conversations.main:
-        await session.finish()
-    return trajectory
-
-
-def _lost(sample: Sample, trajectory: Trajectory, conversations: CallConversations) -> Trajectory:
+def _lost(sample: Sample, trajectory: Trajectory) -> Trajectory:
     """Given up by the function: what was sampled stays for people to look at, nothing is scored or trained."""
     trajectory.stop_reason = StopReason.ABORTED if sample.status is Status.ABORTED else StopReason.ERROR
     trajectory.error = trajectory.error or f"the generate function set sample.status = {sample.status.value}"
@@ -121,75 +113,52 @@ def _place(sample: Sample, trajectory: Trajectory) -> None:
     trajectory.sample = sample
 
 
-def _take_reward(sample: Sample, trajectory: Trajectory) -> None:
-    if sample.reward is None:
-        return
-    try:
-        trajectory.reward_parts = as_scores(sample.reward, "of the generate function")
-    except InvalidScore as error:
-        raise LedgerError(f"sample.reward: {error}") from None
-    trajectory.reward = trajectory.reward_parts["score"]
-
-
 def _stop_reason(status: Status, known: StopReason | None) -> StopReason:
     """The function decides whether it is done; a limit that was hit says why it was cut."""
-    cut = known is not None and known.status is Status.TRUNCATED
+    cut = known if known is not None and known.status is Status.TRUNCATED else None
     if status is Status.TRUNCATED:
-        return known if cut and known is not None else StopReason.TRUNCATED
-    if status is Status.PENDING and cut:
-        assert known is not None
-        return known
-    return StopReason.SCHEDULER
+        return cut or StopReason.TRUNCATED
+    return cut or StopReason.SCHEDULER if status is Status.PENDING else StopReason.SCHEDULER
 
 
-def _refuse(
-    sample: Sample, unmatched: list[AskedConversation], conversations: CallConversations, where: str
-) -> AskedConversation:
-    """Say what is wrong with a Sample that no conversation fits.
-
-    Raises:
-        LedgerError: always.
-    """
-    if not conversations.items:
-        raise LedgerError(
+def _mismatch(sample: Sample, unmatched: list[AskedConversation], num_asked: int, where: str) -> LedgerError:
+    """What is wrong with a Sample that no conversation fits."""
+    if not num_asked:
+        return LedgerError(
             f"{where}: it has {len(sample.tokens)} tokens, but the function never asked the engine (post to "
             "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate)"
         )
     sample.check_lengths()
     if not unmatched:
-        raise LedgerError(
+        return LedgerError(
             f"{where}: the function returned more Samples than it had conversations with the engine "
-            f"({len(conversations.items)}); every Sample is one of them, and each is returned once"
+            f"({num_asked}); every Sample is one of them, and each is returned once"
         )
     problems = []
     for conversation in unmatched:
         try:
-            align(
-                sample.tokens,
-                conversation.session.record,
-                conversation.session.context.chat.decode,
-                wanted=sample.loss_mask,
-            )
+            conversation.align(sample)
         except LedgerError as error:
             problems.append((conversation.number, str(error)))
     shown = "; ".join(f"conversation {number}: {text}" if len(problems) > 1 else text for number, text in problems[:3])
-    raise LedgerError(f"{where}: its tokens are not the engine's. {shown}")
+    return LedgerError(f"{where}: its tokens are not the engine's. {shown}")
 
 
-def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
-    """Verify a Sample against the one record of its trajectory, clear what it masked, and fill it from the record.
+def _adopt(sample: Sample, session: RolloutSession, found: Alignment) -> None:
+    """Verify a Sample against the record that its tokens were found in, clear what it masked, fill it from the record,
+    and end the trajectory with the Sample's reward and status.
 
     Counted on the trajectory: `cut_tokens` (sampled, and left out by the function), `masked_tokens` (sampled, and taken
     out of the loss), `masked_observation_tokens` (not sampled, and wanted in it), `unread_tokens` (behind the last
     turn).
 
     Raises:
-        LedgerError: lengths that do not fit, tokens or log-probs that are not the engine's; names position and numbers.
+        LedgerError: lengths that do not fit, log-probs that are not the engine's, a reward that is no score; names
+            position and numbers.
     """
-    record = trajectory.records[-1]
+    trajectory, record = session.trajectory, session.record
     check_unsupported(sample)
     sample.check_lengths()
-    found = align(sample.tokens, record, decode, wanted=sample.loss_mask)
     first = len(sample.tokens) - sample.response_length
     _check_response(sample, record, found, first)
     trained = sum(record.loss_mask)
@@ -203,8 +172,7 @@ def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
         record.clear_mask(list(range(len(record.token_ids))))
     counts["masked_tokens"] = trained - sum(record.loss_mask) - cut
     for name, count in counts.items():
-        if count:
-            trajectory.counters[name] = trajectory.counters.get(name, 0) + count
+        session.count(name, count)
     if counts["masked_observation_tokens"]:
         log.warning(
             "%s: loss_mask is 1 on %d tokens that the engine did not sample; they are not trained",
@@ -213,6 +181,14 @@ def adopt(sample: Sample, trajectory: Trajectory, decode: Decode) -> None:
         )
     fill_from_record(sample, record)
     sample.turn_texts = list(trajectory.turn_texts)
+    if sample.reward is not None:
+        try:
+            trajectory.reward_parts = as_scores(sample.reward, "of the generate function")
+        except InvalidScore as error:
+            raise LedgerError(f"sample.reward: {error}") from None
+        trajectory.reward = trajectory.reward_parts["score"]
+    trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
+    _place(sample, trajectory)
 
 
 def _check_response(sample: Sample, record: TrajectoryRecord, found: Alignment, first: int) -> None:
