@@ -133,7 +133,9 @@ def test_a_closing_tag_inside_a_string_argument_does_not_end_the_call():
 def test_every_parser_exists_under_its_names():
     assert isinstance(get_parser("qwen"), HermesParser)
     assert set(tool_parsers) >= {"hermes", "qwen", "llama3_json", "search_r1"}
-    assert isinstance(get_parser("verl_mt.chat.parsers.hermes.HermesParser"), HermesParser)
+    assert isinstance(get_parser("verl_mt.chat.parsers.HermesParser"), HermesParser)
+    with pytest.deprecated_call(match="use verl_mt.chat.parsers.HermesParser"):
+        assert isinstance(get_parser("verl_mt.chat.parsers.hermes.HermesParser"), HermesParser)
 
 
 def test_an_unknown_parser_is_refused_with_the_names_that_exist():

@@ -7,18 +7,15 @@ Example:
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 from verl_mt.chat.parsers.base import FoundCalls, ToolParser, tool_names
-from verl_mt.chat.parsers.glm import GlmParser
-from verl_mt.chat.parsers.harmony import HarmonyParser
-from verl_mt.chat.parsers.hermes import HermesParser
-from verl_mt.chat.parsers.llama3_json import Llama3JsonParser
-from verl_mt.chat.parsers.mistral import MistralParser
-from verl_mt.chat.parsers.qwen3_coder import Qwen3CoderParser, SeedOssParser
-from verl_mt.chat.parsers.react import ReactParser
-from verl_mt.chat.parsers.search_r1 import SearchR1Parser
-from verl_mt.chat.parsers.sectioned import DeepSeekDsmlParser, DeepSeekParser, KimiK2Parser
+from verl_mt.chat.parsers.control_tokens import DeepSeekDsmlParser, DeepSeekParser, HarmonyParser, KimiK2Parser
+from verl_mt.chat.parsers.json_calls import HermesParser, Llama3JsonParser, MistralParser
+from verl_mt.chat.parsers.prompted import ReactParser, SearchR1Parser
+from verl_mt.chat.parsers.tagged import GlmParser, Qwen3CoderParser, SeedOssParser
 from verl_mt.errors import PluginError
 from verl_mt.plugins import Registry, load_object
 
@@ -87,6 +84,10 @@ aliases: dict[str, str] = {
     "gptoss": "gpt_oss",
 }
 """What verl, SGLang and vLLM call these parsers. A hyphen may stand for an underscore."""
+_MOVED = re.compile(
+    r"verl_mt\.chat\.parsers\.(?:glm|harmony|hermes|llama3_json|mistral|qwen3_coder|react|search_r1|sectioned)[.:](\w+)"
+)
+"""Modules that each held the parsers of one family."""
 
 
 def get_parser(
@@ -102,6 +103,10 @@ def get_parser(
         PluginError: unknown name (lists what exists), not a `ToolParser`, or arguments that it does not take.
     """
     name_or_dotted_path = _canonical(name_or_dotted_path)
+    if moved := _MOVED.fullmatch(str(name_or_dotted_path)):
+        now = f"{__name__}.{moved[1]}"
+        warnings.warn(f"{name_or_dotted_path} is deprecated: use {now}", DeprecationWarning, stacklevel=2)
+        name_or_dotted_path = now
     target = load_object(name_or_dotted_path, what="tool_parser", registry=tool_parsers)
     if not (isinstance(target, type) and issubclass(target, ToolParser)):
         raise PluginError(

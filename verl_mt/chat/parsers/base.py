@@ -15,6 +15,7 @@ from typing import Any
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
 _SPACE = re.compile(r"\s*")
+_TAG_BEGINS = re.compile(r"[<\[]")
 
 
 class IndexedText(str):
@@ -281,3 +282,36 @@ def _without_double_ids(actions: Sequence[ToolCall | MalformedCall]) -> list[Too
             seen.add(action.id)
         kept.append(action)
     return kept
+
+
+class BadCall(ValueError):
+    """A call that cannot be read; the message is the end of "The tool call was not run: ...".
+
+    `at` is the position where reading stopped: what was read before it is not read again.
+    """
+
+    def __init__(self, problem: str, name: str | None = None, at: int = 0):
+        super().__init__(problem)
+        self.name = name
+        self.at = at
+
+
+def not_run(text: str, problem: str, advice: str, name: str | None = None) -> MalformedCall:
+    """A call that was not understood, with the sentence that the model gets back."""
+    return MalformedCall(text=text, error=f"The tool call was not run: {problem}. {advice}", name=name or None)
+
+
+def found_instead(text: str, position: int) -> str:
+    """What stands at `position`, for an error text: no tags, for the model would see them as its own."""
+    if position >= len(text):
+        return "the text ends"
+    shown = _TAG_BEGINS.split(text[position : position + 30])[0].strip()
+    return f"it says {shown!r}" if shown else "another tag stands"
+
+
+def end_of_broken(text: str, position: int, opening: str, closing: str) -> int:
+    """After the next closing tag, before the next opening tag, or the end of the turn: whichever comes first."""
+    close, open_ = text.find(closing, position), text.find(opening, position)
+    if close >= 0 and (open_ < 0 or close < open_):
+        return close + len(closing)
+    return open_ if open_ >= 0 else len(text)

@@ -1,4 +1,4 @@
-"""Arguments between tags: where a raw value ends, and what type it has.
+"""Arguments between tags (Qwen3-Coder, Seed-OSS, GLM): where a raw value ends, and what type it has.
 
 Values are written without escapes, so a closing tag inside a string looks like the end of the value. The end is the
 first closing tag behind which the grammar goes on, or the opening of the next argument. Values carry no types either:
@@ -15,9 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.chat.parsers.base import first_match, skip_space
+from verl_mt.chat.parsers.base import (
+    BadCall,
+    FoundCalls,
+    ToolParser,
+    end_of_broken,
+    first_match,
+    found_instead,
+    not_run,
+    skip_space,
+)
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, decode_whole
-from verl_mt.data.conversation import MalformedCall, ToolSchema
+from verl_mt.data.conversation import ToolCall, ToolSchema
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -28,22 +37,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "null": (type(None),),
 }
-_TAG_BEGINS = re.compile(r"[<\[]")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _LONGEST_PYTHON = 20_000
 _DEEPEST_SCHEMA = 16
-
-
-class BadCall(ValueError):
-    """A call that cannot be read; the message is the end of "The tool call was not run: ...".
-
-    `at` is the position where reading stopped: what was read before it is not read again.
-    """
-
-    def __init__(self, problem: str, name: str | None = None, at: int = 0):
-        super().__init__(problem)
-        self.name = name
-        self.at = at
 
 
 @dataclass(frozen=True)
@@ -60,27 +56,6 @@ class ArgumentTags:
     """Where the call ends for certain: a value that is not closed must not swallow the calls behind it."""
     on_lines: re.Pattern[str] | None = None
     """The same as `goes_on` where templates write every tag on a line of its own; None: they do not."""
-
-
-def not_run(text: str, problem: str, advice: str, name: str | None = None) -> MalformedCall:
-    """A call that was not understood, with the sentence that the model gets back."""
-    return MalformedCall(text=text, error=f"The tool call was not run: {problem}. {advice}", name=name or None)
-
-
-def found_instead(text: str, position: int) -> str:
-    """What stands at `position`, for an error text: no tags, for the model would see them as its own."""
-    if position >= len(text):
-        return "the text ends"
-    shown = _TAG_BEGINS.split(text[position : position + 30])[0].strip()
-    return f"it says {shown!r}" if shown else "another tag stands"
-
-
-def end_of_broken(text: str, position: int, opening: str, closing: str) -> int:
-    """After the next closing tag, before the next opening tag, or the end of the turn: whichever comes first."""
-    close, open_ = text.find(closing, position), text.find(opening, position)
-    if close >= 0 and (open_ < 0 or close < open_):
-        return close + len(closing)
-    return open_ if open_ >= 0 else len(text)
 
 
 class Values:
@@ -278,3 +253,173 @@ def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> se
                     return set()
                 found |= inner
     return found | ({"null"} if found and schema.get("nullable") is True else set())
+
+
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
+_BARE = re.compile(r"<function=[^<>\s]+>\s*(?:<parameter=[^<>\n]+>|</function>)")
+_CLOSE_FUNCTION = "</function>"
+_FUNCTION_ADVICE = (
+    "Write it in the format of your instructions: one function tag with the name of a tool in it, inside it one "
+    "parameter tag per argument with its plain value, every tag closed."
+)
+
+
+class Qwen3CoderParser(ToolParser):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5,
+    Nemotron-3, Step-3.5. Arguments stand one by one between tags, without escapes and without types.
+
+    The types come from the tool's JSON schema (`read_argument`); `null` is null for every type. A closing tag inside
+    a value is harmless unless the whole end of a call stands there. The tags around `<function=...>` may be missing.
+    """
+
+    open_tag = "<tool_call>"
+    close_tag = "</tool_call>"
+    separators = ("\n\n", "\n")
+    padded = True
+    """A value stands on lines of its own: one line end before it and one after it are not part of it."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        opening, closing = re.escape(self.open_tag), re.escape(self.close_tag)
+        self._tags = ArgumentTags(
+            closing="</parameter>",
+            goes_on=re.compile(r"\s*(?:<parameter=[^<>\n]*>|</function>)"),
+            opening=re.compile(r"<parameter=(?P<key>[^<>\n]*)(?P<whole>>)?"),
+            call_ends=re.compile(
+                rf"</function>\s*{closing}\s*(?:\Z|{opening})|<function=[^<>\s]+>\s*<parameter=[^<>\n]+>"
+            ),
+            on_lines=re.compile(rf"\n(?:<parameter=[^<>\n]*>\n|</function>\n{closing})") if self.padded else None,
+        )
+
+    def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
+        begin = text.find(self.open_tag, start)
+        bare = _BARE.search(text, start, begin if begin >= 0 else len(text))
+        if bare is not None:
+            return self._bare(text, bare.start(), tools)
+        if begin < 0:
+            return None
+        position = skip_space(text, begin + len(self.open_tag))
+        calls: list[ToolCall] = []
+        try:
+            while not (calls and text.startswith(self.close_tag, position)):
+                if calls and not text.startswith("<function=", position):
+                    raise BadCall(f"its closing tag should come where {found_instead(text, position)}", calls[-1].name)
+                call, after = self._function(text, position, tools)
+                calls.append(call)
+                position = skip_space(text, after)
+        except BadCall as error:
+            end = end_of_broken(text, max(position, error.at), self.open_tag, self.close_tag)
+            problem = str(error) if text.endswith(self.close_tag, begin, end) else f"it is not closed ({error})"
+            return FoundCalls(begin, end, (not_run(text[begin:end], problem, _FUNCTION_ADVICE, error.name),))
+        return FoundCalls(begin, position + len(self.close_tag), tuple(calls))
+
+    def _bare(self, text: str, begin: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls:
+        try:
+            call, end = self._function(text, begin, tools)
+        except BadCall as error:
+            end = end_of_broken(text, max(begin, error.at), self.open_tag, _CLOSE_FUNCTION)
+            following = first_match(_BARE, text, max(begin + 1, error.at))
+            end = min(end, following.start() if following else end)
+            return FoundCalls(begin, end, (not_run(text[begin:end], str(error), _FUNCTION_ADVICE, error.name),))
+        if text.startswith(self.close_tag, after := skip_space(text, end)):
+            end = after + len(self.close_tag)
+        return FoundCalls(begin, end, (call,))
+
+    def _function(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
+        """The function block at `start`, and where the text goes on after it.
+
+        Raises:
+            BadCall: it cannot be read.
+        """
+        head = _FUNCTION.match(text, start)
+        name = head[1].strip() if head else ""
+        if head is None or not name:
+            raise BadCall(f"a function tag with a name should come where {found_instead(text, start)}")
+        parameters = parameters_of(tools, name)
+        arguments: dict[str, Any] = {}
+        values = Values(text, self._tags, name, parameters, padded=self.padded)
+        position = skip_space(text, head.end())
+        while not text.startswith(_CLOSE_FUNCTION, position):
+            opening = _PARAMETER.match(text, position)
+            key = opening[1].strip() if opening else ""
+            if opening is None or not key:
+                raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
+            if key in arguments:
+                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+            value, after = values.read(opening.end(), key)
+            arguments[key] = read_argument(value, key, parameters, null_word=True)
+            position = skip_space(text, after)
+        return ToolCall(name, arguments), position + len(_CLOSE_FUNCTION)
+
+
+class SeedOssParser(Qwen3CoderParser):
+    """The same between Seed-OSS's own tags."""
+
+    open_tag = "<seed:tool_call>"
+    close_tag = "</seed:tool_call>"
+    padded = False
+    reasoning_tags = ("<seed:think>", "</seed:think>")
+    end_markers = (*ToolParser.end_markers, "<seed:eos>")
+
+
+_GLM_OPEN, _GLM_CLOSE = "<tool_call>", "</tool_call>"
+_GLM_NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
+_GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_GLM_TAGS = ArgumentTags(
+    closing="</arg_value>",
+    goes_on=re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
+    opening=re.compile(r"<arg_key>(?P<key>[^<]*)(?P<whole></arg_key>\s*<arg_value>)?"),
+    call_ends=re.compile(
+        r"</tool_call>\s*(?:\Z|<tool_call>\s*[^\s<>]+\s*(?:<arg_key>|</tool_call>))|<tool_call>\s*[^\s<>]+\s*<arg_key>"
+    ),
+)
+_GLM_ADVICE = (
+    "Write it in the format of your instructions: the name of a tool behind the opening tag, then a key tag and a "
+    "value tag per argument, every tag closed."
+)
+
+
+class GlmParser(ToolParser):
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5 and later. Strings stand
+    as they are, everything else as JSON.
+
+    The types come from the tool's JSON schema (`read_argument`). A closing tag inside a value is harmless unless a new
+    argument or the end of the call follows it there.
+    """
+
+    runs_calls_in_unclosed_reasoning = True
+    end_markers = (*ToolParser.end_markers, "<|user|>", "<|observation|>")
+
+    def find_calls(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> FoundCalls | None:
+        begin = text.find(_GLM_OPEN, start)
+        if begin < 0:
+            return None
+        try:
+            call, end = _read_glm(text, begin + len(_GLM_OPEN), tools)
+        except BadCall as error:
+            end = end_of_broken(text, max(begin + len(_GLM_OPEN), error.at), _GLM_OPEN, _GLM_CLOSE)
+            problem = str(error) if text.endswith(_GLM_CLOSE, begin, end) else f"it is not closed ({error})"
+            return FoundCalls(begin, end, (not_run(text[begin:end], problem, _GLM_ADVICE, error.name),))
+        return FoundCalls(begin, end, (call,))
+
+
+def _read_glm(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
+    head = _GLM_NAME.match(text, start)
+    if head is None:
+        raise BadCall(f"the name of a tool and its arguments should come where {found_instead(text, start)}")
+    name, position = head[1], head.end()
+    parameters = parameters_of(tools, name)
+    arguments: dict[str, Any] = {}
+    values = Values(text, _GLM_TAGS, name, parameters)
+    while not text.startswith(_GLM_CLOSE, position):
+        opening = _GLM_KEY.match(text, position)
+        key = opening[1].strip() if opening else ""
+        if opening is None or not key:
+            raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name, position)
+        if key in arguments:
+            raise BadCall(f"the argument {key!r} is given twice", name, position)
+        value, after = values.read(opening.end(), key)
+        arguments[key] = read_argument(value, key, parameters)
+        position = skip_space(text, after)
+    return ToolCall(name, arguments), position + len(_GLM_CLOSE)

@@ -1,25 +1,26 @@
-"""Calls in a section of their own, each between control tokens: DeepSeek, Kimi."""
+"""Calls between control tokens: in a section of their own (DeepSeek, Kimi), or as a message of a channel (gpt-oss)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, skip_space
-from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, kind_of
-from verl_mt.chat.parsers.tagged import (
-    ArgumentTags,
+from verl_mt.chat.parsers.base import (
     BadCall,
-    Values,
+    FoundCalls,
+    IndexedText,
+    ToolParser,
+    first_match,
     found_instead,
     not_run,
-    parameters_of,
-    read_argument,
+    skip_space,
 )
-from verl_mt.data.conversation import MalformedCall, ToolCall, ToolSchema
+from verl_mt.chat.parsers.json_calls import JSON_ADVICE, json_arguments
+from verl_mt.chat.parsers.tagged import ArgumentTags, Values, parameters_of, read_argument
+from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
-_JSON_ADVICE = "Write the name of a tool and its arguments as one JSON object, in the format of your instructions."
 _DSML_ADVICE = (
     "Write it in the format of your instructions: the name of a tool in the invoke tag, inside it one parameter tag "
     "per argument with its name and whether it is a string, every tag closed."
@@ -33,7 +34,7 @@ class SectionedParser(ToolParser):
     section_ends: tuple[str, ...]
     call_begin: str
     call_end: str
-    advice = _JSON_ADVICE
+    advice = JSON_ADVICE
     separators: tuple[str, ...] = ()
 
     def read_call(self, text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]]) -> tuple[ToolCall, int]:
@@ -202,18 +203,96 @@ def _typed(raw: str, key: str, string: str | None, parameters: dict[str, Any] | 
     return read_argument(raw, key, None if string == "false" else parameters)
 
 
-def json_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
-    """The JSON object at `start` and where the text goes on after it.
+_HEADER = re.compile(r"\s{0,8}(?:<\|start\|>)?(?P<header>(?:assistant\b|to=|<\|channel\|>)[^\n]{0,200}?)<\|message\|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CLOSING = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
+_NEXT = re.compile(r"<\|start\|>|<\|channel\|>")
+_HARMONY_ADVICE = (
+    "Write a call as a message of the commentary channel to functions.NAME, with one JSON object of arguments as its "
+    "body."
+)
 
-    Raises:
-        BadCall: there is none, or the name before it is empty.
+
+@dataclass
+class _HarmonyTurn:
+    text: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    actions: list[ToolCall | MalformedCall] = field(default_factory=list)
+
+
+class HarmonyParser(ToolParser):
+    """gpt-oss: one turn is several messages, each in a channel.
+
+    `<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>commentary to=functions.name
+    <|constrain|>json<|message|>{...}<|call|>`
+
+    A message with a recipient is a call, whatever its channel; without one, `analysis` is reasoning and every other
+    channel is content.
     """
-    if not name:
-        raise BadCall("the name of the tool is missing")
-    try:
-        value, end = decode_json(text, start)
-    except BadJSON as error:
-        raise BadCall(f"the arguments are not valid JSON ({error})", name) from error
-    if not isinstance(value, dict):
-        raise BadCall(f"the arguments must be an object; they are {kind_of(value)}", name)
-    return value, end
+
+    end_markers = ("<|return|>", "<|call|>", "<|end|>", "<|endoftext|>")
+    reasoning_key = "thinking"
+
+    def parse(
+        self, text: str, tools: Sequence[ToolSchema | dict[str, Any]] = (), *, in_reasoning: bool = False
+    ) -> ParsedTurn:
+        """As `ToolParser.parse`. `in_reasoning`: the text begins in the body of an analysis message."""
+        text = IndexedText(text)
+        turn = _HarmonyTurn()
+        position = 0
+        if in_reasoning:
+            position = self._body(text, 0, "<|channel|>analysis", 0, turn)
+        while position < len(text):
+            begin, kept = position, len(turn.text)
+            header = _HEADER.match(text, position)
+            if header is not None:
+                position = self._body(text, header.end(), header["header"], begin, turn)
+            else:
+                following = first_match(_NEXT, text, begin + 1)
+                position = following.start() if following else len(text)
+                self._loose(text[begin:position], turn)
+            if len(turn.actions) > self.max_calls:
+                turn.actions[-1] = self.too_many(text[begin:])
+                turn.text[kept:] = [text[begin:]]
+                break
+        content = "\n".join(piece for piece in turn.text if piece.strip())
+        return ParsedTurn(content, "\n".join(turn.thoughts) if turn.thoughts else None, turn.actions)
+
+    def _body(self, text: str, start: int, header: str, begin: int, turn: _HarmonyTurn) -> int:
+        """Read the message whose body begins at `start`; returns where the next one begins."""
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None:
+            return self._call(text, start, recipient[1].removeprefix("functions."), begin, turn)
+        closing = first_match(_CLOSING, text, start)
+        body = text[start : closing.start() if closing else len(text)]
+        channel = _CHANNEL.search(header)
+        (turn.thoughts if channel and channel[1] == "analysis" else turn.text).append(body)
+        return closing.end() if closing else len(text)
+
+    def _call(self, text: str, start: int, name: str, begin: int, turn: _HarmonyTurn) -> int:
+        """The arguments are decoded first and the closing token looked for after them, so one inside a string is
+        harmless."""
+        position = skip_space(text, start)
+        closing = _CLOSING.match(text, position)
+        try:
+            empty = closing is not None or position == len(text)
+            arguments, end = ({}, position) if empty else json_arguments(text, position, name)
+            end = skip_space(text, end)
+            closing = _CLOSING.match(text, end)
+            if closing is None and end < len(text):
+                raise BadCall(f"it should be closed behind its arguments, but {found_instead(text, end)}", name)
+            turn.actions.append(ToolCall(name, arguments))
+        except BadCall as error:
+            closing = first_match(_CLOSING, text, position)
+            raw = text[begin : closing.end() if closing else len(text)]
+            turn.actions.append(not_run(raw, str(error), _HARMONY_ADVICE, error.name))
+            turn.text.append(raw)
+        return closing.end() if closing else len(text)
+
+    def _loose(self, text: str, turn: _HarmonyTurn) -> None:
+        """Text outside every message: what a model writes that does not know the format, or a header without a body."""
+        text = self._without_end_markers(text)
+        if _RECIPIENT.search(text) and ("<|channel|>" in text or "<|start|>" in text):
+            turn.actions.append(not_run(text, "the message has no body", _HARMONY_ADVICE))
+        turn.text.append(text)
