@@ -7,7 +7,7 @@ from chat_toys import CHATML, assistant, byte_tokenizer, call, tool, user
 
 from verl_mt.chat import ChatTemplate
 from verl_mt.chat.demonstrations import demonstration
-from verl_mt.chat.message_traces import require_traces
+from verl_mt.chat.prompt_messages import require_traces
 from verl_mt.errors import TemplateError
 
 THOUGHT = "<think>\nhm\n</think>\n\nfour"

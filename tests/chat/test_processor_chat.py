@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vision_toys import hf_processor, image_processor, picture, shown, vision_chat, vision_model
 
 from verl_mt.chat import ChatTemplate, load_chat
-from verl_mt.chat.processor_chat import ProcessorChat
 from verl_mt.chat.sanity import Cause, SanityMode, check
+from verl_mt.chat.vision import ProcessorChat
 from verl_mt.data.conversation import Message
 from verl_mt.errors import ConfigError, DataError, LedgerError, TemplateError
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
 
-from verl_mt.chat import comparison
-from verl_mt.chat.mismatch_causes import canonical_json
+from verl_mt.chat import sanity
+from verl_mt.chat.differences import DiffSpan, canonical_json, differing_chunks, split_chunks
 from verl_mt.chat.sanity import SanityMode, check
-from verl_mt.chat.token_diff import DiffSpan, differing_chunks, split_chunks
 
 
 def by_longest_runs(recorded, rendered, ends, decode):
@@ -137,7 +136,7 @@ def test_findings_are_those_of_the_search_for_longest_runs(talk, mode):
 
     fast = found()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "differing_chunks", by_longest_runs)
+        patch.setattr(sanity, "differing_chunks", by_longest_runs)
         assert found() == fast
 
 

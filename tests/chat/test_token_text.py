@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mt.chat.token_text import token_text
+from verl_mt.chat.display import token_text
 
 
 class Pieces:

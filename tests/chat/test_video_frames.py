@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vision_toys import PATCH, SIZES, picture, shown, video_processor, vision_chat, vision_model
 
-from verl_mt.chat.media_processor import MediaProcessor, load_media_processor
-from verl_mt.chat.video_frames import FrameProcessor, load_frame_processor
+from verl_mt.chat.vision import FrameProcessor, MediaProcessor, load_frame_processor, load_media_processor
 from verl_mt.data.batch import RowMedia
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.log_probs import forward_log_probs

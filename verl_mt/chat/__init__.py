@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl_mt.chat.demonstrations import replay
     from verl_mt.chat.loading import load_chat
-    from verl_mt.chat.replaying import replay
     from verl_mt.chat.template import ChatTemplate
 
 __all__ = ["ChatTemplate", "load_chat", "replay"]
@@ -15,7 +15,7 @@ __all__ = ["ChatTemplate", "load_chat", "replay"]
 _HOME = {
     "ChatTemplate": "verl_mt.chat.template",
     "load_chat": "verl_mt.chat.loading",
-    "replay": "verl_mt.chat.replaying",
+    "replay": "verl_mt.chat.demonstrations",
 }
 
 

@@ -1,12 +1,13 @@
-"""A finished conversation as a training record: what the assistant says is in the loss, everything else is not."""
+"""Finished conversations without an engine: replayed as a rollout would have recorded them, and as training records."""
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_mt.chat.message_traces import require_traces
-from verl_mt.chat.replaying import replay
+from verl_mt.chat.prompt_messages import require_traces
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
@@ -15,6 +16,38 @@ from verl_mt.errors import DataError
 
 WEIGHT = "weight"
 """Of an assistant message: 0 keeps it out of the loss. No template sees it."""
+_CACHE: weakref.WeakKeyDictionary[Any, dict[str, ChatTemplate]] = weakref.WeakKeyDictionary()
+
+
+def replay(
+    tokenizer: Any,
+    prompt: Sequence[Message],
+    tools: Sequence[Any] | None,
+    steps: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of a conversation whose sampled turns are given as ids.
+
+    The mask is 1 exactly on sampled ids. The generation prompt stands only before a sample, or at the end if there
+    are no steps; adjacent env steps merge; a sample that lacks its end token and is followed by env gets one
+    inserted with mask 0 and a warning (a real rollout ends there instead).
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or a `ChatTemplate`.
+        prompt: the first messages.
+        tools: tool schemas shown in the prompt, or None.
+        steps: `{"type": "sample", "ids": [...], "message": {...}}` (the message as parsed; only its tool calls
+            matter) or `{"type": "env", "messages": [...]}`.
+        template_kwargs: variables of the template.
+
+    Returns:
+        `(token_ids, loss_mask)` of equal length, the prompt first.
+
+    Raises:
+        TemplateError: the template cannot render the conversation.
+        DataError: a step of another shape; names its index.
+    """
+    return _template(tokenizer, template_kwargs).replayed(prompt, tools, steps)
 
 
 def demonstration(
@@ -53,7 +86,7 @@ def demonstration(
             steps.append({"type": "sample", "ids": ids, "message": plain[i]})
         else:
             steps.append({"type": "env", "messages": [plain[i]]})
-    token_ids, mask = replay(chat, plain[: turns[0]], schemas, steps)
+    token_ids, mask = chat.replayed(plain[: turns[0]], schemas, steps)
     lengths = [len(step["ids"]) for step in steps if step["type"] == "sample"]
     return _record(token_ids, mask, lengths, [_weight(messages[i], i) for i in turns])
 
@@ -81,3 +114,19 @@ def _weight(message: Message, index: int) -> int:
     if value not in (None, 0, 1):
         raise DataError(f"messages[{index}].weight is {value!r}, must be 0 or 1")
     return 1 if value is None else int(value)
+
+
+def _template(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> ChatTemplate:
+    """The tokenizer's ChatTemplate; probes are kept between calls."""
+    if isinstance(tokenizer, ChatTemplate):
+        if not template_kwargs or dict(template_kwargs) == tokenizer.template_kwargs:
+            return tokenizer
+        return tokenizer.with_kwargs(template_kwargs)
+    key = json.dumps([template_kwargs or {}, getattr(tokenizer, "chat_template", None)], sort_keys=True, default=repr)
+    try:
+        cache = _CACHE.setdefault(tokenizer, {})
+    except TypeError:  # an unhashable tokenizer is only not cached
+        cache = {}
+    if key not in cache:
+        cache[key] = ChatTemplate(tokenizer, template_kwargs=template_kwargs)
+    return cache[key]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_mt.chat.differences import common_prefix
 from verl_mt.chat.probe import REASONING
-from verl_mt.chat.token_diff import common_prefix
 from verl_mt.data.conversation import Message
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_mt.chat.media_processor import load_media_processor
-from verl_mt.chat.processor_chat import ProcessorChat
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import TemplateError
@@ -149,6 +147,8 @@ def load_chat(
         "extra_end_ids": _generation_eos(folder, revision),
     }
     if _sees(folder, revision):
+        from verl_mt.chat.vision import ProcessorChat, load_media_processor  # torch and image processors: not for text
+
         media = load_media_processor(folder, revision=revision, trust_remote_code=trust_remote_code)
         if media is not None:
             return ProcessorChat(tokenizer, media=media, **keys)

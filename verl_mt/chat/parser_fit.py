@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.chat.cut import common_length
+from verl_mt.chat.differences import common_prefix
 from verl_mt.chat.parsers import ToolParser, get_parser, is_registered, tool_parsers
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message, ToolCall
@@ -72,7 +72,7 @@ def written_call(
             return WrittenCall(_model_text(chat, full[len(prompt) :]), chat.prefilled_reasoning)
     # The finished turn begins in another way than the generation prompt: the header goes, as far as both have it.
     header, tail = (text[text.rfind(_ASKED) + len(_ASKED) :] for text in (prompt, full))
-    common = common_length(header, tail)
+    common = common_prefix(header, tail)
     tag = header.rfind("<", 0, common)
     if tag >= 0 and ">" not in header[tag:common]:
         common = tag  # never from the middle of one

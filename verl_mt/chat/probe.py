@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
-from verl_mt.chat.cut import common_length
 from verl_mt.chat.delta import ASKED, FILLER_NAME, SAID, SHOWN, SHOWN_AGAIN, DeltaRenderer
+from verl_mt.chat.differences import common_prefix
 from verl_mt.chat.render import ENDLESS, CallShape, Renderer, normalise, probing
 from verl_mt.data.conversation import REASONING_KEYS, Message
 from verl_mt.errors import TemplateError
@@ -129,7 +129,7 @@ def generation_prompt(renderer: Renderer, pattern: re.Pattern[str] | None) -> tu
     with_prompt = renderer.text([user()], tools, add_generation_prompt=True)
     if with_prompt.startswith(bare):
         return with_prompt[len(bare) :], False
-    common = common_length(bare, with_prompt)
+    common = common_prefix(bare, with_prompt)
     for match in pattern.finditer(with_prompt) if pattern else ():
         if match.start() < common < match.end():
             common = match.start()

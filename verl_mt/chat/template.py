@@ -6,12 +6,14 @@ Sampled ids are never looked at again: the recorded stream is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
 from verl_mt.chat.delta import Delta, DeltaRenderer
+from verl_mt.chat.differences import common_prefix
 from verl_mt.chat.encode import Encoder
 from verl_mt.chat.probe import (
     Problem,
@@ -22,11 +24,13 @@ from verl_mt.chat.probe import (
     probe,
     schema,
 )
-from verl_mt.chat.render import CallShape, Renderer, normalise
+from verl_mt.chat.render import CallShape, Renderer, normalise, probing
+from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
 from verl_mt.data.media import MediaInput, describe, parts_of
-from verl_mt.errors import TemplateError
+from verl_mt.errors import DataError, TemplateError
 
+_SHOWN_TOKENS = 12
 ALWAYS_ENDS = ("<|return|>", "<|call|>", "<|eom_id|>")
 """Literals that only ever end a turn; templates do not always write them, vocabularies have them."""
 HARMONY = ("<|return|>", "<|call|>", "<|end|>", "<|channel|>", "<|message|>")
@@ -100,6 +104,10 @@ class ChatTemplate:
         self._check_media(messages)
         return []
 
+    def saved_with_model(self, tokenizer: Any) -> Any:
+        """What an export writes (`save_pretrained`) beside the weights: the tokenizer, and what else reads inputs."""
+        return tokenizer
+
     @property
     def custom_template(self) -> str | None:
         """The Jinja text that was given instead of the tokenizer's own; None = the tokenizer's own."""
@@ -144,9 +152,7 @@ class ChatTemplate:
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
         """What the template can render, probed once."""
-        from verl_mt.chat.replaying import rewritten_turns  # built on this class
-
-        rewritten = rewritten_turns(self, [schema()] if "no_tools" in self._probed.problems else None)
+        rewritten = self._rewritten_turns([schema()] if "no_tools" in self._probed.problems else None)
         return replace(self._probed, append_only=not rewritten, rewritten=rewritten)
 
     @cached_property
@@ -272,6 +278,39 @@ class ChatTemplate:
             return Delta(ids[skip:], 0)
         return Delta(ids, 0 if ended else 1)
 
+    def replayed(
+        self, prompt: Sequence[Message], tools: Sequence[Any] | None, steps: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[int]]:
+        """Ids and loss mask of a conversation whose sampled turns are given as ids: see `verl_mt.chat.replay`."""
+        history: list[Message] = list(prompt)
+        token_ids: list[int] = []
+        mask: list[int] = []
+        sampled_before = False
+        for env, sample in _grouped(steps):
+            gen = sample is not None or not steps
+            if not sampled_before:
+                token_ids += self.mixed_prompt_ids(history, env, tools, add_generation_prompt=gen)
+            elif env or token_ids[-1] in self.end_token_ids:
+                delta = self.delta_ids(
+                    env, history=history, tools=tools, last_ids=token_ids[-1:], add_generation_prompt=gen
+                )
+                if delta.inserted_end:
+                    warnings.warn(
+                        f"sampled turn {sum(m['role'] == 'assistant' for m in history[len(prompt) :])} lacks its end "
+                        "token but is followed by messages: one was inserted with mask 0. A real rollout ends there.",
+                        stacklevel=3,
+                    )
+                token_ids += delta.ids
+            mask += [0] * (len(token_ids) - len(mask))
+            history += env
+            if sample is not None:
+                ids = [int(i) for i in sample["ids"]]
+                token_ids += ids
+                mask += [1] * len(ids)
+                sampled_before = True
+                history.append(sample.get("message") or {"role": "assistant", "content": self.turn_text(ids)})
+        return token_ids, mask
+
     def full_text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
@@ -373,6 +412,39 @@ class ChatTemplate:
         except TemplateError as error:
             return error
 
+    @probing()
+    def _rewritten_turns(self, tools: Sequence[Any] | None) -> str:
+        """Whether the template only appends, measured: the replay of three plain turns against their rendering.
+
+        Args:
+            tools: for a template that renders nothing without any.
+
+        Returns:
+            Where the two first differ, or why they cannot be compared; empty where they are equal up to the last end of
+            turn.
+        """
+        history: list[Message] = [{"role": "user", "content": "One?"}]
+        steps: list[dict[str, Any]] = []
+        try:
+            for answer, question in (("Wordone", "Two?"), ("Wordtwo", "Three?"), ("Wordthree", "")):
+                said = {"role": "assistant", "content": answer}
+                steps.append({"type": "sample", "ids": turn_ids(self, history, said, tools=tools), "message": said})
+                history.append(said)
+                if question:
+                    history.append({"role": "user", "content": question})
+                    steps.append({"type": "env", "messages": history[-1:]})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a turn without an end of its own differs from none
+                recorded, _ = self.replayed(history[:1], tools, steps)
+            rendered = self.full_ids(history, tools)
+        except TemplateError as error:
+            return f"it cannot write them: {error}"
+        at = common_prefix(recorded, rendered)
+        if at == len(recorded):
+            return ""
+        mine, theirs = (self.decode(ids[at : at + _SHOWN_TOKENS]) for ids in (recorded, rendered))
+        return f"at token {at} recorded {mine!r}, rendered {theirs!r}"
+
     @cached_property
     def _turn_problems(self) -> dict[str, Problem]:
         problems = self._probed.problems
@@ -393,6 +465,27 @@ class ChatTemplate:
     def _eos_ids(self) -> set[int]:
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}
+
+
+def _grouped(steps: Sequence[Mapping[str, Any]]) -> list[tuple[list[Message], Mapping[str, Any] | None]]:
+    """Pairs of (all env messages since the last sample, the next sample or None at the end)."""
+    groups: list[tuple[list[Message], Mapping[str, Any] | None]] = []
+    env: list[Message] = []
+    for index, step in enumerate(steps):
+        kind = step.get("type") if isinstance(step, Mapping) else None
+        if kind == "env" and isinstance(step.get("messages"), (list, tuple)):
+            env += step["messages"]
+        elif kind == "sample" and isinstance(step.get("ids"), (list, tuple)):
+            groups.append((env, step))
+            env = []
+        else:
+            raise DataError(
+                f"steps[{index}]: expected {{'type': 'sample', 'ids': [...]}} or {{'type': 'env', 'messages': [...]}}, "
+                f"got {step!r:.200}"
+            )
+    if env or not steps:
+        groups.append((env, None))
+    return groups
 
 
 __all__ = ["ChatTemplate", "Delta", "Problem", "TemplateCapabilities"]

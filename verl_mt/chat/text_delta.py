@@ -16,15 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
-from verl_mt.chat.mismatch_causes import without_empty_reasoning
-from verl_mt.chat.token_diff import common_prefix, end_of_last_turn
+from verl_mt.chat.differences import common_prefix, end_of_last_turn, without_empty_reasoning
 from verl_mt.data.conversation import Message, reasoning_of
 from verl_mt.errors import TemplateError
-
-if TYPE_CHECKING:
-    from verl_mt.chat.template import ChatTemplate
 
 DeltaMethod = Literal["prev_curr", "fixed_base", "auto"]
 
@@ -37,6 +33,21 @@ _ANCHOR_CHARS = 64
 """How much text before the turn is encoded with it; a tokenizer looks back over one word at most."""
 
 
+class RendersTurns(Protocol):
+    """What of a `ChatTemplate` is needed here."""
+
+    @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+    def full_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str: ...
+
+    def encode_text(self, text: str, *, neutral: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
 @dataclass(frozen=True)
 class _Turn:
     """`before` is the rendered text up to the turn, `text` is the model's, `closing` the template's."""
@@ -47,7 +58,7 @@ class _Turn:
 
 
 def turn_ids(
-    chat: ChatTemplate,
+    chat: RendersTurns,
     history: Sequence[Message],
     message: Message,
     *,
@@ -106,7 +117,7 @@ def _raw_text(message: Message) -> str | None:
 
 
 def _difference(
-    chat: ChatTemplate,
+    chat: RendersTurns,
     history: Sequence[Message],
     message: Message,
     tools: Sequence[dict[str, Any]] | None,
@@ -134,7 +145,7 @@ def _difference(
     return _Turn(prev, text, delta[len(text) :])
 
 
-def _as_written(chat: ChatTemplate, text: str) -> _Turn:
+def _as_written(chat: RendersTurns, text: str) -> _Turn:
     """The text itself, with what the template writes behind any turn's last words."""
 
     def behind(base: Sequence[Message]) -> _Turn:
@@ -159,7 +170,7 @@ def _first_base(way: Callable[[Sequence[Message]], _Turn]) -> _Turn:
     raise first_error
 
 
-def _encode(chat: ChatTemplate, turn: _Turn, complete: bool) -> list[int]:
+def _encode(chat: RendersTurns, turn: _Turn, complete: bool) -> list[int]:
     if turn.closing:
         ids, closing = _encode_behind(chat, turn.before, turn.text), chat.encode_text(turn.closing, neutral=False)
     else:
@@ -174,7 +185,7 @@ def _encode(chat: ChatTemplate, turn: _Turn, complete: bool) -> list[int]:
     return ids + [i for i in closing if i in chat.end_token_ids][: int(complete)]
 
 
-def _encode_behind(chat: ChatTemplate, before: str, text: str, *, exact: bool = True) -> list[int]:
+def _encode_behind(chat: RendersTurns, before: str, text: str, *, exact: bool = True) -> list[int]:
     """Ids of `text` as it follows `before`.
 
     Args:

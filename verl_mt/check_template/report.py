@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_mt.chat import ChatTemplate, replay
-from verl_mt.chat.mismatch_causes import without_empty_reasoning
+from verl_mt.chat.differences import without_empty_reasoning
 from verl_mt.chat.parser_fit import suggest_parser
 from verl_mt.chat.sanity import SanityMode, check
 from verl_mt.chat.text_delta import turn_ids

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from verl_mt.chat.mismatch_causes import Cause, closed_opening
+from verl_mt.chat.differences import Cause, closed_opening
 from verl_mt.chat.parser_fit import require_parser, written_call
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.dataset import load_rows

@@ -179,8 +179,8 @@ def _token_texts(run: Run) -> dict[int, str]:
 
 def _texts_of_export(folder: Path) -> dict[int, str]:
     """The texts of a whole vocabulary; imports transformers, which takes seconds."""
+    from verl_mt.chat.display import token_text
     from verl_mt.chat.loading import load_tokenizer
-    from verl_mt.chat.token_text import token_text
 
     tokenizer = load_tokenizer(str(folder))
     return {token_id: token_text(tokenizer, token_id) for token_id in range(len(tokenizer))}

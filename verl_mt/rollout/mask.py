@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_mt.chat.prompt_spans import assistant_spans
+from verl_mt.chat.prompt_messages import assistant_spans
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import Trajectory, TrajectoryRecord

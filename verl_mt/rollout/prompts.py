@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mt.chat.encode import strings_in
-from verl_mt.chat.message_traces import require_traces
+from verl_mt.chat.prompt_messages import require_traces
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from verl_mt.chat.token_diff import common_prefix
+from verl_mt.chat.differences import common_prefix
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
 from verl_mt.errors import LedgerError

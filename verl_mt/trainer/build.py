@@ -19,9 +19,8 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
-from verl_mt.chat.processor_chat import ProcessorChat, SavedTogether
+from verl_mt.chat.display import token_text
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.chat.token_text import token_text
 from verl_mt.config.checks import check
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
@@ -323,7 +322,7 @@ def tokenizer_as_trained(chat: ChatTemplate) -> Any:
     if chat.custom_template is not None:
         tokenizer = copy.deepcopy(chat.tokenizer)
         tokenizer.chat_template = chat.custom_template
-    return SavedTogether(tokenizer, chat.media) if isinstance(chat, ProcessorChat) else tokenizer
+    return chat.saved_with_model(tokenizer)
 
 
 def pad_token_id(chat: ChatTemplate) -> int:
