@@ -7,7 +7,7 @@ import json
 import pytest
 
 from verl_mt.data.dataset import load_rows
-from verl_mt.data.placeholders import place_media
+from verl_mt.data.media import place_media
 from verl_mt.errors import DataError
 
 

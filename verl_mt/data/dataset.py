@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.placeholders import place_media
+from verl_mt.data.media import place_media
 from verl_mt.errors import DataError, VerlMTError, error_text
 from verl_mt.plugins import listing, load_object, suggest
 

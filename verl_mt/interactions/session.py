@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mt.data.checks import WrongValue, bool_of, number_of, plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import MAX_REWARD, TimeSpan, is_trainable
+from verl_mt.data.user_values import WrongValue, bool_of, number_of, plain_of
 from verl_mt.errors import DataError, EngineError, UserCodeError, error_text, value_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.registry import pick_interaction

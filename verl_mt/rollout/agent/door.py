@@ -22,9 +22,9 @@ from typing import Any
 
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.config.schema import Config
-from verl_mt.data.checks import plain_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.trajectory import StopReason
+from verl_mt.data.user_values import plain_of
 from verl_mt.errors import ConfigError, DeadlineError, EngineGoneError, UserCodeError, VerlMTError, error_text
 from verl_mt.plugins import load_object
 from verl_mt.rollout.agent.endpoint import (

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_mt.data.checks import WrongValue, count_of, ids_of, stops_of
 from verl_mt.data.requests import FinishReason, SamplingParams
+from verl_mt.data.user_values import WrongValue, count_of, ids_of, stops_of
 from verl_mt.errors import EngineError, LedgerError, value_text
 from verl_mt.plugins import suggest
 from verl_mt.rollout.session import RolloutSession

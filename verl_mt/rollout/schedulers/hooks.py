@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data import checks
 from verl_mt.data.conversation import Message, ParsedTurn
-from verl_mt.data.media import KINDS, parts_of
-from verl_mt.data.placeholders import has_places, place_media
+from verl_mt.data.media import KINDS, has_places, parts_of, place_media
 from verl_mt.data.requests import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_mt.data.checks import bool_of, number_of
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
+from verl_mt.data.user_values import bool_of, number_of
 from verl_mt.errors import DataError, ToolCallError
 from verl_mt.plugins import Registry, load_object
 from verl_mt.rewards.math_answer import is_right

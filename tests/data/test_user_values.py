@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from verl_mt.data.checks import WrongValue, bits_of, bool_of, count_of, ids_of, is_nested, log_probs_of, messages_of
+from verl_mt.data.user_values import (
+    WrongValue,
+    bits_of,
+    bool_of,
+    count_of,
+    ids_of,
+    is_nested,
+    log_probs_of,
+    messages_of,
+)
 
 
 @pytest.mark.parametrize(
