@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.data import checks
+from verl_mt.data import user_values
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.media import KINDS, has_places, parts_of, place_media
 from verl_mt.data.requests import (
@@ -240,13 +240,13 @@ class SchedulerConversation:
         """Ids and mask of the last turn, as the scheduler wants them recorded."""
         if ids is None:
             return
-        self._ids = checks.ids_of(ids, "response_token_ids")
+        self._ids = user_values.ids_of(ids, "response_token_ids")
         size = len(self.session.context.chat.tokenizer)
         unknown = [i for i in self._ids if not 0 <= i < size and i not in self.session.record.token_ids]
         if unknown:
             raise LedgerError(f"response_token_ids holds {unknown[0]}, but the vocabulary has {size} ids")
-        bits = [1] * len(self._ids) if mask is None else checks.bits_of(mask, "response_loss_mask")
-        checks.log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
+        bits = [1] * len(self._ids) if mask is None else user_values.bits_of(mask, "response_loss_mask")
+        user_values.log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
         if mask is not None:
             self.session.mask_given = True
             clear_bits(self.session, self._start, self._ids, bits)
@@ -254,8 +254,8 @@ class SchedulerConversation:
     def is_over(self, said: Any) -> bool:
         """What `check_finished` returned; nothing counts as no, what is neither True nor False fails the trajectory."""
         try:
-            return said is not None and checks.bool_of(said, "the answer")
-        except checks.WrongValue as error:
+            return said is not None and user_values.bool_of(said, "the answer")
+        except user_values.WrongValue as error:
             raise self.error("check_finished", str(error)) from None
 
     def add_infos(self, infos: Any, where: str) -> None:
@@ -267,8 +267,8 @@ class SchedulerConversation:
         plain = {str(key): value for key, value in infos.items() if key not in MEDIA}
         for key, value in plain.items():
             try:
-                json.dumps(checks.plain_of(value, f"rollout_infos[{key!r}]"))
-            except checks.WrongValue as error:
+                json.dumps(user_values.plain_of(value, f"rollout_infos[{key!r}]"))
+            except user_values.WrongValue as error:
                 raise self.error(where, str(error)) from None
             except (TypeError, ValueError) as error:
                 reason = f"cannot be written as JSON ({error_text(error)}): {value_text(value, 100)}"
@@ -346,10 +346,10 @@ class SchedulerConversation:
 
     def _check_request(self, request: Any) -> None:
         try:
-            checks.messages_of(getattr(request, "messages", None), "the request's messages")
+            user_values.messages_of(getattr(request, "messages", None), "the request's messages")
             if request.tools is not None:
-                checks.tools_of(request.tools, "the request's tools")
-        except checks.WrongValue as error:
+                user_values.tools_of(request.tools, "the request's tools")
+        except user_values.WrongValue as error:
             raise self.error("infer_async", str(error)) from None
 
     def _sampling(self, config: Any) -> tuple[int | None, tuple[str, ...]]:
@@ -371,9 +371,9 @@ class SchedulerConversation:
             )
         limit = getattr(config, "max_tokens", None)
         try:
-            limit = None if limit is None else checks.count_of(limit, "request_config.max_tokens")
-            return limit, checks.stops_of(getattr(config, "stop", None) or None, "request_config.stop")
-        except checks.WrongValue as error:
+            limit = None if limit is None else user_values.count_of(limit, "request_config.max_tokens")
+            return limit, user_values.stops_of(getattr(config, "stop", None) or None, "request_config.stop")
+        except user_values.WrongValue as error:
             raise self.error("infer_async", str(error)) from None
 
     def conclude(self, max_turns: int | None) -> None:
