@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
 
 from verl_mt.chat import sanity
-from verl_mt.chat.differences import DiffSpan, canonical_json, differing_chunks, split_chunks
+from verl_mt.chat.differences import DiffSpan, canonical_json, differing_chunks
 from verl_mt.chat.sanity import SanityMode, check
+
+
+def split_chunks(ids, ends):
+    """Half-open ranges that cover `ids`, each ending behind an end-of-turn token (the last one may not)."""
+    edges = [0, *(place + 1 for place, token in enumerate(ids) if token in ends)]
+    return list(itertools.pairwise(edges if edges[-1] == len(ids) else [*edges, len(ids)]))
 
 
 def by_longest_runs(recorded, rendered, ends, decode):

@@ -130,6 +130,9 @@ class DeltaRenderer:
             said += "x"
         first_error: TemplateError | None = None
         shape_key = (env[0]["role"] if env else "", len(parts["calls"]), len(env), template)
+        # The whole history would cost its length every turn, and templates rewrite it (they drop old reasoning). Two
+        # messages are enough for the text between turns, but which two a template accepts is not known: results may
+        # have to name their call, calls to have an answer each. The way that worked is tried first the next time.
         bases = list(self._bases(parts["env"], parts["calls"], said))
         good = self._first_good.get(shape_key)
         for base in sorted(bases, key=lambda b: b.label != good):
@@ -178,7 +181,7 @@ class DeltaRenderer:
         if key not in self._ends:
             self._ends[key] = self._end_of(role, base, template, said)
         end = self._ends[key]
-        if not tail.startswith(end.closing):
+        if not tail.startswith(end.closing):  # another content after all (calls with text): found again, not kept
             end = self._end_of(role, base, template, said)
         if not base.env and end.opens_next:
             end = TurnEnd("", "")
@@ -297,6 +300,8 @@ def find_end(
         known: literals that are known to end a turn.
         header_ends: this template's user header ends the turn before it, so another role's header may too.
     """
+    # The common text may end in the middle of a control literal: `<|im_end|>` and `<|im_start|>` share a beginning, and
+    # half a token is no place to cut.
     if pattern is None:
         return TurnEnd("", "")
     spans = [m.span() for m in pattern.finditer(following)]

@@ -76,7 +76,7 @@ def demonstration(
         raise DataError("the conversation has no assistant message, so there is nothing to learn from")
     if turns[0] == 0:
         raise DataError("the conversation begins with an assistant message; it needs one before it")
-    plain: list[Message] = [_without_weight(message) for message in messages[: turns[-1] + 1]]
+    plain: list[Message] = [{k: v for k, v in m.items() if k != WEIGHT} for m in messages[: turns[-1] + 1]]
     schemas = list(tools) if tools else None
     require_traces(chat, plain[: turns[-1]], schemas)
     steps: list[Mapping[str, Any]] = []
@@ -103,10 +103,6 @@ def _record(token_ids: list[int], mask: list[int], lengths: list[int], weights: 
         if not weight:
             record.clear_mask(list(range(begin, at)))
     return record
-
-
-def _without_weight(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != WEIGHT}
 
 
 def _weight(message: Message, index: int) -> int:

@@ -16,7 +16,6 @@ import html
 import itertools
 import json
 import re
-from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -60,27 +59,18 @@ class DiffSpan:
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many leading items two sequences of one type (lists of ids, texts) share."""
+    """How many leading items two sequences (ids, characters) share."""
+    if type(left) is not type(right):
+        left, right = list(left), list(right)
     shared, end = 0, min(len(left), len(right))
-    while shared < end:  # slices compare in C: halving the rest is faster than looking at each item here
+    # Slices compare in C, so halving the rest beats a loop in Python; every item is compared about once.
+    while shared < end:
         middle = (shared + end + 1) // 2
         if left[shared:middle] == right[shared:middle]:
             shared = middle
         else:
             end = middle - 1
     return shared
-
-
-def split_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> list[tuple[int, int]]:
-    """Half-open ranges that cover `ids`, each ending behind an end-of-turn token (the last one may not)."""
-    return list(itertools.pairwise(_edges(array("q", ids), end_token_ids)))
-
-
-def _edges(packed: array[int], end_token_ids: Collection[int]) -> list[int]:
-    """Where the chunks begin, and where the last one ends."""
-    is_end = np.isin(np.frombuffer(packed, dtype=np.int64), list(end_token_ids)) if packed else np.zeros(0, bool)
-    edges = [0, *(np.flatnonzero(is_end) + 1).tolist()]
-    return edges if edges[-1] == len(packed) else [*edges, len(packed)]
 
 
 def differing_chunks(
@@ -118,8 +108,10 @@ def differing_chunks(
 def _packed_chunks(ids: Sequence[int], end_token_ids: Collection[int]) -> tuple[list[int], list[bytes]]:
     """Where the chunks begin and the last one ends, and each as bytes: those compare and hash fast, and thousands of
     them start no garbage collection."""
-    packed = array("q", ids)
-    edges = _edges(packed, end_token_ids)
+    packed = np.array(ids, dtype=np.int64)
+    edges = [0, *(np.flatnonzero(np.isin(packed, list(end_token_ids))) + 1).tolist()]
+    if edges[-1] != len(packed):
+        edges.append(len(packed))
     return edges, [packed[a:b].tobytes() for a, b in itertools.pairwise(edges)]
 
 
@@ -135,6 +127,8 @@ def _gaps(left: Sequence[bytes], right: Sequence[bytes], window: _Gap, depth: in
     if i2 - i1 == j2 - j1 == 1:
         yield i1, i2, j1, j2
         return
+    # Longest equal runs (difflib) take the product of both lengths, seconds for hundreds of rewritten turns: equal
+    # chunks cut the window first, and only small rests are searched. The depth bounds the recursion.
     fixed = _fixed_points(left, right, (i1, i2, j1, j2)) if depth < _MAX_DEPTH else []
     if fixed:
         for i, j in [*fixed, (i2, j2)]:
@@ -198,6 +192,8 @@ def _paired(left: list[str], right: list[str]) -> list[_Gap]:
 
 def _equal_texts(left: list[str], right: list[str]) -> Iterator[tuple[int, int, int]]:
     """`(i, j, j_end)` for each left text that right texts `[j, j_end)` spell together."""
+    # Right texts are looked up by how they begin, in keys as long as a power of two: one table per length of key, so
+    # that a thousand texts on both sides are not compared a million times.
     joined = "".join(right)
     edges = [0, *itertools.accumulate(map(len, right))]
     starts: dict[int, dict[str, list[int]]] = {}  # by length of key: how the text at each edge begins
@@ -312,7 +308,7 @@ class KnownTexts:
 
     @cached_property
     def _joined(self) -> str:
-        return "\0".join(self.texts)
+        return "\0".join(self.texts)  # one search in C; no text of a message spans the zero
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,8 @@ class Encoder:
             return self.encode(text)
         if self._backend is None:
             return self._encode_hidden_slow(text, hidden)
+        # Control tokens cut the text before it is pre-tokenized, so that ids of a stretch between two of them do not
+        # depend on anything outside it: only stretches that hold foreign literals are encoded a second time.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         out: list[int] = []
@@ -182,6 +184,8 @@ class Encoder:
         plain = hidden.show(text)
         if anchor in plain:
             raise TemplateError("text contains this process's random marker; it cannot be encoded")
+        # Behind a control token sentencepiece writes no space that it writes at a text's beginning: the marker stands
+        # for the control token, and its id goes again.
         out = twin.encode(plain if first else anchor + plain, add_special_tokens=False).ids
         out = out if first else out[1:]
         if self._forged(out):

@@ -90,6 +90,9 @@ class _Watch:
         Raises:
             _OutOfTime: it used more than `limit_s` seconds of processor time.
         """
+        # An exception that another thread sends arrives between any two bytecodes, also after the rendering has
+        # returned and inside this method's own `finally`: so the end is taken under the lock, which also takes back
+        # what was sent and has not arrived, and is repeated where the first try was interrupted itself.
         thread = threading.get_ident()
         clock, factor = _clock_of(thread)
         rendering = _Rendering(sys._getframe(), thread, clock() + factor * limit_s, clock)
@@ -129,6 +132,8 @@ class _Watch:
     def _look_once(self) -> bool:
         """Whether any goes on."""
         with self._lock:
+            # What has left its thread's stack has ended, though its `_end` may have been lost to an interrupt: nothing
+            # may be sent into a thread that does something else by now.
             stacks = sys._current_frames()
             self._running = {r for r in self._running if _is_on_stack(r.frame, stacks.get(r.thread))}
             self._is_looking = bool(self._running)

@@ -388,6 +388,8 @@ class Comparison:
     def _same_text(self, core: DiffSpan, neutralised: bool) -> Mismatch:
         mine, theirs = core.recorded_ids(self.recorded), core.rendered_ids(self.rendered)
         by_model = any(self._is_sampled[core.start : core.end])
+        # Other ids for sampled tokens are the model's own choice among spellings: training on them is the point, so
+        # they are counted and never held against the template. Only given text has one right spelling.
         # The full rendering trusts all text; what arrived during the rollout was written as plain text.
         plain = not by_model and (neutralised or self._control.isdisjoint(mine) != self._control.isdisjoint(theirs))
         return _mismatch(

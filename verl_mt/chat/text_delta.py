@@ -195,6 +195,8 @@ def _encode_behind(chat: RendersTurns, before: str, text: str, *, exact: bool = 
     Raises:
         TemplateError: no ids behind `before` decode to `text`.
     """
+    # Ids of a text alone may be others than behind its prompt (a leading space, a merge across the border), and the
+    # model was asked behind the prompt: so the end of the prompt is encoded with it and cut off again.
     anchor = before[-_ANCHOR_CHARS:]
     anchor_ids = list(chat.encode_text(anchor, neutral=False))
 

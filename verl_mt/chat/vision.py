@@ -128,8 +128,12 @@ class ProcessorChat(ChatTemplate):
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """Images and videos are only marked: templates look at types, never at pixels."""
+
+        def bare(part: Any) -> Any:
+            return {"type": part["type"]} if isinstance(part, Mapping) and part.get("type") in KINDS else part
+
         return [
-            {**m, "content": [_bare_part(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
+            {**m, "content": [bare(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
             for m in super()._shown(messages)
         ]
 
@@ -169,10 +173,6 @@ class SavedTogether:
     def save_pretrained(self, folder: Any) -> None:
         self.tokenizer.save_pretrained(folder)
         self.media.save_pretrained(folder)
-
-
-def _bare_part(part: Any) -> Any:
-    return {"type": part["type"]} if isinstance(part, Mapping) and part.get("type") in KINDS else part
 
 
 class MediaProcessor:

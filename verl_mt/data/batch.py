@@ -77,26 +77,6 @@ REWARD_PARTS = "reward_parts"
 MEDIA = "media"
 """Non-tensor column, only where a record has images or videos: one `RowMedia` per row."""
 
-TOKEN_COLUMNS = (
-    INPUT_IDS,
-    ATTENTION_MASK,
-    SAMPLED,
-    LOSS_MASK,
-    ROLLOUT_LOG_PROBS,
-    OLD_LOG_PROBS,
-    REF_LOG_PROBS,
-    POLICY_VERSIONS,
-    CORRECTION,
-    CLIPPED,
-    ADVANTAGES,
-    VALUES,
-    RETURNS,
-    TOKEN_REWARDS,
-    TURN_REWARDS,
-)
-"""Columns of shape [B, T]."""
-ROW_COLUMNS = (REWARDS, GREEDY_REWARDS, TRAJECTORY_INDEX, GROUP_INDEX, PROMPT_INDEX, RECORD_INDEX, HAS_LOG_PROBS)
-"""Columns of shape [B]."""
 ID_COLUMNS = (TRAJECTORY_ID, GROUP_ID, PROMPT_ID, DATA_SOURCE, REWARD_PARTS)
 """Non-tensor columns that no worker reads."""
 
@@ -229,7 +209,11 @@ def trajectory_rewards(batch: TensorDict) -> tuple[Tensor, Tensor]:
 
 def first_rows(batch: TensorDict) -> Tensor:
     """int64 [N]: a row of each trajectory, in order of `trajectory_index`."""
-    return _first_row_of_each(batch[TRAJECTORY_INDEX])
+    index_B = batch[TRAJECTORY_INDEX]
+    values, place_B = torch.unique(index_B, return_inverse=True)
+    rows = torch.arange(len(index_B), device=index_B.device)
+    start = torch.full((len(values),), len(index_B), dtype=torch.int64, device=index_B.device)
+    return start.scatter_reduce(0, place_B, rows, "amin")
 
 
 def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
@@ -286,13 +270,6 @@ def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_B
                 _, row, position = max(before)
                 placed[row, position] += reward
     return placed
-
-
-def _first_row_of_each(index_B: Tensor) -> Tensor:
-    values, place_B = torch.unique(index_B, return_inverse=True)
-    rows = torch.arange(len(index_B), device=index_B.device)
-    start = torch.full((len(values),), len(index_B), dtype=torch.int64, device=index_B.device)
-    return start.scatter_reduce(0, place_B, rows, "amin")
 
 
 def _pad(rows: list[list[Any]], dtype: torch.dtype, filler: float) -> Tensor:

@@ -139,6 +139,9 @@ class ToolParser:
         return turn
 
     def _scan(self, text: str, position: int, tools: Sequence[ToolSchema | dict[str, Any]], scan: _Scan) -> None:
+        # One pass, left to right, over whatever comes first: a reasoning block, a call, or a closing tag that nothing
+        # opened. The last means that all before it was a thought (the generation prompt opened it, or the model did not
+        # care to), so what was taken for calls is given back. It counts only as long as no thought was seen.
         opening, closing = self.reasoning_tags
         found = self.find_calls(text, position, tools)
         while True:

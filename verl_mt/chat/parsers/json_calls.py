@@ -319,6 +319,8 @@ def _decode_llama(text: str, body: int) -> tuple[Any, int]:
     try:
         return decode_json(text, body)
     except BadJSON as error:
+        # Every bracket still open where the decoder gave up belongs to a value that breaks at the same place. Without
+        # the note, `[[[[...` would be read from each of its brackets to that place: quadratic in what a model repeats.
         seen: list[int] = []
         around: list[int] = []
         for part in _LLAMA_PART.finditer(text, body, len(text) if error.at is None else error.at):

@@ -116,6 +116,10 @@ def _value_span(
     on_lines = tags.on_lines if text.startswith("\n", start) else None
     stop = first_match(tags.call_ends, text, start)
     limit = stop.start() if stop else len(text)
+    # Values have no escapes, so any closing tag may be a quotation. `loose` is the first one behind which the grammar
+    # goes on; where the value began on a line of its own, a later one that does so on its own line is the template's
+    # and wins, and `loose` is only what is left if none comes. An opening before any closing tag means that the model
+    # forgot one: it ends the value only where it cannot be a quotation.
     place, loose = start, -1
     while True:
         closing = text.find(tags.closing, place, limit)
