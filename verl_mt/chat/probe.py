@@ -298,7 +298,7 @@ def _probe_reasoning(renderer: Renderer, shape: CallShape, problems: dict[str, P
 
 
 def _writes_empty_reasoning(renderer: Renderer) -> bool:
-    """Whether a turn of earlier gets an empty block where its reasoning would stand."""
+    """Whether an earlier turn gets an empty block where its reasoning would stand."""
     try:
         text = _render(renderer, [user(), said(), user(SHOWN)])
     except TemplateError:

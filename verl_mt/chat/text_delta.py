@@ -75,7 +75,7 @@ def turn_ids(
         method: `auto` tries `prev_curr`, then `fixed_base`; if the template rewrites the turn in both, the
             engine's text is encoded as it is, with the end of turn that the template writes elsewhere.
         tools: the schemas that the prompt showed.
-        raw: `content` is the engine's text, and the result is held against it. Where calls were parsed out of it, the
+        raw: `content` is the engine's text, and the result is compared with it. Where calls were parsed out of it, the
             template's writing is taken without an empty reasoning block, which the engine did not write. False: a
             message from elsewhere; the template's own writing is taken whole.
         complete: False for a turn cut by a limit or from outside: it has no end of turn, and none is invented.

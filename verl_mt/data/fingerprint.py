@@ -131,7 +131,7 @@ def _content(raw: dict[str, Any]) -> bytes:
         text = json.dumps(raw, sort_keys=True, default=_plain)
     except (TypeError, ValueError):  # keys of several types
         text = json.dumps(to_json_value(raw), sort_keys=True)
-    # Where an object of a generator's own lies in memory is no part of what it is.
+    # The memory address in the text of an object that a generator made differs from run to run.
     return (_ADDRESS.sub("", text) if " at 0x" in text else text).encode()
 
 
