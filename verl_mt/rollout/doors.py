@@ -3,6 +3,8 @@
 A door drives one episode to its end. It chooses what is asked and answered; only the episode's `RolloutSession`
 appends tokens. The runner opens and closes everything around it, and attributes what a door raises: an engine that
 went away starts the trajectory again, anything else marks it FAILED.
+
+A further door is a folder of its own, a key of the config that asks for it, and a line in `DOORS`.
 """
 
 from __future__ import annotations

@@ -130,6 +130,8 @@ class AgentConversation:
             request = read_request(body)
         except RequestError as error:
             return 400, error_body(str(error), "invalid_request_error")
+        # One after the other: an agent may ask several things at once, but each extends or leaves the one record that
+        # the one before it has written.
         async with self._lock:
             try:
                 return await self._answer(request)

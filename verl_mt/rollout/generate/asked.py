@@ -224,7 +224,7 @@ class CallConversations:
         ids = request.ids if request.ids is not None else self.prompt.ids if is_row else self._prompt_ids(text)
         messages = self.prompt.messages if is_row else [{"role": "user", "content": text}]
         session = main if number == 0 else self._another(number)
-        # What the function says about tokens and masks is checked when it returns; no one else has a say.
+        # The function alone decides about tokens and masks, and is checked when it returns: the run's rules are off.
         session.context = replace(
             self._run,
             parser=None,

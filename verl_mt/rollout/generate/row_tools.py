@@ -52,7 +52,7 @@ class RowTools(Mapping[str, dict[str, Any]]):
         return [{"type": "function", "function": dict(tool)} for tool in self.values()]
 
     def describe(self) -> str:
-        """One line per tool, for a system prompt of one's own; empty without tools."""
+        """One line per tool, for a system prompt that the function writes; empty without tools."""
         return "\n".join(f"- {name}: {tool['description']}" for name, tool in self.items())
 
     def refusal(self, name: str) -> str | None:

@@ -114,7 +114,7 @@ class MultiTurnScheduler:
         self, infer_request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
     ) -> bool:
         over = current().is_over(await current().hook("check_finished", infer_request, choice, turn))
-        # A check of one's own that forgets `max_turns` does not lift it.
+        # A subclass's check that forgets `max_turns` does not lift it.
         return over or bool(self.max_turns and turn >= self.max_turns)
 
 

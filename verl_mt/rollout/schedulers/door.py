@@ -170,6 +170,8 @@ class SchedulerDoor:
         if not self._custom_run:
             return await self.scheduler.run(request, config)  # type: ignore[arg-type]
         conversation.waiting_since = time.monotonic()
+        # A deadline for the whole call would count the engine's time too, which grows with the batch. So only the time
+        # is measured in which nothing is asked of the engine.
         task = asyncio.ensure_future(self._code.call("run", (request, config), {}, timeout_s=_NO_DEADLINE_S))
         try:
             while not task.done():
@@ -178,18 +180,13 @@ class SchedulerDoor:
                 if not task.done() and since is not None and time.monotonic() - since > self.timeout_s:
                     cause = CallTimeout(f"nothing was asked of the engine for {self.timeout_s:g} s")
                     raise conversation.error("run", str(cause)) from cause
-            return await self._result(conversation, task)
-        finally:
-            task.cancel()
-
-    @staticmethod
-    async def _result(conversation: SchedulerConversation, task: asyncio.Future[Any]) -> Any:
-        try:
             return await task
         except (TrajectoryOver, EngineError, UserCodeError, asyncio.CancelledError):
             raise
         except Exception as error:
             raise conversation.error("run", error_text(error)) from error
+        finally:
+            task.cancel()
 
     async def _end(self, conversation: SchedulerConversation, reason: str) -> None:
         """Goes on in the background if the rollout is cancelled."""
@@ -324,12 +321,13 @@ def _take(conversation: SchedulerConversation, output: RolloutOutput, after: int
     place = next(k for k, r in enumerate(trajectory.records) if _span(r, turn) is not None)
     record = trajectory.records[place]
     own = [s for s in record.turns if s.kind == "assistant" and after < s.turn <= turn]
+    # A record that an earlier output ends in is cut in two, so that each output has one: the second part begins with
+    # its first own turn, and all before it becomes a prompt, whose tokens are trained in the first part only.
     if any(s.kind == "assistant" and s.turn <= after for s in record.turns):
         first, record = record.split(own[0].start)
         first.messages = first.messages or _seen(conversation, after)
         trajectory.records[place : place + 1] = [first, record]
-        place += 1
-    if output.messages is not None and place < len(trajectory.records):
+    if output.messages is not None:
         record.messages = copy.deepcopy(list(output.messages))
     if output.response_token_ids is None:
         if output.response_loss_mask is not None:
@@ -351,7 +349,7 @@ def _seen(conversation: SchedulerConversation, turn: int) -> list[Message]:
 def _mask(
     conversation: SchedulerConversation, record: TrajectoryRecord, own: Sequence[TurnSpan], output: RolloutOutput
 ) -> None:
-    """Hold ids against the record, and clear the bits that the output's mask clears."""
+    """Compare an output's ids with the record, and clear the bits that its mask clears."""
     rounds = conversation.session.rounds
     stretches: dict[int, tuple[int, int]] = {}
     for span in own:

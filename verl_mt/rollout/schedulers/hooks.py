@@ -61,7 +61,7 @@ class InferEngine:
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """Sample one turn behind `infer_request.messages`; a last assistant message is gone on with.
+        """Sample one turn behind `infer_request.messages`; the model goes on inside a last assistant message.
 
         The messages are not changed: append what was said before you ask again.
 
@@ -75,7 +75,7 @@ class InferEngine:
         """Run the calls of the last turn with the run's own tools (`tool_kwargs.tools_config_file`), in order.
 
         Returns:
-            One message per call, to be put behind the turn; a failure is text for the model, as in the tool loop.
+            One message per call, to append behind the turn; a failure is text for the model, as in the tool loop.
 
         Raises:
             TrajectoryOver: the trajectory's calls (`multi_turn.max_tool_calls`) are used up, and the model was told.
@@ -130,7 +130,7 @@ def current() -> SchedulerConversation:
 
 @dataclass
 class SchedulerConversation:
-    """See the module. Created on the rollout's loop."""
+    """What one trajectory's hooks have said, and how they reach its session. Created on the rollout's loop."""
 
     session: RolloutSession
     code: UserCode
@@ -147,7 +147,7 @@ class SchedulerConversation:
     engine_error: Exception | None = None
     """User code may swallow it; the trajectory is lost all the same."""
     waiting_since: float | None = None
-    """Since when user code has had the word; None while the engine has."""
+    """Since when user code has been running; None while the engine works for it."""
     choices: dict[str, tuple[int, ChatCompletionResponseChoice]] = field(default_factory=dict)
     """Response id -> turn and choice."""
     _ids: list[int] | None = None
