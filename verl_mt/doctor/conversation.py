@@ -4,6 +4,7 @@ made-up arguments, then an answer."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import build_data, build_rollout
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MAX_ROWS = 16
+"""Rows of each entry whose prompts are rendered."""
 _MAX_PROMPTS, _SAMPLES = 2, 2
 _MAX_TURNS_WITH_CALLS = 1
 _LIMIT_S = 120.0
@@ -129,7 +132,7 @@ def rows(subject: Subject) -> Iterator[Finding]:
 def prompts(subject: Subject) -> Iterator[Finding]:
     """A few rows become prompts; their rows' own arguments fit the tools, and something scores them."""
     builder = build_data.build_prompts(subject.config, subject.known_chat, subject.tools)
-    few = subject.few()
+    few = [row for source in subject.train for row in source.rows[:_MAX_ROWS]]
     try:
         kept = builder.keep(few)
     except DataError as raised:
@@ -250,7 +253,7 @@ def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding
 
 
 def _roll_out(subject: Subject) -> list[Trajectory]:
-    config = subject.scratch_config()
+    config = copy.deepcopy(subject.config)
     config.trainer.debug_mode = "save"
     if config.actor_rollout_ref.rollout.response_length < 1024:
         # The script is not the model: its answer is short, its call has the length that the arguments have.

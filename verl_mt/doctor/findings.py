@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections import Counter
@@ -22,9 +21,6 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.tools.registry import ToolSet
-
-MAX_ROWS = 16
-"""Rows of each entry whose prompts are rendered."""
 
 Status = Literal["ok", "warning", "error", "skipped"]
 _LOOKS = {
@@ -80,14 +76,6 @@ class Subject:
         by_epochs = trainer.total_epochs * self.num_rows // self.config.data.train_batch_size
         wanted = trainer.total_training_steps
         return by_epochs if wanted is None else min(by_epochs, wanted)
-
-    def few(self) -> list[Any]:
-        """The first rows of each training entry."""
-        return [row for source in self.train for row in source.rows[:MAX_ROWS]]
-
-    def scratch_config(self) -> Config:
-        """A copy to change."""
-        return copy.deepcopy(self.config)
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,18 @@ from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
 
 _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
-"""Change rounding only: a run goes on with more ranks, or fewer. In a deterministic run they may not change."""
+"""Of `trainer`: change rounding only, so a run goes on with more ranks, or fewer. Not so in a deterministic run."""
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
 _BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
 _ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
 """Of `data`: which rows there are. They may change where `trainer.resume_mode=other_data` asks for it."""
-# Keys that change what a person sees or how often, never what is computed.
-_HARMLESS = {
-    "trainer": {
-        "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq",
-        "default_local_dir", "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations",
-        "dry_run",
-        "collapse_guard", "collapse_guard_thresholds",
-    }
-}  # fmt: skip
+_HARMLESS = (
+    "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq", "default_local_dir",
+    "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations", "dry_run",
+    "collapse_guard", "collapse_guard_thresholds",
+)  # fmt: skip
+"""Of `trainer`: what a person sees or how often, never what is computed."""
 
 
 @dataclass
@@ -343,11 +340,5 @@ def _without_rows(config: dict[str, Any]) -> dict[str, Any]:
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that may change on resume."""
     trainer = config.get("trainer", {})
-    if not trainer.get("deterministic"):
-        config = config | {"trainer": {k: v for k, v in trainer.items() if k not in _PLACEMENT}}
-    return {
-        section: {k: v for k, v in value.items() if k not in _HARMLESS.get(section, ())}
-        if isinstance(value, dict)
-        else value
-        for section, value in config.items()
-    }
+    free = _HARMLESS if trainer.get("deterministic") else (*_HARMLESS, *_PLACEMENT)
+    return config | {"trainer": {k: v for k, v in trainer.items() if k not in free}}
