@@ -40,60 +40,6 @@ _MAX_DRAWS = 20
 """Rows drawn for each prompt of a step before a sampler whose rows are all too long is given up."""
 
 
-class Interrupted(Exception):
-    """The run was asked to stop; it saves a checkpoint and ends. Not an error."""
-
-
-class Insisted(KeyboardInterrupt):
-    """Asked a second time: the run ends here and now."""
-
-    def __init__(self, exit_status: int):
-        self.exit_status = exit_status
-
-
-class Interrupts(AbstractContextManager["Interrupts"]):
-    """While open, SIGINT and SIGTERM set `requested`; a second signal raises `Insisted` at once.
-
-    Only the main thread of a process may handle signals; elsewhere this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-        self._number: int = signal.SIGINT
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        self._old.clear()
-
-    @property
-    def exit_status(self) -> int:
-        """As a shell counts it: 128 and the number of the signal that came."""
-        return 128 + self._number
-
-    def check(self) -> None:
-        """Raises:
-        Interrupted: a stop was requested.
-        """
-        if self.requested.is_set():
-            raise Interrupted
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        if self.requested.is_set():
-            raise Insisted(self.exit_status)
-        self.requested.set()
-
-
 @dataclass(frozen=True)
 class BatchPlan:
     """How large a step is, and how validation samples."""
@@ -145,7 +91,7 @@ class PPOTrainer:
     rows: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of the rows, for the same purpose."""
     step_number: int = 0
-    interrupts: Interrupts = field(default_factory=Interrupts)
+    interrupts: Interrupts = field(default_factory=lambda: Interrupts())
     exit_status: int = 0
     """Of a command that ends with this run: 130 after Ctrl-C, 143 after SIGTERM."""
     export: Callable[[], object] = lambda: None
@@ -413,6 +359,60 @@ class PPOTrainer:
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; it saves a checkpoint and ends. Not an error."""
+
+
+class Insisted(KeyboardInterrupt):
+    """Asked a second time: the run ends here and now."""
+
+    def __init__(self, exit_status: int):
+        self.exit_status = exit_status
+
+
+class Interrupts(AbstractContextManager["Interrupts"]):
+    """While open, SIGINT and SIGTERM set `requested`; a second signal raises `Insisted` at once.
+
+    Only the main thread of a process may handle signals; elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+        self._number: int = signal.SIGINT
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old.clear()
+
+    @property
+    def exit_status(self) -> int:
+        """As a shell counts it: 128 and the number of the signal that came."""
+        return 128 + self._number
+
+    def check(self) -> None:
+        """Raises:
+        Interrupted: a stop was requested.
+        """
+        if self.requested.is_set():
+            raise Interrupted
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        if self.requested.is_set():
+            raise Insisted(self.exit_status)
+        self.requested.set()
 
 
 @contextmanager
