@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from verl_mt.config.compose import config_of_command
-from verl_mt.config.normalize import normalise_tree
+from verl_mt.config.normalize import normalize_tree
 from verl_mt.config.schema import sections
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.migrate import migrate
@@ -89,7 +89,7 @@ def run_yaml(text: str) -> None:
         file.write_text(text)
         load_interactions(str(file))
     elif set(content) & {key.partition(".")[0] for key in sections()}:
-        _, outcome = normalise_tree(content, "block")
+        _, outcome = normalize_tree(content, "block")
         assert not outcome.problems, outcome.problems
 
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from verl_mt.config.compose import config_of_command
-from verl_mt.config.normalize import normalise_overrides, raise_problems, split_argv
+from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, VerlMTError
 
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 def _config(data: str, words: list[str]) -> Config | None:
     """The configuration of a command line; None where printing it was all that was asked for (`--cfg job`)."""
     flags, overrides = split_argv(words)
-    _, outcome = normalise_overrides(overrides)
+    _, outcome = normalize_overrides(overrides)
     raise_problems(outcome.problems)
     idle = [item.spelling for item in outcome.items if not item.key.startswith(_READ)]
     if idle:

@@ -10,7 +10,7 @@ import pytest
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import normalise_overrides
+from verl_mt.config.normalize import normalize_overrides
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 
@@ -24,7 +24,7 @@ tiny = functools.cache(compose)
 def changed(overrides: Sequence[str]) -> Config:
     """The default task with overrides, without a composition for each."""
     config = copy.deepcopy(tiny())
-    for item in normalise_overrides(list(overrides))[1].items:
+    for item in normalize_overrides(list(overrides))[1].items:
         *parents, last = item.key.split(".")
         node = functools.reduce(lambda n, p: n[p] if isinstance(n, dict) else getattr(n, p), parents, config)
         if isinstance(node, dict):

@@ -13,8 +13,15 @@ import pytest
 import yaml
 
 from verl_mt.config.actor import OptimConfig
-from verl_mt.config.compose import compose, config_from_mapping, config_to_yaml, hydra_main, register, to_config
-from verl_mt.config.normalize import normalize_argv
+from verl_mt.config.compose import (
+    compose,
+    config_from_mapping,
+    config_of_command,
+    config_to_yaml,
+    hydra_main,
+    register,
+    to_config,
+)
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, UnknownKeyError
 
@@ -213,7 +220,7 @@ def launch_commands() -> list[list[str]]:
 @pytest.mark.parametrize("words", launch_commands(), ids=range(len(launch_commands())))
 def test_a_launch_command_of_verl_runs_after_replacing_the_module(words):
     assert words[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
-    config = compose(normalize_argv(words[3:]))
+    config = config_of_command(words[3:], None, "test")
     assert config.actor_rollout_ref.rollout.name == "sglang"
     assert config.actor_rollout_ref.rollout.multi_turn.enable is True
 

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from verl_mt.config.checks import check
-from verl_mt.config.compose import compose
-from verl_mt.config.normalize import normalize_argv
+from verl_mt.config.compose import compose, config_of_command
 from verl_mt.config.options import RolloutCorrectionOptions, read_rollout_correction
 from verl_mt.errors import ConfigError, UnknownKeyError
 
@@ -18,7 +17,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def options(*words: str) -> RolloutCorrectionOptions:
-    config = compose(normalize_argv(list(words)))
+    config = config_of_command(list(words), None, "test")
     check(config)
     return read_rollout_correction(config.algorithm.rollout_correction)
 
@@ -90,7 +89,7 @@ def test_the_product_and_the_geometric_mean_have_different_names(name, over, est
     ],
 )
 def test_other_spellings(word, expected):
-    assert compose(normalize_argv([word])).algorithm.rollout_correction == expected
+    assert config_of_command([word], None, "test").algorithm.rollout_correction == expected
 
 
 def test_a_mode_and_its_threshold_are_one_mapping():
@@ -188,7 +187,7 @@ def test_filtered_sampling_is_refused_for_training_because_the_trainers_log_prob
 )
 def test_dapos_parts_refuse_what_they_do_not_go_with(words, text):
     with pytest.raises((ConfigError, UnknownKeyError), match=re.escape(text)):
-        check(compose(normalize_argv(["actor_rollout_ref.rollout.response_length=512", *words])))
+        check(config_of_command(["actor_rollout_ref.rollout.response_length=512", *words], None, "test"))
 
 
 def test_dapos_parts_by_everybodys_keys():
@@ -200,8 +199,9 @@ def test_dapos_parts_by_everybodys_keys():
     groups, buffer = verl.algorithm.filter_groups, verl.reward.overlong_buffer
     assert (groups.enable, groups.metric, groups.max_num_gen_batches) == (True, "acc", 5)
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 64, 0.5)
-    swift = compose(normalize_argv(["--dynamic_sample", "true", "--max_resample_times", "3", "--overlong_filter"]))
+    words = ["--dynamic_sample", "true", "--max_resample_times", "3", "--overlong_filter"]
+    swift = config_of_command(words, None, "test")
     assert swift.algorithm.filter_groups.enable and swift.algorithm.filter_overlong
     assert swift.algorithm.filter_groups.max_num_gen_batches == 4, "three more than the first"
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    assert compose(normalize_argv(["--dynamic-sampling-filter-path", path])).algorithm.filter_groups.enable
+    assert config_of_command(["--dynamic-sampling-filter-path", path], None, "test").algorithm.filter_groups.enable

@@ -22,11 +22,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config.aliases import MEGATRON
 from verl_mt.config.checks import check
 from verl_mt.config.hydra_source import Composition, composing, register
 from verl_mt.config.knob import check_knob
-from verl_mt.config.normalize import Problem, normalise_overrides, normalise_tree, raise_problems, split_argv
+from verl_mt.config.normalize import Problem, normalize_overrides, normalize_tree, raise_problems, spellings, split_argv
 from verl_mt.config.reads import set_given
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, leaves, open_parent, sections
@@ -68,10 +67,31 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     content = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else dict(tree)
     assert isinstance(content, dict)
     content.pop("hydra", None)
-    nested, outcome = normalise_tree({str(k): v for k, v in content.items()}, "configuration")
+    nested, outcome = normalize_tree({str(k): v for k, v in content.items()}, "configuration")
     raise_problems(outcome.problems)
+    return _checked(nested)
+
+
+def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """A configuration that was written earlier (`config.yaml` of a run), with overrides on top.
+
+    Raises:
+        UnknownKeyError, ConfigError: everything that is wrong, in one error.
+    """
+    _, outcome = normalize_overrides(list(overrides))
+    raise_problems(outcome.problems)
+    _say_once(outcome.notes)
+    content = OmegaConf.create(OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree))
+    for item in outcome.items:
+        OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
+    assert isinstance(content, DictConfig)
+    return to_config(content)
+
+
+def _checked(canonical: DictConfig | dict[str, Any]) -> Config:
+    """A mapping of our own keys over the schema's defaults, every value and every rule between keys checked."""
     try:
-        merged = OmegaConf.merge(_schema(), nested)
+        merged = OmegaConf.merge(_schema(), canonical)
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -86,22 +106,6 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     check(config)
     config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
     return config
-
-
-def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """A configuration that was written earlier (`config.yaml` of a run), with overrides on top.
-
-    Raises:
-        UnknownKeyError, ConfigError: everything that is wrong, in one error.
-    """
-    _, outcome = normalise_overrides(list(overrides))
-    raise_problems(outcome.problems)
-    _say_once(outcome.notes)
-    content = OmegaConf.create(OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree))
-    for item in outcome.items:
-        OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
-    assert isinstance(content, DictConfig)
-    return to_config(content)
 
 
 def config_to_yaml(config: Config) -> str:
@@ -182,7 +186,7 @@ def config_of_command(argv: list[str], config_name: str | None, module: str) -> 
 def _compose(
     overrides: Sequence[str], config_name: str | None, folder: str | Path | None, extra: tuple[Path, ...]
 ) -> Config:
-    lines, outcome = normalise_overrides(list(overrides))
+    lines, outcome = normalize_overrides(list(overrides))
     notes = list(outcome.notes)
     if config_name is None:
         own = {item.key for item in outcome.items}
@@ -200,7 +204,7 @@ def _compose(
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
     _say_once(notes + composition.notes)
-    config = to_config(tree)
+    config = _checked(tree)
     given = {item.key for item in outcome.items} | composition.given
     set_given(config, frozenset(parent.key if (parent := open_parent(key)) else key for key in given))
     return config
@@ -230,7 +234,7 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        hint = f". {MEGATRON}" if "megatron" in name else ""
+        hint = f". {spellings()['actor_rollout_ref.actor.megatron'].why}" if "megatron" in name else ""
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
 

@@ -23,7 +23,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from verl_mt.config.normalize import Outcome, Problem, normalise_tree, raise_problems
+from verl_mt.config.normalize import Outcome, Problem, normalize_tree, raise_problems
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError
@@ -125,7 +125,7 @@ class VerlMTConfigSource(FileConfigSource):
         group = str(Path(config_path).parent).replace("/", ".").strip(".")
         package = {None: group, "_global_": "", "_group_": group}.get(header["package"], header["package"] or "")
         special = {key: content.pop(key) for key in ("defaults", "hydra") if key in content}
-        nested, outcome = normalise_tree(content, str(file), package)
+        nested, outcome = normalize_tree(content, str(file), package)
         special |= _hydra_block(special, str(file), outcome)
         composition = _CURRENT.get()
         if composition is None:

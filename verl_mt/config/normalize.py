@@ -1,18 +1,24 @@
-"""Before Hydra sees them: aliases, the `multi_turn: True` shorthand, "did you mean", all refusals at once.
+"""Before Hydra sees them: other names of our keys, the `multi_turn: True` shorthand, "did you mean", all refusals.
 
 Hydra cannot merge `multi_turn=True` with `multi_turn.x=y` and stops at the first key it does not know. So command lines
-and YAML files are first turned into canonical `(key, value)` items by the one function `normalise_items`; what is wrong
+and YAML files are first turned into canonical `(key, value)` items by the one function `normalize_items`; what is wrong
 is collected, and everything that is wrong with a command ends up in one error.
+
+What verl, slime and ms-swift call our keys stands in the tables of `FAMILIES`. They are read when a key or a value
+turns up that is not ours: a command in our own names loads none of them.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -20,15 +26,28 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config import aliases, correction_spellings, launch_spellings, slime_spellings, swift_spellings
 from verl_mt.config.knob import check_knob
-from verl_mt.config.redact import redact as redact
 from verl_mt.config.schema import Config, leaves, open_parent, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
+from verl_mt.plugins import Registry, load_object
+
+FAMILIES: Registry[str] = Registry(
+    "library whose names are understood",
+    {
+        "verl": "verl_mt.spellings.converters:VERL",
+        "slime": "verl_mt.spellings.converters:SLIME",
+        "ms-swift": "verl_mt.spellings.converters:MS_SWIFT",
+    },
+)
+"""Name -> dotted path of its `Family`."""
 
 COMMAND_LINE = "command line"
-_OPENED = (aliases.ROLLOUT + "engine_kwargs", "algorithm.rollout_correction")
-"""Mappings in which other spellings of a key may stand."""
+DROP = object()
+"""A converter returns it where the value adds nothing."""
+_OPENED = ("actor_rollout_ref.rollout.engine_kwargs", "algorithm.rollout_correction")
+"""Free mappings in which other names of our keys may stand."""
+_FLAGS_WITH_VALUE = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c"}
+_FLAGS = _FLAGS_WITH_VALUE | {"--help", "--resolve"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,55 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Spelling:
+    """One row of a table: what a name of another library means here."""
+
+    name: str
+    meaning: Literal["renamed", "fixed", "refused"]
+    to: str = ""
+    """Our key, where it is another name of one."""
+    values: tuple[Any, ...] | None = None
+    """Of a fixed key: values that agree; None = every value, because no result depends on it."""
+    why: str = ""
+    convert: Callable[[Any], Any] | None = None
+    covers_below: bool = False
+    """What holds for it holds for every key below it."""
+    switch: bool = False
+    """A flag that takes no value."""
+
+    def value_of(self, value: Any) -> Any:
+        """Raises:
+        ValueError: with the reason: the value has no counterpart.
+        """
+        try:
+            return self.convert(value) if self.convert else value
+        except ValueError as error:
+            raise ValueError(str(error) or self.why) from None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of another library: the rows of its table, and the code that a table cannot say."""
+
+    rows: Mapping[str, Spelling]
+    settle: Callable[[Outcome, str], None]
+    """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
+    as_overrides: Callable[[Sequence[str], Mapping[str, Spelling]], list[str]] | None = None
+    """Its flags on a command line as `key=value`; all other words stay."""
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    return {name: load_object(path, what=f"names of {name}") for name, path in FAMILIES.items()}
+
+
+@functools.cache
+def spellings() -> dict[str, Spelling]:
+    """The rows of all tables. A name in two of them means the same in both."""
+    return {name: row for family in families().values() for name, row in family.rows.items()}
+
+
 def raise_problems(problems: Sequence[Problem]) -> None:
     """One error for all of them; nothing if there are none.
 
@@ -74,7 +142,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     raise kind(f"{len(texts)} problems in the configuration:\n" + "\n".join(f"  - {text}" for text in texts))
 
 
-def normalise_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
+def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     """Turn what one command line or one file sets into canonical items.
 
     Args:
@@ -83,43 +151,35 @@ def normalise_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     """
     outcome = Outcome()
     for key, value in _flatten(given):
-        _normalise_one(key, value, where, outcome)
-    _place_workers(outcome, where)
-    outcome.items = launch_spellings.settle(correction_spellings.settle(outcome.items))
+        _normalize_one(key, value, where, outcome)
+    if any(item.spelling != item.key for item in outcome.items):
+        for family in families().values():
+            family.settle(outcome, where)
     _find_conflicts(outcome, where)
     outcome.items = _check_values(outcome, where)
     return outcome
 
 
-def normalize_argv(argv: list[str]) -> list[str]:
-    """The command line with canonical keys; flags (`--config-name x`, `-cn x`, ...) stay as and where they are.
-
-    Raises:
-        UnknownKeyError, ConfigError: everything that is wrong, in one error.
-    """
-    flags, overrides = split_argv(argv)
-    lines, outcome = normalise_overrides(overrides)
-    raise_problems(outcome.problems)
-    return [*flags, *lines]
-
-
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(flags with their values, overrides), each in their order."""
-    takes_value = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c"}
+    """(Hydra's flags with their values, overrides), each in their order; flags of other libraries are overrides."""
+    words = list(argv)
+    if any(word.startswith("--") and word.partition("=")[0] not in _FLAGS for word in words):
+        for family in families().values():
+            words = family.as_overrides(words, family.rows) if family.as_overrides else words
     flags: list[str] = []
     overrides: list[str] = []
-    rest = iter(swift_spellings.with_flags_as_overrides(slime_spellings.with_flags_as_overrides(argv)))
+    rest = iter(words)
     for word in rest:
         if not word.startswith("-"):
             overrides.append(word)
             continue
         flags.append(word)
-        if word in takes_value:
-            flags.extend([value for value in [next(rest, None)] if value is not None])
+        if word in _FLAGS_WITH_VALUE:
+            flags.extend(itertools.islice(rest, 1))
     return flags, overrides
 
 
-def normalise_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
+def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
     """Hydra overrides -> canonical Hydra overrides, with everything that was wrong or worth saying."""
     outcome = Outcome()
     given: list[tuple[str, Any]] = []
@@ -140,7 +200,7 @@ def normalise_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
             value = override.value()
             given.append((override.key_or_group, value))
             verbatim[override.key_or_group, _literal(value)] = text
-    found = normalise_items(given, COMMAND_LINE)
+    found = normalize_items(given, COMMAND_LINE)
     for item in found.items:
         # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
         prefix = "++" if open_parent(item.key) or isinstance(item.value, dict) else ""
@@ -153,7 +213,7 @@ def normalise_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
     return lines, outcome
 
 
-def normalise_tree(content: dict[str, Any], where: str, package: str = "") -> tuple[dict[str, Any], Outcome]:
+def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tuple[dict[str, Any], Outcome]:
     """The content of one YAML file -> nested mapping with canonical keys.
 
     Args:
@@ -162,7 +222,7 @@ def normalise_tree(content: dict[str, Any], where: str, package: str = "") -> tu
         package: the dotted place where Hydra will merge it (a config group's file), "" = the root.
     """
     prefix = f"{package}." if package else ""
-    outcome = normalise_items([(prefix + str(key), value) for key, value in content.items()], where)
+    outcome = normalize_items([(prefix + str(key), value) for key, value in content.items()], where)
     nested: dict[str, Any] = {}
     for item in outcome.items:
         if not item.key.startswith(prefix):
@@ -182,7 +242,7 @@ def normalise_tree(content: dict[str, Any], where: str, package: str = "") -> tu
 def suggest_key(key: str) -> str:
     """`"; did you mean x?"`: a neighbour, else the same name elsewhere, else the closest spelling of all."""
     parent, _, last = key.rpartition(".")
-    names = [*leaves(), *aliases.RENAMES]
+    names = [*leaves(), *(name for name, row in spellings().items() if row.meaning == "renamed")]
     neighbours = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
     same_name = [n for n in leaves() if n.rpartition(".")[2] == last]
     by_name = {n.rpartition(".")[2]: n for n in leaves()}
@@ -206,33 +266,31 @@ def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield from _flatten((f"{key}.{name}", inner) for name, inner in value.items())
 
 
-def _normalise_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
-    target, note = key, ""
-    rename = aliases.RENAMES.get(key)
+def _normalize_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
+    """Adds the item that (key, value) means to the outcome, or what is wrong with it.
+
+    A name of ours is ours: the tables are asked only for keys that the schema does not know, and for values that it
+    does not take.
+    """
+    row = _row_of(key)
+    target = row.to + key[len(row.name) :] if row is not None and row.meaning == "renamed" else key
     value = _rename_interpolations(value)
     try:
-        if rename is not None:
-            target, note = rename.to, rename.note
-            value = rename.convert(value) if rename.convert else value
-        else:
-            target = _rename_prefix(key)
-        if target in aliases.CONVERT:
-            value = aliases.CONVERT[target](value)
+        value = row.value_of(value) if row is not None else value
+        value = _own_value(target, value)
     except ValueError as error:
         outcome.problems.append(Problem(f"{key}={_short(value)} ({where}): {error}", unknown_key=True))
         return
-    if value is aliases.DROP or value == f"${{{target}}}":  # verl's response_length: ${data.max_response_length}
+    if value is DROP or value == f"${{{target}}}":  # verl's response_length: ${data.max_response_length}
         return
-    always = aliases.ALWAYS.get(key)
-    reason = None if always or target != key else _refused(key)
-    if always is not None and rename is None:
-        _accept_always(key, value, always, where, outcome)
-    elif reason is not None:
-        outcome.problems.append(Problem(f"{key} ({where}) is refused: {reason}", unknown_key=True))
+    if row is not None and row.meaning == "fixed":
+        _accept_fixed(key, value, row, where, outcome)
+    elif row is not None and row.meaning == "refused":
+        outcome.problems.append(Problem(f"{key} ({where}) is refused: {row.why}", unknown_key=True))
     elif target in leaves() or open_parent(target):
         outcome.items.append(Item(target, value, key))
-        if note:
-            outcome.notes.append(f"{key} ({where}) -> {target}={_short(value)}: {note}")
+        if row is not None and row.why:
+            outcome.notes.append(f"{key} ({where}) -> {target}={_short(value)}: {row.why}")
     elif target in sections():
         text = f"{key}={_short(value)} ({where}): a section, not a value; set a key below it"
         outcome.problems.append(Problem(text, unknown_key=True))
@@ -240,51 +298,66 @@ def _normalise_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
         outcome.problems.append(Problem(f"{key} ({where}): unknown key{suggest_key(key)}", unknown_key=True))
 
 
-def _accept_always(key: str, value: Any, always: aliases.Always, where: str, outcome: Outcome) -> None:
-    if always.values is None or any(_same(value, agreed) for agreed in always.values):
-        outcome.notes.append(f"{key}={_short(value)} ({where}) has nothing to set: {always.why}")
+def _row_of(key: str) -> Spelling | None:
+    """The row of a key that is not ours: its own, else that of the longest name above it which covers what is below."""
+    parent = open_parent(key)
+    if key in leaves() or (parent is not None and parent.key not in _OPENED):
+        return None
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        row = spellings().get(".".join(parts[:end]))
+        if row is not None and (row.covers_below or end == len(parts)):
+            return row
+    return None
+
+
+def _own_value(key: str, value: Any) -> Any:
+    """A value of one of our keys that the schema does not take, as we write it: `fp32` is `float32`.
+
+    Raises:
+        ValueError: with the reason: it has no counterpart.
+    """
+    if key not in leaves() or _takes(key, value):
+        return value
+    row = spellings().get(key)
+    return value if row is None else row.value_of(value)
+
+
+def _takes(key: str, value: Any) -> bool:
+    leaf = leaves()[key]
+    if isinstance(value, str) and "${" in value:
+        return False  # known only when it is resolved: a converter may still make a list of it
+    if isinstance(value, bool) and leaf.type in (str, str | None):
+        return False  # OmegaConf would take it for the text "True"
+    try:
+        _typed(key, value)
+    except (ConfigError, OmegaConfBaseException):
+        return False
+    return True
+
+
+def _accept_fixed(key: str, value: Any, row: Spelling, where: str, outcome: Outcome) -> None:
+    if row.values is None or any(_same(value, agreed) for agreed in row.values):
+        outcome.notes.append(f"{key}={_short(value)} ({where}) has nothing to set: {row.why}")
         return
-    agreed = " or ".join(_literal(v) for v in always.values)
-    text = f"{key}={_short(value)} ({where}) is refused, only {agreed} is possible: {always.why}"
+    agreed = " or ".join(_literal(v) for v in row.values)
+    text = f"{key}={_short(value)} ({where}) is refused, only {agreed} is possible: {row.why}"
     outcome.problems.append(Problem(text, unknown_key=True))
 
 
-def _refused(key: str) -> str | None:
-    """The reason of the longest refused prefix of a key that the schema does not know."""
-    if key in leaves():
-        return None
-    parts = key.split(".")
-    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((aliases.REFUSED[p] for p in prefixes if p in aliases.REFUSED), None)
-
-
-def _rename_prefix(key: str) -> str:
-    for prefix, target in aliases.PREFIX_RENAMES.items():
-        if key == prefix or key.startswith(prefix + "."):
-            return target + key[len(prefix) :]
-    return key
+_POINTER = re.compile(r"\$\{([\w.]+)\}")
 
 
 def _rename_interpolations(value: Any) -> Any:
     """`${data.max_response_length}` in a YAML file points to the canonical key."""
-    if isinstance(value, str) and "${" in value:
-        for old, rename in aliases.RENAMES.items():
-            if rename.convert is None:
-                value = value.replace("${" + old + "}", "${" + rename.to + "}")
-    return value
+    if not isinstance(value, str) or "${" not in value:
+        return value
 
+    def pointer(found: re.Match[str]) -> str:
+        row = None if found[1] in leaves() else spellings().get(found[1])
+        return found[0] if row is None or row.meaning != "renamed" or row.convert else f"${{{row.to}}}"
 
-def _place_workers(outcome: Outcome, where: str) -> None:
-    """verl's and slime's GPUs per node > 1 always mean Ray workers; ours only if it says so."""
-    keys = {item.key for item in outcome.items}
-    for item in list(outcome.items):
-        ranks = isinstance(item.value, int) and item.value > 1
-        theirs = item.spelling in ("trainer.n_gpus_per_node", "actor_num_gpus_per_node")
-        if theirs and ranks and "trainer.placement" not in keys:
-            outcome.items.append(Item("trainer.placement", "ray", item.spelling))
-            outcome.notes.append(
-                f"{item.spelling}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it"
-            )
+    return _POINTER.sub(pointer, value)
 
 
 def _find_conflicts(outcome: Outcome, where: str) -> None:
@@ -395,3 +468,64 @@ def _short(value: Any) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Spelling]:
+    """The rows of a table of names, by name; the docstring of `verl_mt.spellings` says how they are written.
+
+    Args:
+        converters: the functions that rows name.
+
+    Raises:
+        ConfigError: a row that cannot be read; names file and line.
+    """
+    texts: dict[str, str] = {}
+    rows: dict[str, Spelling] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("@"):
+            name, _, text = line.partition("=")
+            texts[name.strip()] = text.strip()
+        elif line.strip() and not line.startswith("#"):
+            try:
+                for row in _read_row(line, converters, texts):
+                    if row.name in rows:
+                        raise ValueError(f"{row.name} has a row already")
+                    rows[row.name] = row
+            except (ValueError, KeyError) as error:
+                raise ConfigError(f"{file}, line {number}: {error!r}") from error
+    return rows
+
+
+def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[Spelling]:
+    cells = [cell.strip() for cell in line.split("|", 3)]
+    names, meaning, converter, why = (*cells, "", "", "")[:4]
+    names, is_switch, _ = names.partition(" (switch)")
+    why = texts[why] if why.startswith("@") else why
+    convert = converters[converter] if converter else None
+    for name, meant in _expand(names, meaning):
+        below = name.endswith(".*")
+        row = Spelling(name.removesuffix(".*"), "refused", why=why, convert=convert, switch=bool(is_switch))
+        if meant.startswith("-> "):
+            yield replace(row, meaning="renamed", to=meant[3:].strip().removesuffix(".*"), covers_below=below)
+        elif meant.startswith("= "):
+            values = None if meant == "= any" else tuple(json.loads(f"[{meant[2:]}]"))
+            yield replace(row, meaning="fixed", values=values)
+        elif meant == "refused" and why:
+            yield replace(row, covers_below=True)
+        else:
+            raise ValueError(f"expected '-> key', '= value' or 'refused' with its reason, got {meant!r}")
+
+
+def _expand(name: str, meaning: str) -> Iterator[tuple[str, str]]:
+    """`{a,b}.x` and what it means as two rows; the same group in a key that is pointed to takes the same word."""
+    group = re.search(r"\{([^{}]*)\}", name)
+    if group is None:
+        yield name, meaning
+        return
+    for word in group[1].split(","):
+        meant = meaning.replace(group[0], word, 1) if meaning.startswith("->") else meaning
+        yield from _expand(name.replace(group[0], word, 1), meant)

@@ -109,9 +109,13 @@ class ValSampling(Section):
     n: int = knob(1, "Samples per validation prompt.", min=1)
     temperature: float = knob(1.0, "Sampling temperature of validation.", min=0)
     top_p: float = knob(1.0, "Nucleus of validation.", min=0, max=1)
-    top_k: int = knob(-1, "-1 = off.")
+    top_k: int = knob(-1, "-1 or 0 = off.")
     min_p: float = knob(0.0, "0 = off.", min=0, below=1)
     greedy_too: bool = knob(True, "Also validate greedily (`val/accuracy_greedy`).")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.top_k = self.top_k or -1
 
 
 @dataclass
@@ -144,7 +148,7 @@ class RolloutConfig(Section):
     n: int = knob(8, "Samples per prompt (the group).", min=1)
     temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
     top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
-    top_k: int = knob(-1, "-1 = off; other values are refused for training.")
+    top_k: int = knob(-1, "-1 or 0 = off; other values are refused for training.")
     min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, below=1)
     stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
@@ -201,3 +205,7 @@ class RolloutConfig(Section):
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
     trace: TraceConfig = knob(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.top_k = self.top_k or -1

@@ -7,10 +7,8 @@ import types
 import typing
 from typing import Any
 
-from verl_mt.config import aliases
-from verl_mt.config import slime_spellings as slime
-from verl_mt.config import swift_spellings as swift
 from verl_mt.config.compose import TINY, compose
+from verl_mt.config.normalize import families
 from verl_mt.config.schema import Config, Leaf, leaves, sections
 
 _INTRO = """\
@@ -42,24 +40,24 @@ def reference() -> str:
 
 
 def _spellings() -> list[str]:
+    rows = [row for row in families()["verl"].rows.values() if row.name != row.to]
     lines = ["## verl's spellings", "", "Read as keys of ours:", "", "| verl | here | |", "|---|---|---|"]
-    theirs = {old: new for old, new in aliases.RENAMES.items() if old not in slime.RENAMES | swift.RENAMES}
-    lines += [f"| `{old}` | `{new.to}` | {new.note} |" for old, new in theirs.items()]
-    lines += [f"| `{old}.*` | `{new}.*` | |" for old, new in aliases.PREFIX_RENAMES.items()]
+    for row in rows:
+        if row.meaning == "renamed":
+            below = ".*" if row.covers_below else ""
+            lines.append(f"| `{row.name}{below}` | `{row.to}{below}` | {row.why} |")
     lines += [
         "",
         "Accepted where the value agrees with what always happens here; each is named in one printed line:",
         "",
     ]
     lines += ["| verl | accepted values | why |", "|---|---|---|"]
-    for key, always in aliases.ALWAYS.items():
-        if key in slime.ALWAYS | swift.ALWAYS:
-            continue
-        accepted = "any" if always.values is None else ", ".join(f"`{_show(v)}`" for v in always.values)
-        lines.append(f"| `{key}` | {accepted} | {always.why} |")
+    for row in rows:
+        if row.meaning == "fixed":
+            accepted = "any" if row.values is None else ", ".join(f"`{_show(v)}`" for v in row.values)
+            lines.append(f"| `{row.name}` | {accepted} | {row.why} |")
     lines += ["", "Refused, with everything below them:", "", "| verl | reason |", "|---|---|"]
-    others = slime.REFUSED | swift.REFUSED
-    return [*lines, *(f"| `{key}` | {reason} |" for key, reason in aliases.REFUSED.items() if key not in others)]
+    return [*lines, *(f"| `{row.name}` | {row.why} |" for row in rows if row.meaning == "refused")]
 
 
 def _table(own: list[Leaf], parent: str, tiny: Config) -> list[str]:

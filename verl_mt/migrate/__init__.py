@@ -1,7 +1,7 @@
 """`python -m verl_mt.migrate`: a launch command of verl, ms-swift or slime as one of ours.
 
 What it cannot carry over it lists with the reason; nothing is left out silently. The keys and reasons are those of the
-configuration itself (`verl_mt.config.aliases`), which reads the same spellings.
+configuration itself: both read the tables of `verl_mt/spellings/`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import COMMAND_LINE, normalise_overrides
-from verl_mt.config.verl_defaults import VERL_DEFAULTS
+from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.migrate.launchers import Launch, Library, engine_of, find_launch
+from verl_mt.migrate.launchers import VERL_DEFAULTS, Launch, Library, engine_of, find_launch
 from verl_mt.migrate.shell import read_script
 
 __all__ = ["Migration", "main", "migrate"]
@@ -125,10 +124,10 @@ def report(found: Migration) -> str:
 
 def _migration(launch: Launch, library: Library) -> Migration:
     overrides = list(launch.overrides)
-    _, before = normalise_overrides([w for w in overrides if _parses(w)])
+    _, before = normalize_overrides([w for w in overrides if _parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
     added = _unsaid(launch, library, named)
-    lines, outcome = normalise_overrides([*overrides, *added])
+    lines, outcome = normalize_overrides([*overrides, *added])
     found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
     found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]

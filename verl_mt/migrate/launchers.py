@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from verl_mt.config import slime_spellings, swift_spellings
+from verl_mt.config.normalize import families, split_argv
 from verl_mt.config.redact import is_secret_name
-from verl_mt.config.spelling import ROLLOUT
 from verl_mt.migrate.shell import Command, Script
 from verl_mt.plugins import suggest
 
@@ -40,6 +39,22 @@ _ENV_DROPPED = {
     "NNODES": "machines are trainer.nnodes",
     "HYDRA_FULL_ERROR": "VERL_MT_TRACEBACK=1 shows tracebacks",
 }
+VERL_DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.filter_overlong_prompts": False,
+    "data.train_batch_size": 1024,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.max_actor_ckpt_to_keep": None,
+    "trainer.n_workers_per_node": 8,
+}
+"""What verl does where a command says nothing and verl_mt does something else, written out so that a command that is
+carried over does what it did. `docs/migrating_from_verl.md` shows the table."""
 
 
 @dataclass
@@ -144,8 +159,7 @@ def _verl(words: list[str], name: str, launch: Launch) -> None:
 
 
 def _swift(words: list[str], name: str, launch: Launch) -> None:
-    known = {*swift_spellings.RENAMES, *swift_spellings.ALWAYS, *swift_spellings.REFUSED, "external_plugins"}
-    known |= {"seed", "weight_decay"}  # spelled as slime's
+    known = families()["ms-swift"].rows
     given = {flag.removeprefix("--").replace("-", "_"): values for flag, values in _by_flag(words)}
     if name.split()[0] == "megatron":
         launch.refused.append(f"{name}: models are trained as Hugging Face modules, not by Megatron")
@@ -157,8 +171,8 @@ def _swift(words: list[str], name: str, launch: Launch) -> None:
         if key not in known:
             launch.refused.append(f"--{key}: no counterpart{suggest(key, known)}")
             continue
-        word = swift_spellings.with_flags_as_overrides([f"--{key}", *values])[0]
-        _replace(_override(key, values) if word.startswith("--") or not _parses(word) else word, launch)
+        _, [word, *_] = split_argv([f"--{key}", *values])
+        _replace(word if _parses(word) else _override(key, values), launch)
     if name.endswith("rlhf") and not {"train_type", "tuner_type"} & given.keys():
         launch.added.append("train_type=lora # ms-swift trains adapters unless it is told otherwise")
 
@@ -188,7 +202,7 @@ def _rows_wanted(given: dict[str, list[str]]) -> str | None:
 
 
 def _slime(words: list[str], name: str, launch: Launch) -> None:
-    known = {*slime_spellings.RENAMES, *slime_spellings.ALWAYS, *slime_spellings.REFUSED}
+    known = families()["slime"].rows
     if name == "train_async.py":
         launch.notes.append("train_async.py: here a step trains on rollouts by its own weights")
     given = {flag.removeprefix("--").replace("-", "_"): values for flag, values in _by_flag(words)}
@@ -201,7 +215,7 @@ def _slime(words: list[str], name: str, launch: Launch) -> None:
         if key not in known and not key.startswith("sglang_"):
             launch.refused.append(f"{flag}: no counterpart{suggest(key, known)}")
             continue
-        word, *more = slime_spellings.with_flags_as_overrides([flag, *values])
+        _, [word, *more] = split_argv([flag, *values])
         launch.overrides.append(_override(key, values) if more or not _parses(word) else word)
 
 
@@ -269,4 +283,4 @@ def _replace(word: str, launch: Launch) -> None:
 
 def engine_of(library: Library) -> str | None:
     """The engine that the other library uses without being told."""
-    return None if library == "verl" else f"{ROLLOUT}name=sglang # the engine for real work"
+    return None if library == "verl" else "actor_rollout_ref.rollout.name=sglang # the engine for real work"

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config import slime_spellings as slime
-from verl_mt.config import swift_spellings as swift
 from verl_mt.config.checks import check
-from verl_mt.config.compose import compose
-from verl_mt.config.normalize import normalize_argv
-from verl_mt.config.schema import leaves, open_parent
+from verl_mt.config.compose import compose, config_of_command
+from verl_mt.config.normalize import families, split_argv
 from verl_mt.errors import ConfigError
 
+ROWS = families()["ms-swift"].rows
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_ms_swift.md"
 DOCUMENTED = (
     "model", "use_async_engine", "multi_turn_scheduler", "vllm_max_model_len", "vllm_gpu_memory_utilization",
@@ -24,20 +22,11 @@ DOCUMENTED = (
 
 
 @pytest.mark.cap("C11", "C12", "C14", "C27", "C35", "C87")
-def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_code_has():
-    expected = {k: f"`{v.to}`" for k, v in swift.RENAMES.items()} | {"external_plugins": "`external_plugins`"}
-    expected |= {k: v.why for k, v in swift.ALWAYS.items()} | swift.REFUSED
+def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_table_has():
+    expected = {name: f"`{row.to}`" if row.to else row.why for name, row in ROWS.items()}
     flags = PAGE.read_text().partition("## Flags")[2]
     assert dict(re.findall(r"^\| `--([a-z0-9_]+)` \| (.*) \|$", flags, re.MULTILINE)) == expected
     assert set(DOCUMENTED) <= expected.keys()
-    assert all(v.to in leaves() or open_parent(v.to) for v in swift.RENAMES.values())
-
-
-def test_no_flag_means_two_things():
-    ours = {k.partition(".")[0] for k in leaves()}
-    for theirs in (swift.RENAMES, swift.ALWAYS, swift.REFUSED):
-        assert not ours & set(theirs)
-        assert not set(theirs) & {*slime.RENAMES, *slime.ALWAYS, *slime.REFUSED}
 
 
 def command_of_page() -> list[str]:
@@ -49,7 +38,7 @@ def command_of_page() -> list[str]:
 
 @pytest.mark.cap("C11", "C12", "C14", "C30", "C35", "C41")
 def test_the_pages_command_composes():
-    config = compose(normalize_argv(command_of_page()))
+    config = config_of_command(command_of_page(), None, "test")
     check(config)
     rollout = config.actor_rollout_ref.rollout
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-1.7B"
@@ -62,15 +51,16 @@ def test_the_pages_command_composes():
 
 @pytest.mark.cap("C14")
 def test_the_engine_type_is_a_switch():
-    assert compose(normalize_argv(["--use_async_engine", "false"])).actor_rollout_ref.rollout.mode == "sync"
+    assert config_of_command(["--use_async_engine", "false"], None, "test").actor_rollout_ref.rollout.mode == "sync"
     assert compose([]).actor_rollout_ref.rollout.mode == "async"
 
 
 def test_flags_with_several_values_and_without_one():
     argv = ["--external_plugins", "a.py", "b.py", "--vllm_server_pass_dataset", "--max_turns=3", "data.seed=3", "--cfg"]
-    assert swift.with_flags_as_overrides(argv) == [
-        'external_plugins=["a.py", "b.py"]', "vllm_server_pass_dataset=True", "max_turns=3", "data.seed=3", "--cfg",
-    ]  # fmt: skip
+    assert split_argv(argv) == (
+        ["--cfg"],
+        ['external_plugins=["a.py", "b.py"]', "vllm_server_pass_dataset=True", "max_turns=3", "data.seed=3"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,4 +75,4 @@ def test_flags_with_several_values_and_without_one():
 )
 def test_what_has_no_counterpart_is_refused_with_the_reason(words, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
-        compose(normalize_argv(words))
+        config_of_command(words, None, "test")

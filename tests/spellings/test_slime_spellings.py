@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config import slime_spellings as slime
-from verl_mt.config.compose import compose
-from verl_mt.config.normalize import normalize_argv
+from verl_mt.config.compose import compose, config_of_command
+from verl_mt.config.normalize import families, normalize_overrides, split_argv
 from verl_mt.config.options import read_rollout_correction
-from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
 
+ROWS = families()["slime"].rows
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_slime.md"
 DOCUMENTED = (
     "custom-generate-function-path", "custom-rm-path", "prompt-data", "input-key", "label-key", "metadata-key",
@@ -30,18 +29,12 @@ def table_of_page() -> dict[str, str]:
     return dict(re.findall(r"^\| `--([a-z0-9-]+)` \| (.*) \|$", flags, re.MULTILINE))
 
 
-def spelled(key: str) -> str:
-    return key.replace("_", "-")
-
-
 @pytest.mark.cap("C43", "C44", "C66", "C67", "C68", "C80")
-def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_code_has():
-    expected = {spelled(k): f"`{v.to}`" for k, v in slime.RENAMES.items() if "." not in k}
-    expected |= {spelled(k): v.why for k, v in slime.ALWAYS.items()}
-    expected |= {spelled(k): reason for k, reason in slime.REFUSED.items() if "." not in k}
+def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_table_has():
+    flags = {name.replace("_", "-"): row for name, row in ROWS.items() if "." not in name}
+    expected = {name: f"`{row.to}`" if row.to else row.why for name, row in flags.items()}
     assert table_of_page() == expected
     assert set(DOCUMENTED) <= expected.keys()
-    assert all(v.to in leaves() or open_parent(v.to) for v in slime.RENAMES.values())
 
 
 @pytest.mark.cap("C43", "C44", "C66", "C67", "C68")
@@ -57,7 +50,7 @@ def test_the_documents_launch_command_composes():
         "--save-debug-rollout-data", "/root/debug/rollout_{rollout_id}.pt",
         "--hf-checkpoint", "verl_mt://tiny", "actor_rollout_ref.actor.ppo_max_token_len=9000",
     ]  # fmt: skip
-    config = compose(normalize_argv(argv))
+    config = config_of_command(argv, None, "test")
     rollout, data = config.actor_rollout_ref.rollout, config.data
     assert rollout.custom_generate_function_path == "examples.search_r1.generate_with_search.generate"
     assert config.reward.path == "examples.search_r1.generate_with_search.reward_func"
@@ -69,10 +62,11 @@ def test_the_documents_launch_command_composes():
 def test_flags_of_hydra_and_overrides_are_left_alone():
     argv = ["--config-name", "tiny", "--cfg", "job", "data.seed=3", "--colocate", "data.shuffle=False", "--lr=1e-5"]
     argv += ["--prompt-data", "/data/split=train/x.jsonl", "--use-tis", "--weight-decay", "-1", "--use-kl-loss"]
-    assert slime.with_flags_as_overrides(argv) == [
-        "--config-name", "tiny", "--cfg", "job", "data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5",
-        "prompt_data=/data/split=train/x.jsonl", "use_tis=True", "weight_decay=-1", "use_kl_loss=True",
-    ]  # fmt: skip
+    assert split_argv(argv) == (
+        ["--config-name", "tiny", "--cfg", "job"],
+        ["data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5", "prompt_data=/data/split=train/x.jsonl",
+         "use_tis=True", "weight_decay=-1", "use_kl_loss=True"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ def test_debug_modes_by_slimes_names():
         ("debug_train_only=True", ["'train_only'"]),
         ("debug_rollout_only=False", []),
     ):
-        lines = normalize_argv(["save_debug_rollout_data=/x/{rollout_id}.pt", word])
+        lines, _ = normalize_overrides(["save_debug_rollout_data=/x/{rollout_id}.pt", word])
         assert lines == ["trainer.debug_rollout_data='/x/{rollout_id}.pt'", *(f"trainer.debug_mode={m}" for m in mode)]
 
 
@@ -138,7 +132,7 @@ def test_settings_of_a_function_that_is_not_named_are_refused():
     ],
 )
 def test_the_flags_of_truncated_importance_sampling_switch_it_on_and_bound_it(words, clip):
-    options = read_rollout_correction(compose(normalize_argv(words)).algorithm.rollout_correction)
+    options = read_rollout_correction(config_of_command(words, None, "test").algorithm.rollout_correction)
     assert (options.rollout_is, options.rollout_is_threshold) == (("token", clip) if clip else (None, 2.0))
 
 
@@ -147,5 +141,5 @@ def test_the_flags_of_truncated_importance_sampling_switch_it_on_and_bound_it(wo
     [(["--use-opsm"], 1e-4), (["--use-opsm", "--opsm-delta", "0.01"], 0.01), (["use_opsm=False"], None)],
 )
 def test_the_flags_of_off_policy_sequence_masking_are_one_number(words, delta):
-    given = compose(normalize_argv(words)).algorithm.rollout_correction
+    given = config_of_command(words, None, "test").algorithm.rollout_correction
     assert read_rollout_correction(given).off_policy_sequence_mask_delta == delta

@@ -1,0 +1,316 @@
+"""What the tables cannot say: values that change, flags that mean something together, and flags as overrides.
+
+A converter has the name by which a row calls it. It gets the value as it was written and returns ours, or `DROP` where
+the value adds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_mt.config.normalize import DROP, Family, Item, Outcome, Spelling, read_table
+
+MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
+CORRECTION = "algorithm.rollout_correction."
+SWIFT_RANK, SWIFT_ALPHA = 8, 32
+SLIME_DELTA = 1e-4
+
+Converter = Callable[[Any], Any]
+
+
+def _one_of(values: dict[Any, Any], expected: str) -> Converter:
+    """These values and no others."""
+
+    def convert(value: Any) -> Any:
+        try:
+            return values[value]
+        except (KeyError, TypeError):  # a list has no hash
+            raise ValueError(expected.format(value)) from None
+
+    return convert
+
+
+def _instead(values: dict[Any, Any]) -> Converter:
+    """These values have another name here; the others are left as they are."""
+    return lambda value: values.get(value, value) if isinstance(value, str) else value
+
+
+def _if_on(on: Any, off: Any = DROP) -> Converter:
+    return lambda value: on if value else off
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+truncate_side = _one_of(
+    {"left": "head", "right": "tail", "middle": "both"}, "expected left, right or middle, got {0!r}"
+)
+loss_of_level = _one_of({"token": "vanilla", "sequence": "gspo"}, "expected token or sequence (which is gspo)")
+adapter_rank = _one_of({"full": 0, "lora": SWIFT_RANK}, "expected full or lora")
+decay = _one_of({name: name for name in ("constant", "cosine", "linear")}, "expected constant, cosine or linear")
+scaled = _one_of(
+    {"group": True, True: True, "none": False, False: False},
+    "expected group or none: advantages are scaled within their groups",
+)
+aggregation = _one_of(
+    {"grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean"},
+    "expected grpo, bnpo, dapo; see actor_rollout_ref.actor.loss_agg_mode and .policy_loss",
+)
+
+dtype = _instead({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
+estimator = _instead({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
+attention = _instead({"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"})
+
+rollout_only, train_only = _if_on("rollout_only"), _if_on("train_only")
+with_wandb, with_tensorboard = (_if_on(["console", name], ["console"]) for name in ("wandb", "tensorboard"))
+token_or_null = _if_on("token", None)
+slime_delta = _if_on(SLIME_DELTA, None)
+always_if_true = _if_on("always")
+greedy_unless_sampled = _if_on(DROP, 0.0)  # sampling adds nothing to the temperature
+
+
+def null_if_false(value: Any) -> Any:
+    return None if value is False else value
+
+
+def async_or_sync(value: Any) -> str:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return "async" if value else "sync"
+
+
+def plus_one(value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise ValueError("expected a number")
+    return value + 1
+
+
+def bound(value: Any) -> Any:
+    """verl's first spelling of a bound writes off as -1."""
+    return DROP if value in (None, -1, -1.0) else value
+
+
+def warmup_steps(value: Any) -> Any:
+    return 0 if value == -1 else value
+
+
+def warmup_ratio(value: Any) -> int:
+    return _no_ratio(value, "lr_warmup_steps")
+
+
+def swift_warmup_ratio(value: Any) -> int:
+    return _no_ratio(value, "actor_rollout_ref.actor.optim.lr_warmup_steps")
+
+
+def _no_ratio(value: Any, key: str) -> int:
+    if value in (0, 0.0, None):
+        return 0
+    raise ValueError(f"give {key} in optimizer steps (ratio x total steps)")
+
+
+def list_of_one(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def as_list(value: Any) -> Any:
+    """One string is a list of one; a list that a shell's quotes left as text is read as JSON."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError("neither a name nor a list of names") from None
+    return [value]
+
+
+def one_reward(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or len(names) != 1:
+        raise ValueError("one reward scores a trajectory; write one that calls the others, and returns their numbers")
+    return names[0]
+
+
+def trackers(value: Any) -> list[str]:
+    known = ("wandb", "tensorboard", "mlflow", "none")
+    names = list_of_one(value)
+    if other := [str(name) for name in names if name not in known]:
+        raise ValueError(f"{', '.join(sorted(other))}: expected wandb, tensorboard, mlflow or none; see trainer.logger")
+    return ["console", *(name for name in names if name != "none")]
+
+
+def trace_backend(value: Any) -> Any:
+    if value in ("weave", "mlflow"):
+        raise ValueError(f"{value} is not offered; otel sends spans to any collector of OpenTelemetry")
+    return value
+
+
+def engine(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("vllm"):
+        raise ValueError  # the row has the reason
+    if value in ("hf", "trtllm"):
+        raise ValueError(f"{value} is not an engine of verl_mt; use sglang (real work) or local (this process)")
+    return value
+
+
+def slime_estimator(value: Any) -> Any:
+    if value == "gspo":
+        raise ValueError(
+            "GSPO is a loss here, over GRPO's advantages: actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+        )
+    return "gae" if value == "ppo" else value
+
+
+def group_filter(path: Any) -> Any:
+    if path is None:
+        return DROP
+    if str(path).rpartition(".")[2] != "check_reward_nonzero_std":
+        raise ValueError(
+            "only check_reward_nonzero_std has a counterpart: groups whose rewards are all equal are replaced "
+            "(algorithm.filter_groups.enable=True); another filter is algorithm.filter_groups.metric"
+        )
+    return True
+
+
+def swift_correction(mode: Any) -> Any:
+    """ms-swift's `sequence` is the geometric mean over it; its masks keep the ratio of what they leave."""
+    if mode is None:
+        return DROP
+    level, _, kind = str(mode).rpartition("_")
+    levels = {"token": "token", "sequence": "geometric"}
+    if level not in levels or kind not in ("truncate", "mask"):
+        raise ValueError("expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+    made: dict[str, Any] = {"rollout_is": levels[level]}
+    return made if kind == "truncate" else made | {"rollout_rs": levels[level], "rollout_rs_threshold_lower": 0.0}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings that mean something together: known only once everything that a command or a file sets is there
+
+
+def settle_verl(outcome: Outcome, where: str) -> None:
+    _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
+    outcome.items = _truncated_sampling(outcome.items)
+
+
+def settle_slime(outcome: Outcome, where: str) -> None:
+    _place_ranks_on_ray(outcome, where, "actor_num_gpus_per_node")
+    outcome.items = _off_policy_mask(_truncated_sampling(outcome.items))
+
+
+def settle_swift(outcome: Outcome, where: str) -> None:
+    outcome.items = _low_rank_adapters(_kl_loss_by_its_weight(outcome.items))
+
+
+def _place_ranks_on_ray(outcome: Outcome, where: str, spelling: str) -> None:
+    """More than one GPU per node always means Ray workers to them; to us only where the command says so."""
+    if any(item.key == "trainer.placement" for item in outcome.items):
+        return
+    for item in [item for item in outcome.items if item.spelling == spelling]:
+        if isinstance(item.value, int) and item.value > 1:
+            outcome.items.append(Item("trainer.placement", "ray", spelling))
+            outcome.notes.append(
+                f"{spelling}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it"
+            )
+
+
+def _truncated_sampling(items: list[Item]) -> list[Item]:
+    """A bound alone switches truncated importance sampling on, as it does there; `use_tis=False` switches off what
+    its bounds say."""
+    named = (ACTOR + "tis_clip", ACTOR + "tis_imp_ratio_cap", "tis_clip", "tis_clip_low")
+    bounds = [item for item in items if item.spelling in named]
+    if any(item.spelling == "use_tis" and item.value is None for item in items):
+        return [item for item in items if item not in bounds]
+    if bounds and not any(item.key == CORRECTION + "rollout_is" for item in items):
+        return [*items, replace(bounds[0], key=CORRECTION + "rollout_is", value="token")]
+    return items
+
+
+def _off_policy_mask(items: list[Item]) -> list[Item]:
+    """`use_opsm` alone means slime's own bound, and both flags set the same key: one of them gives way."""
+    switch = next((item for item in items if item.spelling == "use_opsm"), None)
+    bounds = [item for item in items if item.spelling == "opsm_delta"]
+    if switch is None or not bounds:
+        return items
+    return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
+
+
+def _kl_loss_by_its_weight(items: list[Item]) -> list[Item]:
+    """`--beta` is the weight and, by not being 0, the switch."""
+    beta = next((item for item in items if item.spelling == "beta"), None)
+    if beta is None or any(item.key == ACTOR + "use_kl_loss" for item in items):
+        return items
+    return [*items, replace(beta, key=ACTOR + "use_kl_loss", value=bool(beta.value))]
+
+
+def _low_rank_adapters(items: list[Item]) -> list[Item]:
+    """`--train_type lora` brings ms-swift's rank and alpha where none is given; beside `full` a rank means nothing."""
+    kinds = [item for item in items if item.spelling in ("train_type", "tuner_type")]
+    ranks = [item for item in items if item.key == MODEL + "lora_rank" and item not in kinds]
+    adapters = [item for item in kinds if item.value]
+    if kinds and ranks:
+        items = [item for item in items if item not in (kinds if adapters else ranks)]
+    if adapters and not any(item.key == MODEL + "lora_alpha" for item in items):
+        items = [*items, replace(adapters[0], key=MODEL + "lora_alpha", value=SWIFT_ALPHA)]
+    return items
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def slime_flags(argv: Sequence[str], rows: dict[str, Spelling]) -> list[str]:
+    """slime's `--rollout-batch-size 32` as `rollout_batch_size=32`; a switch (`--use-tis`) is True. All else stays."""
+    words = list(argv)
+    out: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        row = rows.get(key)
+        if word.startswith("--sglang-") and row is None:
+            # slime hands these to the engine under SGLang's own names.
+            text = value if equals else "True" if not words or words[0].startswith("--") else words.pop(0)
+            out.append(f"actor_rollout_ref.rollout.engine_kwargs.{key.removeprefix('sglang_')}={text}")
+        elif not word.startswith("--") or "." in key or row is None:
+            out.append(word)
+        elif equals:
+            out.append(f"{key}={value}")
+        else:
+            out.append(f"{key}={'True' if row.switch or not words else words.pop(0)}")
+    return out
+
+
+def swift_flags(argv: Sequence[str], rows: dict[str, Spelling]) -> list[str]:
+    """`--max_turns 3` as `max_turns=3`, `--external_plugins a.py b.py` as a list; a flag without a value is True.
+
+    What is no flag of ms-swift's stays as it is.
+    """
+    words = list(argv)
+    out: list[str] = []
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or key not in rows:
+            out.append(word)
+            continue
+        values = [value] if equals else []
+        while not equals and words and not words[0].startswith("-") and "=" not in words[0]:
+            values.append(words.pop(0))
+        text = "True" if not values else values[0] if len(values) == 1 else json.dumps(values)
+        out.append(f"{key}={text}")
+    return out
+
+
+def _rows(name: str) -> dict[str, Spelling]:
+    return read_table(Path(__file__).with_name(name), globals())
+
+
+VERL = Family(_rows("verl.txt"), settle_verl)
+SLIME = Family(_rows("slime.txt"), settle_slime, slime_flags)
+MS_SWIFT = Family(_rows("ms_swift.txt"), settle_swift, swift_flags)
