@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.requests import FinishReason, SamplingParams
 from verl_mt.data.user_values import WrongValue, count_of, ids_of, stops_of
 from verl_mt.errors import EngineError, LedgerError, value_text
@@ -153,9 +154,10 @@ def reply_to(
     record = session.record
     span = record.turns[-1]
     ids = record.token_ids[span.start : span.end]
+    finish = _finish(session, turn, ids, finish_reason)
     meta: dict[str, Any] = {
         "id": f"{session.trajectory.trajectory_id}/{session.attempt}/{session.trajectory.num_turns}",
-        "finish_reason": _finish(session, turn, ids, finish_reason),
+        "finish_reason": finish,
         "prompt_tokens": span.start,
         "completion_tokens": len(ids),
         "weight_version": str(max(record.policy_versions[span.start : span.end], default=-1)),
@@ -166,13 +168,17 @@ def reply_to(
         texts = [session.context.chat.decode([i]) if return_text else None for i in ids]
         log_probs = record.rollout_log_probs[span.start : span.end]
         meta["output_token_logprobs"] = [list(item) for item in zip(log_probs, ids, texts)]
-    return {"text": _text(session, turn, ids, finish_reason), "output_ids": ids, "meta_info": meta}
+    return {"text": _text(session.context.chat, turn, ids, finish.get("matched")), "output_ids": ids, "meta_info": meta}
+
+
+def empty_reply(finish_reason: dict[str, Any], prompt_tokens: int = 0) -> dict[str, Any]:
+    """The reply where nothing was sampled: the engine went away, the time is over, or there was no room."""
+    meta = {"finish_reason": finish_reason, "prompt_tokens": prompt_tokens, "completion_tokens": 0, "cached_tokens": 0}
+    return {"text": "", "output_ids": [], "meta_info": meta | {"output_token_logprobs": []}}
 
 
 def abort_reply(message: str) -> dict[str, Any]:
-    """The reply where the engine went away or the time is over."""
-    meta = {"finish_reason": {"type": "abort", "message": message}, "prompt_tokens": 0, "completion_tokens": 0}
-    return {"text": "", "output_ids": [], "meta_info": meta | {"cached_tokens": 0, "output_token_logprobs": []}}
+    return empty_reply({"type": "abort", "message": message})
 
 
 def _finish(session: RolloutSession, turn: TurnSampling, ids: list[int], reason: FinishReason) -> dict[str, Any]:
@@ -187,10 +193,8 @@ def _finish(session: RolloutSession, turn: TurnSampling, ids: list[int], reason:
     return {"type": "stop", "matched": next((s for s in turn.sampling.stop if s in text), None)}
 
 
-def _text(session: RolloutSession, turn: TurnSampling, ids: list[int], reason: FinishReason) -> str:
+def _text(chat: ChatTemplate, turn: TurnSampling, ids: list[int], matched: int | str | None) -> str:
     """The turn's text, looked at as `sampling_params` ask for."""
-    chat = session.context.chat
-    matched = _finish(session, turn, ids, reason).get("matched")
     if turn.trim_stop and isinstance(matched, int):
         ids = ids[:-1]
     if turn.skip_special_tokens:

@@ -22,7 +22,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
-from verl_mt.rollout.generate.api import EngineRequest, abort_reply, reply_to
+from verl_mt.rollout.generate.api import EngineRequest, abort_reply, empty_reply, reply_to
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.reconcile import Alignment, align, spelled
 from verl_mt.rollout.session import RolloutSession
@@ -324,14 +324,4 @@ class CallConversations:
         """A limit was reached before anything could be sampled: an empty turn, cut by length (or by the clock)."""
         if session.trajectory.stop_reason is StopReason.TIME_LIMIT:
             return abort_reply("rollout.max_seconds is over")
-        return {
-            "text": "",
-            "output_ids": [],
-            "meta_info": {
-                "finish_reason": {"type": "length", "length": 0},
-                "prompt_tokens": len(session.record.token_ids),
-                "completion_tokens": 0,
-                "cached_tokens": 0,
-                "output_token_logprobs": [],
-            },
-        }
+        return empty_reply({"type": "length", "length": 0}, prompt_tokens=len(session.record.token_ids))
