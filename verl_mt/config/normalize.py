@@ -152,6 +152,8 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     outcome = Outcome()
     for key, value in _flatten(given):
         _normalize_one(key, value, where, outcome)
+    # Rules between settings are rules of the other libraries: they look only at what stands in their names. They come
+    # before the search for conflicts, which they settle (a switch and its bound may be one key of ours).
     if any(item.spelling != item.key for item in outcome.items):
         for family in families().values():
             family.settle(outcome, where)
@@ -200,6 +202,8 @@ def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
             value = override.value()
             given.append((override.key_or_group, value))
             verbatim[override.key_or_group, _literal(value)] = text
+    # What nobody had to change is handed to Hydra as it was written: an interpolation or a resolver of the user's means
+    # to Hydra's grammar what it says, and quoting it anew could make plain text of it.
     found = normalize_items(given, COMMAND_LINE)
     for item in found.items:
         # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
@@ -256,6 +260,8 @@ def suggest_key(key: str) -> str:
 def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Go into mappings until a key that holds a value; None for a section (an empty block in YAML) sets nothing."""
     for key, value in given:
+        # A free mapping of ours stays whole: its keys are the user's, and may hold dots. Those of _OPENED are gone
+        # into, since verl writes keys there that mean something else to us (rollout_correction: {bypass_mode: True}).
         leaf = leaves().get(key)
         whole = (leaf is not None or open_parent(key)) and key not in _OPENED
         if value is None and key in sections():
@@ -303,6 +309,8 @@ def _row_of(key: str) -> Spelling | None:
     parent = open_parent(key)
     if key in leaves() or (parent is not None and parent.key not in _OPENED):
         return None
+    # From the whole name upwards, so that `reward_model.overlong_buffer.len`, which has a counterpart, is found before
+    # `reward_model`, which is refused.
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         row = spellings().get(".".join(parts[:end]))
@@ -362,6 +370,8 @@ def _rename_interpolations(value: Any) -> Any:
 
 def _find_conflicts(outcome: Outcome, where: str) -> None:
     """Two spellings of one key with two values: nobody can say which one counts."""
+    # Within one file or command line only: between them the order of merging says which one counts, and of one
+    # spelling given twice the last one does, as in Hydra.
     first: dict[str, Item] = {}
     for item in outcome.items:
         other = first.setdefault(item.key, item)
@@ -390,6 +400,8 @@ def _typed(key: str, value: Any) -> Any:
     leaf = leaves()[key]
     if type(value) is type(leaf.default) and value == leaf.default:
         return value  # most of a composed configuration
+    # Tried on OmegaConf itself ('3' becomes 3, 1 becomes 1.0), so that what is said of a value here and what merging
+    # makes of it later cannot differ. Free mappings are tried apart: on the copy their keys would pile up.
     scratch = OmegaConf.create({"value": None}) if leaf.is_open else _scratch_schema()
     where = "value" if leaf.is_open else key
     OmegaConf.update(scratch, where, value)

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.migrate.launchers import VERL_DEFAULTS, Launch, Library, engine_of, find_launch
+from verl_mt.migrate.launchers import VERL_DEFAULTS, Launch, Library, find_launch, parses
 from verl_mt.migrate.shell import read_script
 
 __all__ = ["Migration", "main", "migrate"]
@@ -124,7 +124,7 @@ def report(found: Migration) -> str:
 
 def _migration(launch: Launch, library: Library) -> Migration:
     overrides = list(launch.overrides)
-    _, before = normalize_overrides([w for w in overrides if _parses(w)])
+    _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
     added = _unsaid(launch, library, named)
     lines, outcome = normalize_overrides([*overrides, *added])
@@ -147,9 +147,8 @@ def _migration(launch: Launch, library: Library) -> Migration:
 def _unsaid(launch: Launch, library: Library, named: set[str]) -> dict[str, str]:
     """Overrides for what the other library does where its command says nothing -> why."""
     words = [word.partition(" # ")[::2] for word in launch.added]
-    engine = engine_of(library)
-    if engine is not None:
-        words.append(engine.partition(" # ")[::2])
+    if library != "verl":  # they use one without being told
+        words.append(("actor_rollout_ref.rollout.name=sglang", "the engine for real work"))
     if library == "verl" and not launch.flags:
         shown = {key: "null" if value is None else str(value) for key, value in VERL_DEFAULTS.items()}
         # In verl's spelling it also means Ray workers.
@@ -196,14 +195,6 @@ def _plain(line: str) -> str:
         except HydraException:
             pass
     return line
-
-
-def _parses(word: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(word)
-    except HydraException:
-        return False
-    return True
 
 
 def _key(line: str) -> str:

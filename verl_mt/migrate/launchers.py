@@ -172,7 +172,7 @@ def _swift(words: list[str], name: str, launch: Launch) -> None:
             launch.refused.append(f"--{key}: no counterpart{suggest(key, known)}")
             continue
         _, [word, *_] = split_argv([f"--{key}", *values])
-        _replace(word if _parses(word) else _override(key, values), launch)
+        _replace(word if parses(word) else _override(key, values), launch)
     if name.endswith("rlhf") and not {"train_type", "tuner_type"} & given.keys():
         launch.added.append("train_type=lora # ms-swift trains adapters unless it is told otherwise")
 
@@ -216,7 +216,7 @@ def _slime(words: list[str], name: str, launch: Launch) -> None:
             launch.refused.append(f"{flag}: no counterpart{suggest(key, known)}")
             continue
         _, [word, *more] = split_argv([flag, *values])
-        launch.overrides.append(_override(key, values) if more or not _parses(word) else word)
+        launch.overrides.append(_override(key, values) if more or not parses(word) else word)
 
 
 def _slime_settled(given: dict[str, list[str]], launch: Launch) -> list[str]:
@@ -250,7 +250,8 @@ def _override(key: str, values: Sequence[str]) -> str:
     return f"{key}=True" if not quoted else f"{key}={quoted[0] if len(quoted) == 1 else '[' + ','.join(quoted) + ']'}"
 
 
-def _parses(word: str) -> bool:
+def parses(word: str) -> bool:
+    """Whether Hydra's grammar takes the word as an override."""
     try:
         OverridesParser.create().parse_override(word)
     except HydraException:
@@ -279,8 +280,3 @@ def _replace(word: str, launch: Launch) -> None:
         if old != word:
             launch.notes.append(f"--{key}: {old.partition('=')[2]} gave way to {word.partition('=')[2]}")
     launch.overrides.append(word)
-
-
-def engine_of(library: Library) -> str | None:
-    """The engine that the other library uses without being told."""
-    return None if library == "verl" else "actor_rollout_ref.rollout.name=sglang # the engine for real work"

@@ -7,7 +7,7 @@ the value adds nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,7 @@ def _kl_loss_by_its_weight(items: list[Item]) -> list[Item]:
 def _low_rank_adapters(items: list[Item]) -> list[Item]:
     """`--train_type lora` brings ms-swift's rank and alpha where none is given; beside `full` a rank means nothing."""
     kinds = [item for item in items if item.spelling in ("train_type", "tuner_type")]
+    # The kind of training and a rank are two names of our one key, lora_rank: without this they would be a conflict.
     ranks = [item for item in items if item.key == MODEL + "lora_rank" and item not in kinds]
     adapters = [item for item in kinds if item.value]
     if kinds and ranks:
@@ -264,7 +265,7 @@ def _low_rank_adapters(items: list[Item]) -> list[Item]:
 # Flags
 
 
-def slime_flags(argv: Sequence[str], rows: dict[str, Spelling]) -> list[str]:
+def slime_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
     """slime's `--rollout-batch-size 32` as `rollout_batch_size=32`; a switch (`--use-tis`) is True. All else stays."""
     words = list(argv)
     out: list[str] = []
@@ -286,7 +287,7 @@ def slime_flags(argv: Sequence[str], rows: dict[str, Spelling]) -> list[str]:
     return out
 
 
-def swift_flags(argv: Sequence[str], rows: dict[str, Spelling]) -> list[str]:
+def swift_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
     """`--max_turns 3` as `max_turns=3`, `--external_plugins a.py b.py` as a list; a flag without a value is True.
 
     What is no flag of ms-swift's stays as it is.
