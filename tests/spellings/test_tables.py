@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,17 @@ def test_a_command_in_our_own_names_reads_no_table():
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+def test_the_tables_are_packed_with_the_code():
+    """hatchling takes every file of a package that git does not ignore."""
+    root = FOLDER.parents[1]
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert FOLDER.parent.name in build["packages"]
+    ignored = (root / ".gitignore").read_text().split()
+    tables = {file.name for file in FOLDER.glob("*.txt")}
+    assert tables == {"verl.txt", "slime.txt", "ms_swift.txt"}
+    assert not [(name, pattern) for name in tables for pattern in ignored if fnmatch(name, pattern)]
 
 
 @pytest.mark.parametrize(
