@@ -102,7 +102,7 @@ class Encoder:
             self.added.setdefault(token, tokenizer.convert_tokens_to_ids(token))
         self._literal_of_id = {i: t for t, i in self.added.items()}
         self.pattern = compile_literals(self.added)
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._normalises = (
             self._backend is not None
             and self._backend.normalizer is not None
