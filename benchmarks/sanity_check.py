@@ -29,7 +29,7 @@ from verl_mt.config_paths import TINY_MODEL
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
 TOOL = {

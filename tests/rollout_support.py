@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Trajectory
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
 

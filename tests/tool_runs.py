@@ -14,7 +14,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext

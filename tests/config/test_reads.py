@@ -8,7 +8,7 @@ from verl_mt.config.compose import compose, config_to_yaml
 from verl_mt.config.knob import Section
 from verl_mt.config.reads import given_keys, recording
 from verl_mt.config.schema import Config
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 
 
 def test_a_read_is_noted_with_the_module_that_made_it():
@@ -16,7 +16,7 @@ def test_a_read_is_noted_with_the_module_that_made_it():
     with recording(config) as reads:
         Limits.from_config(config)
         assert config.trainer.seed == 0
-    assert "verl_mt.rollout.limits" in reads["actor_rollout_ref.rollout.response_length"]
+    assert "verl_mt.rollout.context" in reads["actor_rollout_ref.rollout.response_length"]
     assert reads["trainer.seed"] == [__name__]
     assert reads["trainer.save_freq"] == []
 

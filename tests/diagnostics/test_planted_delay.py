@@ -24,7 +24,7 @@ from verl_mt.diagnostics.critical_path import critical_path
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.rewards.base import Reward
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext

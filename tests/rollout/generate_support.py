@@ -16,9 +16,9 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import CustomGenerateDoor
 from verl_mt.rollout.generate.args import GenerateArgs, Runtime
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext

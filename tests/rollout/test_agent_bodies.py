@@ -22,7 +22,7 @@ from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.agent.endpoint import ChatRequest, RequestError, read_request
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 

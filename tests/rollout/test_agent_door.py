@@ -20,8 +20,8 @@ from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.doors import ToolLoopDoor
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits

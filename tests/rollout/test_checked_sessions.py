@@ -14,7 +14,7 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
 RENDERING_S = 0.8

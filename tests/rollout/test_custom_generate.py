@@ -20,10 +20,10 @@ from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import CustomGenerateDoor, GenerateState, post
 from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.generate.args import GenerateArgs, Runtime
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.runner import RolloutPlan
 
 AGENT = "search_r1_functions.generate"

@@ -15,8 +15,8 @@ from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineError
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.doors import DOORS, DoorParts, ToolLoopDoor, build_door
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.rollout.schedulers.door import SchedulerDoor

@@ -15,7 +15,7 @@ from verl_mt.data.batch import LOSS_MASK, TRAJECTORY_INDEX, build_batch, expand_
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
 CHAT = ChatTemplate(toy_tokenizer(FORGETFUL))

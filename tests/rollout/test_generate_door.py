@@ -18,8 +18,8 @@ from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import GenerateState, post
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext

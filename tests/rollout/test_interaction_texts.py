@@ -17,8 +17,8 @@ from test_returns_of_user_code import as_a_step_uses_them, deep, endless, one_fa
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.interactions.base import BaseInteraction
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.doors import ToolLoopDoor
-from verl_mt.rollout.limits import Limits
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet

@@ -23,8 +23,8 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.values import hidden_before
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.doors import ToolLoopDoor
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool

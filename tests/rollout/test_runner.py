@@ -20,7 +20,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import DeadlineError, EngineGoneError
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward, RewardFailure, load_reward
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext

@@ -10,7 +10,7 @@ from rollout_support import fixed_session
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, LedgerError
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 
 USER = [{"role": "user", "content": "more"}]
 
@@ -141,7 +141,16 @@ def test_the_first_stop_reason_stands():
 
 
 def test_seeds_differ_by_turn_trajectory_and_attempt_and_repeat_otherwise():
-    one, same, other = (fixed_session(ScriptedEngine([])) for _ in range(3))
-    other.attempt = 1
-    assert one._turn_seed(1) == same._turn_seed(1)
-    assert len({one._turn_seed(1), one._turn_seed(2), other._turn_seed(1)}) == 3
+    def seeds(trajectory_id="t", attempt=0):
+        engine = ScriptedEngine([([10], "a", "stop", [-0.1]), ([11], "b", "stop", [-0.1])])
+        session = fixed_session(engine, [[50]])
+        session.trajectory.trajectory_id, session.attempt = trajectory_id, attempt
+        run(session.generate())
+        session.extend(USER)
+        run(session.generate())
+        return [request.sampling.seed for request in engine.requests]
+
+    first = seeds()
+    assert first == seeds() and first[0] != first[1]
+    for other in (seeds("u"), seeds(attempt=1)):
+        assert not set(first) & set(other)

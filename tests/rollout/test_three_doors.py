@@ -23,9 +23,9 @@ from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import GenerateState, call_tools, post
 from verl_mt.rollout.doors import ToolLoopDoor
-from verl_mt.rollout.limits import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.scheduler import MultiTurnScheduler

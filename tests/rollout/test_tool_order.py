@@ -10,7 +10,7 @@ from rollout_support import FixedChat, fixed_session
 
 from verl_mt.chat.parsers import get_parser
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool

@@ -11,7 +11,7 @@ from verl_mt.chat.prompt_messages import require_traces
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
-from verl_mt.data.trajectory import TrajectoryRecord
+from verl_mt.data.ledger import Ledger, TrajectoryRecord
 from verl_mt.errors import DataError
 
 WEIGHT = "weight"
@@ -93,16 +93,16 @@ def demonstration(
 
 def _record(token_ids: list[int], mask: list[int], lengths: list[int], weights: list[int]) -> TrajectoryRecord:
     """Cut the stream into its turns again: where a turn begins, the mask rises or the turn before it ends."""
-    record, at = TrajectoryRecord(), 0
+    ledger, at = Ledger(), 0
     for turn, (length, weight) in enumerate(zip(lengths, weights), 1):
         begin = mask.index(1, at)
         if begin > at or turn == 1:
-            record.append_given(token_ids[at:begin], kind="prompt" if turn == 1 else "observation", turn=turn - 1)
-        record.append_sampled(token_ids[begin : begin + length], None, [-1] * length, turn=turn)
+            ledger.given(token_ids[at:begin], turn=turn - 1)
         at = begin + length
+        ledger.sampled(token_ids[begin:at], None, [-1] * length, turn=turn)
         if not weight:
-            record.clear_mask(list(range(begin, at)))
-    return record
+            ledger.record.clear_mask(list(range(begin, at)))
+    return ledger.record
 
 
 def _weight(message: Message, index: int) -> int:

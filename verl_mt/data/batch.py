@@ -16,8 +16,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.media import MediaInput
-from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
+from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import DataError, LedgerError
 
 INPUT_IDS = "input_ids"

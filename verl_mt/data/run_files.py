@@ -30,8 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import from_wire, is_image, to_wire
-from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord, TurnSpan
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.data.user_values import MAX_DEPTH
 from verl_mt.errors import CheckpointError, DataError, key_text, value_text
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Status as _Status
-from verl_mt.data.trajectory import Trajectory, TrajectoryRecord
+from verl_mt.data.trajectory import Trajectory
 from verl_mt.data.user_values import MAX_DEPTH, WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
 from verl_mt.errors import LedgerError, key_text, value_text
 

@@ -1,25 +1,13 @@
-"""What a rollout leaves behind: trajectories made of records, in groups.
-
-A record with two assistant turns around one tool answer, P0 the first prompt (generation prompt included), A0 and A1
-sampled, E0 the tool's answer as the template renders it (the next generation prompt included)::
-
-    token_ids         = P0             + A0            + E0             + A1
-    sampled           = [0] * len(P0)  + [1] * len(A0) + [0] * len(E0)  + [1] * len(A1)
-    loss_mask         = sampled, minus what a user cleared
-    rollout_log_probs = [0.0]*len(P0)  + lp(A0)        + [0.0]*len(E0)  + lp(A1)
-    policy_versions   = [-1]*len(P0)   + version(A0)   + [-1]*len(E0)   + version(A1)
-"""
+"""What a rollout leaves behind: trajectories made of records (`verl_mt.data.ledger`), in groups."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.media import MediaInput
-from verl_mt.errors import LedgerError
+from verl_mt.data.ledger import TrajectoryRecord
 
 MAX_REWARD = 1e15
 """Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
@@ -97,153 +85,6 @@ _STATUS = {
     StopReason.ENGINE: Status.ABORTED,
     StopReason.REWARD_UNAVAILABLE: Status.ABORTED,
 }
-
-SpanKind = Literal["prompt", "assistant", "observation"]
-
-
-@dataclass(frozen=True)
-class TurnSpan:
-    """Tokens `[start, end)` of a record that belong to one step of the conversation."""
-
-    kind: SpanKind
-    start: int
-    end: int
-    turn: int
-    """The assistant turn: 0 for the prompt, k for the k-th assistant turn and for the observation that follows it."""
-
-
-@dataclass
-class TrajectoryRecord:
-    """One token stream of a trajectory, with provenance and mask of equal length. See the module's picture."""
-
-    token_ids: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_log_probs: list[float] = field(default_factory=list)
-    """log_softmax(logits / T) by the sampler where `sampled`, 0.0 elsewhere."""
-    policy_versions: list[int] = field(default_factory=list)
-    """Version of the weights where `sampled`, -1 elsewhere."""
-    turns: list[TurnSpan] = field(default_factory=list)
-    has_log_probs: bool = True
-    """False if the engine gave text only: training then uses the trainer's own old log-probs."""
-    messages: list[Message] = field(default_factory=list)
-    """What this record has seen, where history was rewritten after it; empty = the trajectory's `messages`."""
-    tools: list[dict[str, Any]] | None = None
-    """The schemas that its prompt showed, where a later record shows others; None = the trajectory's `tools`."""
-    media: list[MediaInput] = field(default_factory=list)
-    """Images and videos among its tokens, in order: exactly what the engine was given and the trainer is."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the first prompt, its generation prompt included."""
-        return self.turns[0].end if self.turns and self.turns[0].kind == "prompt" else 0
-
-    def append_sampled(self, ids: list[int], log_probs: list[float] | None, versions: list[int], *, turn: int) -> None:
-        """Append what the engine produced: sampled 1, mask 1.
-
-        Raises:
-            LedgerError: log-probs missing or of another length (names both lengths).
-        """
-        if log_probs is None and self.has_log_probs and any(self.sampled):
-            raise LedgerError("sampled tokens without log-probs after sampled tokens with log-probs")
-        if log_probs is None:
-            self.has_log_probs = False
-            log_probs = [0.0] * len(ids)
-        if len(log_probs) != len(ids) or len(versions) != len(ids):
-            raise LedgerError(
-                f"{len(ids)} sampled ids came with {len(log_probs)} log-probs and {len(versions)} versions; "
-                "all three must have the same length"
-            )
-        self._append(ids, 1, log_probs, versions, "assistant", turn)
-
-    def append_given(self, ids: list[int], *, kind: SpanKind, turn: int) -> None:
-        """Append a prompt or an observation: sampled 0, mask 0, log-prob filler 0.0, version -1."""
-        self._append(ids, 0, [0.0] * len(ids), [-1] * len(ids), kind, turn)
-
-    def clear_mask(self, positions: list[int]) -> int:
-        """Take tokens out of the loss. Returns how many bits were set before."""
-        cleared = sum(self.loss_mask[p] for p in positions)
-        for p in positions:
-            self.loss_mask[p] = 0
-        return cleared
-
-    def set_mask(self, positions: Iterable[int]) -> int:
-        """Put tokens into the loss, sampled or not: an explicit request of the user. Returns how many of them that
-        nobody sampled were not in it before. Placeholders of images and videos stay out: they say nothing."""
-        added = 0
-        shown = {p for made in self.media for p in range(made.start, made.end)}
-        for p in positions:
-            if p in shown:
-                continue
-            added += not self.loss_mask[p] and not self.sampled[p]
-            self.loss_mask[p] = 1
-        return added
-
-    def cut(self, end: int) -> int:
-        """Drop the tokens from position `end` on. Returns how many of them were sampled."""
-        dropped = sum(self.sampled[end:])
-        for column in (self.token_ids, self.sampled, self.loss_mask, self.rollout_log_probs, self.policy_versions):
-            del column[end:]
-        self.turns = [replace(span, end=min(span.end, end)) for span in self.turns if span.start < end]
-        self.media = [made for made in self.media if made.end <= end]
-        return dropped
-
-    def split(self, start: int) -> tuple[TrajectoryRecord, TrajectoryRecord]:
-        """Two records that train the same tokens: what comes before position `start` is the prompt of the second."""
-        first = replace(self, turns=list(self.turns), messages=list(self.messages), media=list(self.media))
-        for name in ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions"):
-            setattr(first, name, list(getattr(self, name)))
-        first.cut(max((p + 1 for p in range(start) if self.sampled[p]), default=start))
-        second = TrajectoryRecord(has_log_probs=self.has_log_probs, media=list(self.media))
-        turn = first.turns[-1].turn if first.turns else 0
-        second.append_given(list(self.token_ids[:start]), kind="prompt", turn=turn)
-        second.token_ids += self.token_ids[start:]
-        second.sampled += self.sampled[start:]
-        second.loss_mask += self.loss_mask[start:]
-        second.rollout_log_probs += self.rollout_log_probs[start:]
-        second.policy_versions += self.policy_versions[start:]
-        second.turns += [span for span in self.turns if span.start >= start]
-        return first, second
-
-    def check(self) -> None:
-        """Verify the invariants of the module's picture.
-
-        Raises:
-            LedgerError: names the invariant and the numbers.
-        """
-        lengths = {
-            name: len(getattr(self, name))
-            for name in ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
-        }
-        if len(set(lengths.values())) != 1:
-            raise LedgerError(f"columns of one record differ in length: {lengths}")
-        for p, (s, lp, v) in enumerate(zip(self.sampled, self.rollout_log_probs, self.policy_versions)):
-            if not s and (lp != 0.0 or v != -1):
-                raise LedgerError(f"position {p} was not sampled but has log-prob {lp} and version {v}")
-        edge = 0
-        for span in self.turns:
-            if span.start != edge or span.end < span.start:
-                raise LedgerError(f"turn spans are not contiguous at token {edge}: {span}")
-            edge = span.end
-        if edge != len(self.token_ids):
-            raise LedgerError(f"turn spans cover {edge} of {len(self.token_ids)} tokens")
-
-    def _append(
-        self,
-        ids: list[int],
-        sampled: int,
-        log_probs: list[float],
-        versions: list[int],
-        kind: SpanKind,
-        turn: int,
-    ) -> None:
-        start = len(self.token_ids)
-        self.token_ids += ids
-        self.sampled += [sampled] * len(ids)
-        self.loss_mask += [sampled] * len(ids)
-        self.rollout_log_probs += log_probs
-        self.policy_versions += versions
-        self.turns.append(TurnSpan(kind, start, start + len(ids), turn))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import DataError, EngineError
 from verl_mt.interactions.registry import load_interactions
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.limits import is_multi_turn
+from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import build_data, build_rollout

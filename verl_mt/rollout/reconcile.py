@@ -29,7 +29,7 @@ from typing import Any
 
 from verl_mt.chat.differences import common_prefix
 from verl_mt.data.conversation import Message
-from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.errors import LedgerError
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.token_text import Decode, num_tokens_spelling

@@ -1,42 +1,286 @@
-"""One conversation and its ledger: the only code that appends tokens to a trajectory.
+"""One conversation: `RolloutSession` asks the engine for turns, reads them, and says when it is over.
 
-Two verbs. `generate`: the engine samples a turn; ids, log-probs and policy version are recorded as they came.
+Two verbs. `generate`: the engine samples a turn; ids, log-probs and policy versions enter the ledger as they came.
 `extend`: messages of a tool, an interaction or a user are queued, and rendered as one delta when the next turn begins,
 so that adjacent ones merge the way the template merges them, and nothing is rendered that no model ever reads.
 
-Loops (`tool_loop`, a scheduler, a custom function) decide what happens next; they see messages, not tokens.
+Loops (`tool_loop`, a scheduler, a custom function) decide what happens next; they see messages, not tokens. They can
+also go on inside an unfinished message (`extend_ids`, `reopen`, `prefill`) or show the model another history
+(`rewrite`). Tokens are appended by the session's ledger (`verl_mt.data.ledger`) only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl_mt.chat.sanity import Finding, SanityMode, check, combine
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message, ParsedTurn
-from verl_mt.data.requests import GenerationOutput, GenerationRequest
-from verl_mt.data.trajectory import StopReason, TimeSpan
+from verl_mt.data.ledger import Ledger, TrajectoryRecord
+from verl_mt.data.media import has_media
+from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.errors import EngineGoneError, LedgerError
-from verl_mt.rollout.ledger import Ledger
-from verl_mt.rollout.mask import apply_loss_scale, train_prompt_assistants
-from verl_mt.rollout.session_context import AssistantTurn, SessionContext, deadline_error, session_error
-from verl_mt.rollout.turn_log import log_turn
+from verl_mt.rollout.context import SessionContext, deadline_error, session_error
+from verl_mt.rollout.loss_scale import apply_loss_scale, train_prompt_assistants
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
+turn_log = logging.getLogger("verl_mt.turns")
+"""One structured line per assistant turn, at level DEBUG, whatever drives the conversation. Its numbers are attributes
+of the log record, for handlers that write JSON: see `RolloutSession._log`."""
+
 _CLOCK_SLACK_S = 0.05
+"""An engine's clock may be a little ahead of ours."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """One sampled turn as a loop sees it."""
+
+    text: str
+    """What the model wrote, without its end-of-turn token."""
+    message: Message
+    parsed: ParsedTurn
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class _Queue:
+    """What the next turn will read behind the record. Nothing of it is recorded before there is room for all of it.
+
+    Frozen, so that keeping the object is enough to put it back (`unless_refused`).
+    """
+
+    messages: tuple[Message, ...] = ()
+    """What the environment said; rendered with the next turn's generation prompt."""
+    tail_ids: tuple[int, ...] = ()
+    """Given ids that go on inside the last assistant message."""
+    opening: str = ""
+    """How the next assistant message begins."""
+    opening_ids: tuple[int, ...] = ()
+    new_prompt: tuple[int, ...] | None = None
+    """History was rewritten: what the next turn reads instead of the record."""
+    continues: bool = False
+    """The next turn goes on inside the last message."""
 
 
 @dataclass
-class RolloutSession(Ledger):
-    """The ledger of one trajectory, and the engine that writes its turns."""
+class RolloutSession:
+    """One trajectory, its ledger, and the engine that writes its turns."""
 
+    context: SessionContext
+    trajectory: Trajectory
+    order: int = 0
+    """Rank among the conversations that run at the same time."""
+    attempt: int = 0
+    """Restarts after the engine went away."""
+    prompt_truncated: bool = False
+    """The first prompt was cut to fit; the sanity check does not blame the template for it."""
+    engine_session: str | None = None
+    """The engine's name for the conversation; None = the trajectory's id."""
+    verbatim: bool = False
+    """The loop reads turns itself: messages hold the text as written, and a turn cut by length does not end the
+    trajectory (`cut_reason` tells)."""
+    cut_reason: StopReason | None = None
+    """The length limit that cut the last turn; None where it ended itself."""
+    mask_given: bool = False
+    """A loop decided itself what is trained (`response_loss_mask`): the run's loss scale is not applied."""
+    ledger: Ledger = field(default_factory=Ledger)
+    rounds: list[int] = field(default_factory=list)
+    """For each assistant turn, the number of its message among the assistant messages, from 0: turns that go on inside
+    one message share it."""
+    message_rounds: dict[int, int] = field(default_factory=dict)
+    """Place of a message that this record's turns wrote -> its round."""
+    message_prefix: str = ""
+    """How the last assistant message began before its first sampled token in this record."""
+    _queue: _Queue = _Queue()
+    _given: list[Message] = field(default_factory=list)
+    """The data set's prompt."""
+    _given_tools: list[dict[str, Any]] = field(default_factory=list)
+    _num_given: int = 0
+    """How many messages of it the current record begins with: the ones that are trusted."""
+    _prompt_messages: int = 0
+    """Messages that the current record's prompt renders."""
     _stop: tuple[str, ...] = ()
     """Strings that could end the last turn."""
+    _started_s: float = field(default_factory=time.monotonic)
+
+    # ---- where the conversation stands
+
+    @property
+    def record(self) -> TrajectoryRecord:
+        """The token stream that the next turn extends."""
+        return self.ledger.record
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, queued observations included."""
+        return self.trajectory.messages
+
+    @property
+    def _seen(self) -> list[Message]:
+        """The messages without the queued ones."""
+        return self.messages[: len(self.messages) - len(self._queue.messages)]
+
+    @property
+    def message_start(self) -> int:
+        """Where the last assistant message's first sampled token is in the record; the record's end without one."""
+        starts = [
+            span.start
+            for span in self.record.turns
+            if span.kind == "assistant" and self.rounds[span.turn - 1] == self.rounds[-1]
+        ]
+        return min(starts, default=len(self.record.token_ids))
+
+    @property
+    def reasoning_key(self) -> str | None:
+        """Where a message holds its reasoning, for this template and parser; None where the template shows none."""
+        can, parser = self.context.chat.capabilities, self.context.parser
+        if can.reasoning_content != "ignored":
+            return can.reasoning_key
+        return parser.reasoning_key if parser is not None and parser.reasoning_key != "reasoning_content" else None
+
+    @property
+    def turns_left(self) -> int | None:
+        """Assistant turns that remain; None = no limit."""
+        limit = self.context.limits.max_assistant_turns
+        return None if limit is None else limit - self.trajectory.num_turns
+
+    @property
+    def ended(self) -> bool:
+        return self.trajectory.stop_reason is not None
+
+    def end(self, reason: StopReason) -> None:
+        """The trajectory is over. The first reason stands."""
+        if self.trajectory.stop_reason is None:
+            self.trajectory.stop_reason = reason
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to one of the trajectory's counters."""
+        if amount:
+            self.trajectory.counters[name] = self.trajectory.counters.get(name, 0) + amount
+
+    # ---- what is given
+
+    def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Begin with a first prompt, its generation prompt included; a door may begin again with one of its own."""
+        trajectory, self.ledger = self.trajectory, Ledger()
+        trajectory.messages = [dict(m) for m in messages]
+        trajectory.tools = list(tools)
+        trajectory.records = self.ledger.records
+        self._given, self._given_tools = list(trajectory.messages), list(tools)
+        self._num_given = self._prompt_messages = len(trajectory.messages)
+        self.ledger.given(list(prompt_ids), turn=0)
+        self._add_media(trajectory.messages, prompt_ids, 0)
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """Queue what the environment says.
+
+        Raises:
+            LedgerError: the trajectory has ended.
+        """
+        self._refuse_after_the_end("extend")
+        self._queue = replace(self._queue, messages=(*self._queue.messages, *messages), continues=False)
+        self.trajectory.messages += messages
+
+    def extend_ids(self, ids: Sequence[int], message: Message) -> None:
+        """Queue what the environment says as ids that somebody else made; `message` is how to show it.
+
+        Raises:
+            LedgerError: the trajectory has ended, or messages are queued that would have to be rendered first.
+        """
+        self._refuse_after_the_end("extend_ids")
+        if self._queue.messages:
+            raise LedgerError(f"{self.trajectory.trajectory_id}: extend_ids() behind messages not rendered yet")
+        self._queue = replace(self._queue, tail_ids=(*self._queue.tail_ids, *ids))
+        self.trajectory.messages.append(message)
+
+    def reopen(self, content: str, *, keep: int, ids: Sequence[int]) -> None:
+        """Go on inside the last assistant message: take back tokens from its end, and put given ones in their place.
+
+        Args:
+            content: the message's text as it now stands.
+            keep: how many tokens of the record stay; what is cut is counted.
+            ids: what follows them; not sampled, not trained. Recorded with the next turn, if it fits.
+
+        Raises:
+            LedgerError: the trajectory has ended, or `keep` reaches before the last assistant message.
+        """
+        self._refuse_after_the_end("reopen")
+        record, first = self.record, self.message_start
+        if not first <= keep <= len(record.token_ids):
+            raise LedgerError(
+                f"{self.trajectory.trajectory_id}: cannot keep {keep} tokens: the last assistant message is "
+                f"[{first}, {len(record.token_ids)}) of the record"
+            )
+        touched = [s.turn for s in record.turns if s.kind == "assistant" and s.end > keep]
+        self.count("cut_tokens", self.ledger.cut(keep))
+        left = {s.turn: record.token_ids[s.start : s.end] for s in record.turns if s.kind == "assistant"}
+        for turn in touched:
+            self.trajectory.turn_texts[turn - 1] = self.context.chat.turn_text(left.get(turn, []))
+        self._queue = replace(self._queue, tail_ids=tuple(ids), continues=True)
+        self.messages[-1] = {**self.messages[-1], "content": content}
+
+    def prefill(self, content: str) -> None:
+        """The next assistant message begins like this: not sampled, not trained."""
+        self._refuse_after_the_end("prefill")
+        ids = self.context.chat.continuation_ids(content)
+        self._queue = replace(self._queue, opening=content, opening_ids=tuple(ids))
+
+    def rewrite(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """The next turn reads other messages than the record holds: what was sampled stays, in its own record.
+
+        A last assistant message is unfinished: the next turn goes on inside it. Messages that the data set's prompt
+        begins with too are trusted, all others are plain text.
+        """
+        self._refuse_after_the_end("rewrite")
+        trajectory, chat, given = self.trajectory, self.context.chat, self._given
+        # The old record is compared (by the sanity check) with what it has seen, which nobody else remembers from here.
+        if any(self.record.sampled):
+            self.record.messages = self._seen
+            if list(tools) != trajectory.tools:
+                self.record.tools = trajectory.tools
+        continues = bool(messages) and messages[-1]["role"] == "assistant"
+        shown = list(messages[:-1] if continues else messages)
+        # Only what the data set said, word for word and from the beginning, may hold control tokens. Who rewrites the
+        # history hands back everything as messages, and cannot be believed that a tool's text is the data set's.
+        trusted = 0
+        while trusted < min(len(shown), len(given)) and shown[trusted] == given[trusted]:
+            trusted += 1
+        trajectory.messages, trajectory.tools = list(messages), list(tools)
+        self._num_given, self.message_rounds = trusted, {}
+        prompt = chat.mixed_prompt_ids(shown[:trusted], shown[trusted:], tools or None)
+        if continues:
+            self.message_prefix = str(messages[-1]["content"] or "")
+            prompt += chat.continuation_ids(self.message_prefix)
+        self._queue = _Queue(new_prompt=tuple(prompt), continues=continues)
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """What is queued in the block is taken back if it raises before anything was recorded (a template that refuses
+        a role, say): the conversation then stands where it stood."""
+        trajectory, record = self.trajectory, self.record
+        told = (list(trajectory.messages), trajectory.tools, record.messages, record.tools)
+        queued = (self._queue, self._num_given, dict(self.message_rounds), self.message_prefix)
+        stood = (len(trajectory.records), len(record.token_ids))
+        try:
+            yield
+        except BaseException:
+            if (len(trajectory.records), len(self.record.token_ids)) == stood and self.record is record:
+                trajectory.messages, trajectory.tools, record.messages, record.tools = told
+                self._queue, self._num_given, self.message_rounds, self.message_prefix = queued
+            raise
+
+    # ---- what is sampled
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn | None:
         """Sample the next assistant turn and record it.
@@ -52,120 +296,129 @@ class RolloutSession(Ledger):
             EngineGoneError: the engine went away; the trajectory is to be thrown away and started again.
             LedgerError: the trajectory has ended, or the engine's output does not fit together.
         """
-        if self.ended:
-            raise self._after_the_end("generate")
+        self._refuse_after_the_end("generate")
+        limits = self.context.limits
         if self.turns_left == 0:
             self.end(StopReason.MAX_ASSISTANT_TURNS)
             return None
         if not self._flush():
             self.end(self.cut_reason or StopReason.CONTEXT_FULL)
             return None
-        remaining_s = self._remaining_s()
-        if remaining_s is not None and remaining_s <= 0:
-            self._refuse_if_deterministic(f"rollout.max_seconds={self.context.limits.max_seconds}")
+        left_s = None if limits.max_seconds is None else limits.max_seconds - (time.monotonic() - self._started_s)
+        if left_s is not None and left_s <= 0:
+            self._refuse_if_deterministic(f"rollout.max_seconds={limits.max_seconds}")
             self.end(StopReason.TIME_LIMIT)
             return None
-        turn = self.trajectory.num_turns + 1
-        max_new_tokens, cut_reason = self.context.limits.next_turn(
-            len(self.record.token_ids), self._num_response_tokens
-        )
+        max_new_tokens, cut_reason = limits.next_turn(len(self.record.token_ids), self.ledger.num_response_tokens)
         if max_tokens is not None and max_tokens < max_new_tokens:
             max_new_tokens, cut_reason = max_tokens, StopReason.MAX_TOKENS_PER_TURN
-        output = await self._ask(turn, max_new_tokens, remaining_s, stop)
+        self._stop = tuple(dict.fromkeys((*self.context.sampling.stop, *stop)))
+        turn = self.trajectory.num_turns + 1
+        output = await self._ask(turn, max_new_tokens, left_s)
         self.trajectory.num_turns = turn
-        return self._record_turn(turn, output, cut_reason)
+        return self._take_turn(turn, output, cut_reason)
 
-    async def finish(self) -> None:
-        """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended.
+    def _flush(self) -> bool:
+        """Record what is queued. False if it, the generation prompt and one more token do not fit."""
+        queue, record, chat, messages = self._queue, self.record, self.context.chat, self.trajectory.messages
+        if queue.new_prompt is not None:
+            return self._fork(list(queue.new_prompt))
+        ids, delta_ids, inserted_end = list(queue.tail_ids), [], 0
+        if queue.messages:
+            tools = self.trajectory.tools or None
+            if self.context.use_inference_chat_template and self._production_differs(tools):
+                self.record.messages = self._seen
+                given = self._num_given
+                return self._fork(chat.mixed_prompt_ids(messages[:given], messages[given:], tools))
+            last_ids = (ids or record.token_ids)[-1:]
+            delta = chat.delta_ids(list(queue.messages), history=self._seen, tools=tools, last_ids=last_ids)
+            delta_ids, inserted_end = delta.ids, delta.inserted_end
+        media_start = len(record.token_ids) + len(ids)
+        ids += [*delta_ids, *queue.opening_ids]
+        if not self._fits(len(record.token_ids) + len(ids), len(ids)):
+            return False
+        self.count("inserted_end_tokens", inserted_end)
+        self._add_media(queue.messages, delta_ids, media_start)
+        if ids:
+            self.ledger.given(ids, turn=self.trajectory.num_turns)
+        self._queue = replace(queue, messages=(), tail_ids=(), opening_ids=())
+        return True
 
-        A long conversation takes a second to render and compare: a thread does it, so that others go on meanwhile. In
-        a deterministic run all wait for each other anyway, and the order in which findings are counted may not depend
-        on a clock.
+    def _production_differs(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether production would show the model another text than the record holds.
+
+        Texts are compared, not ids: a turn sampled in other ids than the tokenizer would choose reads the same. And
+        only what follows the first prompt: the prompt was rendered once, by the same template.
         """
-        trajectory, sanity = self.trajectory, self.context.sanity
-        if self._pending:
-            trajectory.counters["unread_messages"] = len(self._pending)
-        for record in trajectory.records:
-            record.check()
-        if sanity.mode is SanityMode.OFF or self.context.deterministic:
-            found = self._checked()
-        else:
-            found = await asyncio.get_running_loop().run_in_executor(sanity.thread, self._checked)
-        self._set_masks()
-        sanity.observe(found)
-        trajectory.sanity = found.to_row() if found is not None else None
+        chat, record = self.context.chat, self.record
+        before = chat.decode(record.token_ids[: record.num_prompt_tokens])
+        shown = chat.decode(record.token_ids)[len(before) :]
+        production = chat.full_text(self.trajectory.messages, tools, add_generation_prompt=True)
+        prompt = chat.full_text(self.trajectory.messages[: self._prompt_messages], tools, add_generation_prompt=True)
+        return not (production.startswith(prompt) and production[len(prompt) :].startswith(shown))
 
-    def _checked(self) -> Finding | None:
-        """The sanity check's finding; changes nothing."""
-        trajectory = self.trajectory
-        seen = trajectory.messages[: len(trajectory.messages) - len(self._pending)]
-        cut = trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated"
-        findings = []
-        for k, record in enumerate(trajectory.records):
-            finding = check(
-                self.context.chat,
-                messages=record.messages or seen,
-                tools=(trajectory.tools if record.tools is None else record.tools) or None,
-                token_ids=record.token_ids,
-                sampled=record.sampled,
-                mode=self.context.sanity.mode,
-                stop_length=cut and record is self.record,
-                prompt_truncated=self.prompt_truncated and k == 0,
-            )
-            findings.append(finding)
-        return combine(findings)
+    def _fork(self, prompt_ids: list[int]) -> bool:
+        """Begin a record with the rewritten history. False if it and one more token do not fit."""
+        trajectory, prompt_ids = self.trajectory, [*prompt_ids, *self._queue.opening_ids]
+        if not self._fits(len(prompt_ids), 0):
+            return False
+        self.count("forks", int(self.ledger.fork(prompt_ids, turn=trajectory.num_turns)))
+        self._add_media(trajectory.messages, prompt_ids, 0)
+        self._prompt_messages = len(trajectory.messages)
+        self._queue = _Queue(opening=self._queue.opening, continues=self._queue.continues)
+        return True
 
-    def _set_masks(self) -> None:
-        context, trajectory = self.context, self.trajectory
-        first = trajectory.records[0]
-        if context.train_prompt_assistants and not self.prompt_truncated:
-            added = train_prompt_assistants(context.chat, first, self._given, self._given_tools or None)
-            self.count("trained_given_tokens", added)
-        if context.loss_scale is not None and not self.mask_given and self.rounds:
-            apply_loss_scale(context.loss_scale, context.chat, trajectory, self.rounds)
+    def _fits(self, num_tokens: int, num_new: int) -> bool:
+        """Whether a record of so many tokens, so many of them new in the response, has room for one more."""
+        return self.context.limits.room(num_tokens, self.ledger.num_response_tokens + num_new)[0] >= 1
 
-    async def _ask(
-        self, turn: int, max_new_tokens: int, remaining_s: float | None, stop: Sequence[str]
-    ) -> GenerationOutput:
-        context, trajectory = self.context, self.trajectory
-        deadline_s = min(context.limits.request_timeout_s, remaining_s if remaining_s is not None else float("inf"))
-        self._stop = tuple(dict.fromkeys((*context.sampling.stop, *stop)))
-        seed = self._turn_seed(turn)
+    def _add_media(self, messages: Sequence[Message], ids: Sequence[int], start: int) -> None:
+        """Record the images and videos of messages whose rendering `ids` begins at token `start`."""
+        if has_media(messages):
+            self.record.media += [made.moved(start) for made in self.context.chat.media_inputs(messages, ids)]
+
+    async def _ask(self, turn: int, max_new_tokens: int, left_s: float | None) -> GenerationOutput:
+        context, trajectory, name = self.context, self.trajectory, self.trajectory.trajectory_id
+        deadline_s = min(context.limits.request_timeout_s, left_s if left_s is not None else float("inf"))
+        # From names, not from the order of events: the same conversation draws the same numbers however many run beside
+        # it. The id holds step, prompt and sample; an attempt after a lost engine draws others.
+        name_of_turn = f"{context.seed}/{name}/{turn}/{self.attempt}"
+        seed = int.from_bytes(hashlib.blake2b(name_of_turn.encode(), digest_size=8).digest(), "big") >> 1
         request = GenerationRequest(
             input_ids=list(self.record.token_ids),
             sampling=replace(context.sampling, max_new_tokens=max_new_tokens, seed=seed, stop=self._stop),
-            request_id=f"{trajectory.trajectory_id}/{self.attempt}/{turn}",
-            session_id=self.engine_session or trajectory.trajectory_id,
+            request_id=f"{name}/{self.attempt}/{turn}",
+            session_id=self.engine_session or name,
             deadline_s=deadline_s,
             media={"inputs": list(self.record.media)} if self.record.media else {},
         )
         begun = time.monotonic()
         output = await context.engine.generate(request)
-        self._time_spans(begun, output, turn)
+        seconds = time.monotonic() - begun
+        trajectory.time_spans += _time_spans(begun, seconds, output, turn)
         if output.finish_reason == "abort":
-            # An engine's clock may be a little ahead of ours.
-            if time.monotonic() - begun < deadline_s - _CLOCK_SLACK_S:
+            # An abort before the deadline is the engine's own: it is shutting down, or was restarted. What it sampled
+            # until then is thrown away with the whole trajectory, which is started again.
+            if seconds < deadline_s - _CLOCK_SLACK_S:
                 raise EngineGoneError(f"{request.request_id}: the engine aborted the request")
             self._refuse_if_deterministic(f"the request's deadline of {deadline_s:.1f} s")
             self.count("deadlines", 1)
         return output
 
-    def _record_turn(self, turn: int, output: GenerationOutput, cut_reason: StopReason) -> AssistantTurn:
-        context = self.context
-        start = len(self.record.token_ids)
+    def _take_turn(self, turn: int, output: GenerationOutput, cut_reason: StopReason) -> AssistantTurn:
+        """Record the engine's output, read it, and end the trajectory where it was cut."""
+        chat, parser, start = self.context.chat, self.context.parser, len(self.record.token_ids)
         if output.token_ids is None:
-            self._record_text(turn, output)
+            text = self._take_text(turn, output)
         else:
-            versions = [span.version for span in output.version_spans for _ in range(span.num_tokens)]
             self._refuse_placeholders(output.token_ids)
-            self.record.append_sampled(output.token_ids, output.log_probs, versions, turn=turn)
-        ids = self.record.token_ids[start:]
-        text = context.chat.turn_text(ids) if output.text is None or output.token_ids is not None else output.text
-        if context.parser is not None:
-            parsed = context.parser.parse(text, self.trajectory.tools, in_reasoning=context.chat.prefilled_reasoning)
+            versions = [span.version for span in output.version_spans for _ in range(span.num_tokens)]
+            self.ledger.sampled(output.token_ids, output.log_probs, versions, turn=turn)
+            text = chat.turn_text(self.record.token_ids[start:])
+        parsed = ParsedTurn(content=text)
+        if parser is not None:
+            parsed = parser.parse(text, self.trajectory.tools, in_reasoning=chat.prefilled_reasoning)
             parsed = parsed.with_ids(f"call_{turn}_")
-        else:
-            parsed = ParsedTurn(content=text)
         self.trajectory.turn_texts.append(text)
         message = self._add_message(text, parsed)
         for name, amount in (("cached_tokens", output.cached_tokens), ("input_tokens", start)):
@@ -176,7 +429,7 @@ class RolloutSession(Ledger):
             self.end(self.cut_reason)
         elif output.finish_reason == "abort":
             self.end(StopReason.TIME_LIMIT)
-        log_turn(self.trajectory, parsed, text, output.finish_reason)
+        self._log(parsed, text, output.finish_reason)
         return AssistantTurn(text, message, parsed, output.finish_reason)
 
     def _refuse_placeholders(self, ids: Sequence[int]) -> None:
@@ -188,7 +441,7 @@ class RolloutSession(Ledger):
                 "which stands for an image or a video that does not exist; the trajectory cannot be trained"
             )
 
-    def _record_text(self, turn: int, output: GenerationOutput) -> None:
+    def _take_text(self, turn: int, output: GenerationOutput) -> str:
         """An engine that yields only text: find the ids by the delta method."""
         assert output.text is not None, "an engine returns token_ids or text"
         message = {"role": "assistant", "content": output.text}
@@ -196,33 +449,27 @@ class RolloutSession(Ledger):
         stopped = any(output.text.endswith(string) for string in self._stop)
         complete = output.finish_reason == "stop" and not stopped
         tools = self.trajectory.tools or None
-        history = self.trajectory.messages[: len(self.trajectory.messages) - self._continues]
+        history = self.trajectory.messages[: len(self.trajectory.messages) - self._queue.continues]
         ids = turn_ids(self.context.chat, history, message, tools=tools, complete=complete)
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
-        self.record.append_sampled(ids, None, [version] * len(ids), turn=turn)
+        self.ledger.sampled(ids, None, [version] * len(ids), turn=turn)
+        return output.text
 
     def _add_message(self, text: str, parsed: ParsedTurn) -> Message:
         """Write the turn into the messages: as one of its own, or at the end of the one that it goes on inside."""
         messages = self.trajectory.messages
         last_round = self.rounds[-1] if self.rounds else -1
-        if self._continues:
+        if self._queue.continues:
             self.rounds.append(max(last_round, 0))
             messages[-1] = {**messages[-1], "content": str(messages[-1]["content"] or "") + text}
         else:
             self.rounds.append(last_round + 1)
-            self.message_prefix, self._prefill = self._prefill, ""
+            self.message_prefix = self._queue.opening
             messages.append(self._message(self.message_prefix + text, parsed))
-        self._continues = False
+            self._queue = replace(self._queue, opening="")
+        self._queue = replace(self._queue, continues=False)
         self.message_rounds[len(messages) - 1] = self.rounds[-1]
         return messages[-1]
-
-    @property
-    def reasoning_key(self) -> str | None:
-        """Where a message holds its reasoning, for this template and parser; None where the template shows none."""
-        can, parser = self.context.chat.capabilities, self.context.parser
-        if can.reasoning_content != "ignored":
-            return can.reasoning_key
-        return parser.reasoning_key if parser is not None and parser.reasoning_key != "reasoning_content" else None
 
     def _message(self, text: str, parsed: ParsedTurn) -> Message:
         if self.verbatim:
@@ -239,28 +486,111 @@ class RolloutSession(Ledger):
             message["tool_calls"] = [call.to_message() for call in parsed.calls]
         return message
 
+    def _log(self, parsed: ParsedTurn, text: str, finish_reason: FinishReason) -> None:
+        """Write the line of the turn that was recorded last.
+
+        Attributes: `trajectory_id`, `turn`, `action` (names of the calls, else the first tag that is closed, else
+        None), `finish_reason`, `sampled_tokens` (of the turn), `response_tokens`, `mask_tokens` (lengths of the two
+        columns) and `trained_tokens` of the record so far.
+        """
+        if not turn_log.isEnabledFor(logging.DEBUG):
+            return
+        record = self.record
+        start, span = record.num_prompt_tokens, record.turns[-1]
+        numbers = {
+            "trajectory_id": self.trajectory.trajectory_id,
+            "turn": self.trajectory.num_turns,
+            "action": ", ".join(call.name for call in parsed.calls) or first_tag(text),
+            "finish_reason": finish_reason,
+            "sampled_tokens": span.end - span.start,
+            "response_tokens": len(record.token_ids) - start,
+            "mask_tokens": len(record.loss_mask) - start,
+            "trained_tokens": sum(record.loss_mask),
+        }
+        turn_log.debug(
+            "%(trajectory_id)s turn %(turn)d: action %(action)s, %(finish_reason)s after %(sampled_tokens)d tokens; "
+            "response %(response_tokens)d, mask %(mask_tokens)d, trained %(trained_tokens)d",
+            numbers,
+            extra=numbers,
+        )
+
+    # ---- when it is over
+
+    async def finish(self) -> None:
+        """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended.
+
+        A long conversation takes a second to render and compare: a thread does it, so that others go on meanwhile. In
+        a deterministic run all wait for each other anyway, and the order in which findings are counted may not depend
+        on a clock.
+        """
+        context, trajectory = self.context, self.trajectory
+        if self._queue.messages:
+            trajectory.counters["unread_messages"] = len(self._queue.messages)
+        for record in trajectory.records:
+            record.check()
+        if context.sanity.mode is SanityMode.OFF or context.deterministic:
+            found = self._checked()
+        else:
+            found = await asyncio.get_running_loop().run_in_executor(context.sanity.thread, self._checked)
+        # Only now: the check asks what was sampled, and a mask that trains more or less of it is no finding.
+        if context.train_prompt_assistants and not self.prompt_truncated:
+            first, tools = trajectory.records[0], self._given_tools or None
+            added = train_prompt_assistants(context.chat, first, self._given, tools)
+            self.count("trained_given_tokens", added)
+        if context.loss_scale is not None and not self.mask_given and self.rounds:
+            apply_loss_scale(context.loss_scale, context.chat, trajectory, self.rounds)
+        context.sanity.observe(found)
+        trajectory.sanity = found.to_row() if found is not None else None
+
+    def _checked(self) -> Finding | None:
+        """The sanity check's finding; changes nothing."""
+        trajectory = self.trajectory
+        cut = trajectory.stop_reason is not None and trajectory.stop_reason.status == "truncated"
+        findings = [
+            check(
+                self.context.chat,
+                messages=record.messages or self._seen,
+                tools=(trajectory.tools if record.tools is None else record.tools) or None,
+                token_ids=record.token_ids,
+                sampled=record.sampled,
+                mode=self.context.sanity.mode,
+                stop_length=cut and record is self.record,
+                prompt_truncated=self.prompt_truncated and k == 0,
+            )
+            for k, record in enumerate(trajectory.records)
+        ]
+        return combine(findings)
+
+    def _refuse_after_the_end(self, verb: str) -> None:
+        if self.ended:
+            trajectory = self.trajectory
+            raise LedgerError(f"{trajectory.trajectory_id}: {verb}() after the end ({trajectory.stop_reason})")
+
     def _refuse_if_deterministic(self, what: str) -> None:
         if self.context.deterministic:
             raise deadline_error(self.trajectory, what)
 
-    def _turn_seed(self, turn: int) -> int:
-        """From (run, trajectory, turn, attempt); the trajectory's id holds step, prompt and sample."""
-        text = f"{self.context.seed}/{self.trajectory.trajectory_id}/{turn}/{self.attempt}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
-    def _remaining_s(self) -> float | None:
-        limit = self.context.limits.max_seconds
-        return None if limit is None else limit - (time.monotonic() - self._started_s)
+def _time_spans(begun: float, seconds: float, output: GenerationOutput, turn: int) -> list[TimeSpan]:
+    """A request's phases. What the engine cannot have seen (on the way to it and back, in a lock step) is waiting."""
+    edge, timings, spans = begun, output.timings, []
+    unseen = seconds - timings.queue_s - timings.prefill_s - timings.decode_s
+    phases = (
+        ("queue", timings.queue_s + max(0.0, unseen)),
+        ("prefill", timings.prefill_s),
+        ("decode", timings.decode_s),
+    )
+    for phase, taken in phases:
+        if taken > 0:
+            spans.append(TimeSpan(phase, edge, edge + taken, turn))  # type: ignore[arg-type]
+            edge += taken
+    return spans
 
-    def _time_spans(self, begun: float, output: GenerationOutput, turn: int) -> None:
-        """What the engine cannot have seen (on the way to it and back, in a lock step) counts as waiting."""
-        edge, timings = begun, output.timings
-        unseen = time.monotonic() - begun - timings.queue_s - timings.prefill_s - timings.decode_s
-        for phase, seconds in (
-            ("queue", timings.queue_s + max(0.0, unseen)),
-            ("prefill", timings.prefill_s),
-            ("decode", timings.decode_s),
-        ):
-            if seconds > 0:
-                self.trajectory.time_spans.append(TimeSpan(phase, edge, edge + seconds, turn))  # type: ignore[arg-type]
-                edge += seconds
+
+def first_tag(text: str) -> str | None:
+    """The first tag that the text opens and closes, thoughts aside: `search` in `<search>x</search>`."""
+    for closing in re.finditer(r"</(\w+)>", text):
+        name = closing.group(1)
+        if name != "think" and f"<{name}>" in text[: closing.start()]:
+            return name
+    return None

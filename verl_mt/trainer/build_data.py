@@ -16,7 +16,7 @@ from verl_mt.data.dataset import DataSource, load_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
-from verl_mt.rollout.limits import is_multi_turn
+from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.tools.registry import ToolSet
 

@@ -25,8 +25,8 @@ from verl_mt.interactions.registry import load_interactions
 from verl_mt.modeling import load
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import load_reward
+from verl_mt.rollout.context import Limits, is_multi_turn
 from verl_mt.rollout.doors import DoorParts, build_door
-from verl_mt.rollout.limits import Limits, is_multi_turn
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext

@@ -123,7 +123,8 @@ def _take_edits(trajectories: Sequence[Trajectory], samples: Sequence[Sample], p
                 mask = [0] * start + list(sample.loss_mask)
                 if len(mask) != len(record.token_ids) or any(m and not s for m, s in zip(mask, record.sampled)):
                     raise DataError(f"{where}: loss_mask may only clear tokens that were sampled, one entry per token")
-                record.loss_mask = mask
+                record.clear_mask([p for p, wanted in enumerate(mask) if not wanted])
+                record.set_mask([p for p, wanted in enumerate(mask) if wanted])
             reward = sample.reward.get("score") if isinstance(sample.reward, dict) else sample.reward
             if reward != trajectory.reward:
                 trajectory.reward = None if reward is None else float(reward)

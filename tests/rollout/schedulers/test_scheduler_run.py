@@ -16,7 +16,7 @@ from verl_mt.data.batch import LOSS_MASK, TRAJECTORY_INDEX, build_batch, expand_
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput, TrajectoryOver
 
 

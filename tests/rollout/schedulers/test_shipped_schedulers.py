@@ -11,7 +11,7 @@ from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, PluginError
 from verl_mt.plugins import load_object
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 from verl_mt.rollout.scheduler import (
     Env,
     GymScheduler,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message, reasoning_of
-from verl_mt.data.trajectory import TrajectoryRecord
+from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.user_values import WrongValue, bool_of, count_of, messages_of, plain_of, stops_of, text_of
 from verl_mt.errors import ConfigError, EngineError, value_text
 from verl_mt.rollout.session import AssistantTurn

@@ -15,7 +15,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.base import Reward
-from verl_mt.rollout.limits import Limits
+from verl_mt.rollout.context import Limits
 
 ROUTER_HOST = "rollout-session.invalid"
 """The router's address in `args`. `post` knows it and hands the request to the session; a name under `.invalid` never

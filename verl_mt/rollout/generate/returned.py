@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.slime_sample import Sample, check_unsupported, fill_from_record
-from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryRecord
+from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.generate.asked import AskedConversation, CallConversations

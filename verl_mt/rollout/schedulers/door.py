@@ -17,9 +17,9 @@ from typing import Any
 
 from verl_mt.config.schema import Config
 from verl_mt.data.conversation import Message
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import Kind, parts_of
 from verl_mt.data.requests import RolloutInferRequest, RolloutOutput
-from verl_mt.data.trajectory import TrajectoryRecord, TurnSpan
 from verl_mt.data.user_values import WrongValue, bits_of, bool_of, ids_of, is_nested, log_probs_of, messages_of
 from verl_mt.errors import (
     ConfigError,

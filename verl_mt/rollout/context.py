@@ -1,11 +1,18 @@
-"""The limits of one trajectory: turns, tokens, seconds. The smallest wins, each has its own stop reason."""
+"""What all conversations of a run share (`SessionContext`), the limits of each (`Limits`), and how errors name one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_mt.chat.parsers.base import ToolParser
+from verl_mt.chat.sanity import SanityMonitor
+from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
-from verl_mt.data.trajectory import StopReason
+from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.engines.base import InferenceEngine
+from verl_mt.errors import DeadlineError, VerlMTError, error_text
+from verl_mt.rollout.loss_scale import LossScale
 from verl_mt.tools.results import Keep
 
 _TURNS_OF_TIME = 10
@@ -14,7 +21,10 @@ _TURNS_OF_TIME = 10
 
 @dataclass(frozen=True)
 class Limits:
-    """See `actor_rollout_ref.rollout` for each field; None = no limit of its own."""
+    """The limits of one trajectory: turns, tokens, seconds. The smallest wins, and each has its own stop reason.
+
+    See `actor_rollout_ref.rollout` for each field; None = no limit of its own.
+    """
 
     response_length: int
     """Everything after the first prompt, observations included, in tokens."""
@@ -72,6 +82,26 @@ class Limits:
         return room, reason
 
 
+@dataclass(frozen=True)
+class SessionContext:
+    """What all conversations of a run share."""
+
+    chat: ChatTemplate
+    engine: InferenceEngine
+    limits: Limits
+    parser: ToolParser | None
+    sampling: SamplingParams
+    """`max_new_tokens` and `seed` are set per turn."""
+    sanity: SanityMonitor
+    use_inference_chat_template: bool = False
+    deterministic: bool = False
+    seed: int = 0
+    loss_scale: LossScale | None = None
+    """None = every sampled token is trained."""
+    train_prompt_assistants: bool = False
+    """Assistant messages of the data set's prompt are trained too."""
+
+
 def is_multi_turn(config: Config) -> bool:
     """The one switch: `multi_turn.enable`, or (null) whether tools or an interaction are configured."""
     rollout = config.actor_rollout_ref.rollout
@@ -84,3 +114,17 @@ def is_multi_turn(config: Config) -> bool:
         or rollout.custom_generate_function_path
         or rollout.multi_turn.scheduler
     )
+
+
+def deadline_error(trajectory: Trajectory, what: str) -> DeadlineError:
+    """A deadline fired in a run that promises the same bits every time."""
+    return DeadlineError(
+        f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {what} was over, and "
+        "with trainer.deterministic=True no deadline may fire; raise it, or switch determinism off"
+    )
+
+
+def session_error(trajectory: Trajectory, error: BaseException) -> str:
+    """One line that names trajectory, row and turn."""
+    text = error_text(error, named=not isinstance(error, VerlMTError))
+    return f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {text}"
