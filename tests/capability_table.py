@@ -115,7 +115,7 @@ CAPABILITIES: dict[str, tuple[str, str]] = {
     "C91": ("splitting a trajectory does not change its weight", "algorithms/aggregate.py"),
     "V1": ("`rollout.multi_turn` and `rollout.name`", "config/rollout.py"),
     "V2": ("tools in YAML", "tools/registry.py"),
-    "V3": ("interactions in YAML", "interactions/registry.py"),
+    "V3": ("interactions in YAML", "interactions/session.py"),
     "V4": ("delta tokenization", "chat/text_delta.py"),
     "V5": ("the same with a multimodal processor", "chat"),
     "V6": ("the comparison with the full tokenization", "chat/sanity.py"),

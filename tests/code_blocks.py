@@ -19,7 +19,7 @@ import yaml
 from verl_mt.config.compose import config_of_command
 from verl_mt.config.normalize import normalize_tree
 from verl_mt.config.schema import sections
-from verl_mt.interactions.registry import load_interactions
+from verl_mt.interactions.session import load_interactions
 from verl_mt.migrate import migrate
 from verl_mt.migrate.shell import Command, read_script
 from verl_mt.tools.registry import load_tools

@@ -9,7 +9,7 @@ from verl_mt.errors import ConfigError, DataError, PluginError
 from verl_mt.interactions.base import default_name
 from verl_mt.interactions.checker import CheckerInteraction
 from verl_mt.interactions.gsm8k_interaction import Gsm8kInteraction
-from verl_mt.interactions.registry import load_interactions, pick_interaction
+from verl_mt.interactions.session import load_interactions, pick_interaction
 
 GSM8K = "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction"
 CHECKER = "verl_mt.interactions.checker.CheckerInteraction"

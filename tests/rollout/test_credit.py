@@ -14,8 +14,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.data.trajectory import TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.rollout.credit import set_aside, turn_rewards
-from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.runner import RolloutPlan, set_aside, turn_rewards
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet

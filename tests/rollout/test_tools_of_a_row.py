@@ -10,7 +10,7 @@ from tool_runs import CHAT
 
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
-from verl_mt.rollout.stream import RolloutStream
+from verl_mt.rollout.runner import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
 

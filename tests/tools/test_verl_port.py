@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from verl_mt.data.conversation import ToolCall
-from verl_mt.interactions.registry import load_interactions, pick_interaction
-from verl_mt.interactions.session import InteractionSession
+from verl_mt.interactions.session import InteractionSession, load_interactions, pick_interaction
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import load_tools
 

@@ -19,11 +19,10 @@ from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import DataError, EngineError
-from verl_mt.interactions.registry import load_interactions
+from verl_mt.interactions.session import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import is_multi_turn
-from verl_mt.rollout.runner import RolloutPlan
-from verl_mt.rollout.stream import RolloutStream
+from verl_mt.rollout.runner import RolloutPlan, RolloutStream
 from verl_mt.trainer import build_data, build_rollout
 
 _ROLLOUT = "actor_rollout_ref.rollout"

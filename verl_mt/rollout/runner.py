@@ -1,4 +1,4 @@
-"""Many conversations at once: `runner.run(prompts)` yields finished, scored groups.
+"""Many conversations at once: `RolloutRunner.run` yields finished, scored groups; `RolloutStream` does so in a thread.
 
 One bad sample never kills the batch: what a plug-in raised marks its trajectory FAILED, an engine that went away
 makes it start again, and both are counted.
@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import queue
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.slime_sample import samples_of
@@ -20,7 +26,6 @@ from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneErro
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
-from verl_mt.rollout.credit import set_aside, turn_rewards
 from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
@@ -28,6 +33,8 @@ from verl_mt.tools.executor import ToolExecutor, ToolSession
 from verl_mt.user_code import CallTimeout
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -109,25 +116,14 @@ class RolloutRunner:
     async def _run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: _Gate) -> TrajectoryGroup:
         prompt_id = f"{plan.name}.{position:05d}"
         context = self.context if plan.sampling is None else replace(self.context, sampling=plan.sampling)
-        trajectories = [
-            Trajectory(
-                trajectory_id=f"{prompt_id}.{sample:02d}",
-                prompt_id=prompt_id,
-                group_id=prompt_id,
-                episode_id=f"{prompt_id}.{sample:02d}",
-                data_source=prompt.row.data_source,
-                row_index=prompt.row.index,
-                source=prompt.row.source,
-            )
-            for sample in range(plan.episodes_per_prompt)
-        ]
         contexts = [context] * plan.n + [replace(context, sampling=context.sampling.greedy())] * plan.greedy_too
-        first = position * plan.episodes_per_prompt
-        runs = [
-            self._run_one(contexts[sample], trajectory, prompt, gate, Place(position, first + sample, plan.evaluation))
-            for sample, trajectory in enumerate(trajectories)
-        ]
-        row, outcomes = prompt.row, await asyncio.gather(*runs)
+        row, first = prompt.row, position * plan.episodes_per_prompt
+        runs = []
+        for sample, own in enumerate(contexts):
+            name, place = f"{prompt_id}.{sample:02d}", Place(position, first + sample, plan.evaluation)
+            blank = Trajectory(name, prompt_id, prompt_id, name, row.data_source, row.index, source=row.source)
+            runs.append(self._run_one(own, blank, prompt, gate, place))
+        outcomes = await asyncio.gather(*runs)
         finished = [t for outcome in outcomes for t in outcome]
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt)
@@ -136,33 +132,27 @@ class RolloutRunner:
         return group
 
     async def _run_one(
-        self, context: SessionContext, trajectory: Trajectory, prompt: Prompt, gate: _Gate, place: Place
+        self, context: SessionContext, blank: Trajectory, prompt: Prompt, gate: _Gate, place: Place
     ) -> list[Trajectory]:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
-        blank, session_id, engine, order = trajectory, trajectory.trajectory_id, context.engine, place.sample
+        session_id, engine, order = blank.trajectory_id, context.engine, place.sample
         arrived = time.monotonic()
         await gate.enter(order, lambda: engine.open_session(session_id, order))
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
             for attempt in range(self.max_retries + 1):
-                trajectory = replace(
-                    blank,
-                    messages=[],
-                    turn_texts=[],
-                    tools=[],
-                    records=[],
-                    tool_rewards={},
-                    tool_reward_turns={},
-                    turn_scores=[],
-                    counters={},
-                    time_spans=list(waited),
-                    info={},
-                    media={},
-                )
+                # From the beginning, in a trajectory of its own: the engine that comes back may have other weights and
+                # has no cache, tools hold what the lost attempt did to them, and tokens of two attempts in one record
+                # would have log-probs of histories that never were. The gate's place and the engine's session stay, so
+                # that a deterministic engine does not go on without this conversation.
+                trajectory = _copy_of(blank, waited)
                 session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
                 if all(t is not trajectory for t in outcome):
-                    _hand_over(trajectory, outcome[0])
+                    # What tools and engine did is counted, though the first conversation came to nothing.
+                    for name, amount in trajectory.counters.items():
+                        outcome[0].counters[name] = outcome[0].counters.get(name, 0) + amount
+                    outcome[0].time_spans += trajectory.time_spans
                 if attempt:
                     outcome[0].counters["retries"] = attempt
                 if not isinstance(error, EngineGoneError):
@@ -200,7 +190,9 @@ class RolloutRunner:
             episode = Episode(session, prompt, tools, interaction, place)
             await self.door.run(episode)
             if tools is not None and session.context.deterministic:
-                _refuse_timeouts(trajectory, tools)
+                for name, count in tools.counters.items():
+                    if name.endswith("/timeouts") and count:
+                        raise deadline_error(trajectory, f"multi_turn.tool_timeout_s of {name.split('/')[1]}")
             await session.finish()
             return None, episode.outcome or [trajectory]
         except (asyncio.CancelledError, KeyboardInterrupt, DeadlineError):
@@ -307,17 +299,22 @@ class RolloutRunner:
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
-def _hand_over(dropped: Trajectory, kept: Trajectory) -> None:
-    """What tools and engine did for an episode is counted, though its first conversation came to nothing."""
-    for name, amount in dropped.counters.items():
-        kept.counters[name] = kept.counters.get(name, 0) + amount
-    kept.time_spans += dropped.time_spans
-
-
-def _refuse_timeouts(trajectory: Trajectory, tools: ToolSession) -> None:
-    for name, count in tools.counters.items():
-        if name.endswith("/timeouts") and count:
-            raise deadline_error(trajectory, f"multi_turn.tool_timeout_s of {name.split('/')[1]}")
+def _copy_of(blank: Trajectory, waited: Sequence[TimeSpan]) -> Trajectory:
+    """A trajectory with the same ids that shares no list with other attempts."""
+    return replace(
+        blank,
+        messages=[],
+        turn_texts=[],
+        tools=[],
+        records=[],
+        tool_rewards={},
+        tool_reward_turns={},
+        turn_scores=[],
+        counters={},
+        time_spans=list(waited),
+        info={},
+        media={},
+    )
 
 
 class _Gate:
@@ -397,3 +394,126 @@ def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
         }
         for record in trajectory.records
     ]
+
+
+def turn_rewards(trajectory: Trajectory, *, tool_weight: float, score_weight: float) -> dict[int, float]:
+    """Assistant turn -> the weighted rewards that it earned: a tool's step rewards for the turn that made the calls, an
+    interaction's score for the turn that it judged.
+
+    What belongs to no turn is not in it: the reward function's score, and a tool's `calc_reward` of the whole.
+    """
+    earned: dict[int, float] = defaultdict(float)
+    for name, turns in trajectory.tool_reward_turns.items():
+        for turn, reward in zip(turns, trajectory.tool_rewards.get(name, [])):
+            earned[turn] += tool_weight * reward
+    judged = [span.turn for span in trajectory.time_spans if span.phase == "interaction"]
+    if len(judged) == len(trajectory.turn_scores):
+        for turn, score in zip(judged, trajectory.turn_scores):
+            earned[turn] += score_weight * score
+    return {turn: reward for turn, reward in sorted(earned.items()) if reward}
+
+
+def set_aside(group: TrajectoryGroup, greedy: list[Trajectory]) -> None:
+    """Take the greedy answer (several trajectories, where an episode has several agents) out of a scored group; each
+    agent's others get its reward to be compared with, NaN where it was not scored."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in greedy:
+        if trajectory.reward is not None:
+            rewards[trajectory.group_id].append(trajectory.reward)
+    taken = {id(t) for t in greedy}
+    group.trajectories = [t for t in group.trajectories if id(t) not in taken]
+    for trajectory in group.trajectories:
+        found = rewards.get(trajectory.group_id)
+        trajectory.greedy_reward = fmean(found) if found else math.nan
+
+
+class RolloutStream:
+    """Starts plans and hands over their groups.
+
+    Plans may be started ahead of the one that is collected; the trainer starts a plan and collects it before the
+    weights change, which is synchronous training.
+    """
+
+    def __init__(self, runner: RolloutRunner):
+        self.runner = runner
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+        self._running: dict[str, tuple[Future[None], queue.Queue[TrajectoryGroup | None], int]] = {}
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the rollout's loop and wait for it (weight updates, closing)."""
+        return self._wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def start(self, plan: RolloutPlan) -> None:
+        """Begin to roll out a plan; returns at once."""
+        groups: queue.Queue[TrajectoryGroup | None] = queue.Queue()
+        future = asyncio.run_coroutine_threadsafe(self._produce(plan, groups), self._loop)
+        self._running[plan.name] = (future, groups, len(plan.prompts))
+
+    def started(self, name: str) -> bool:
+        """Whether a plan of that name is running or waits to be collected."""
+        return name in self._running
+
+    def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
+        """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
+
+        `while_waiting` is called a few times a second (a display, a check for Ctrl-C); what it raises cancels the plan.
+        """
+        future, groups, count = self._running.pop(name)
+        collected: list[TrajectoryGroup] = []
+        try:
+            while len(collected) < count:
+                while_waiting()
+                try:
+                    group = groups.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                if group is None:
+                    break
+                collected.append(group)
+        except BaseException:
+            future.cancel()
+            raise
+        self._wait(future)
+        # Groups arrive as they finish, which a clock decides; batches may not depend on one.
+        return sorted(collected, key=lambda g: g.prompt_id)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent."""
+        for future, _, _ in self._running.values():
+            future.cancel()
+        self._running.clear()
+        if self._thread.is_alive():
+            self._wait(asyncio.run_coroutine_threadsafe(_drain(), self._loop))
+            if self.runner.tools is not None:
+                self.call(self.runner.tools.close())
+            if last is not None:
+                self.call(last())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _produce(self, plan: RolloutPlan, groups: queue.Queue[TrajectoryGroup | None]) -> None:
+        try:
+            async for group in self.runner.run(plan):
+                groups.put(group)
+        finally:
+            groups.put(None)
+
+    @staticmethod
+    def _wait(future: Future[T]) -> T:
+        while True:
+            try:
+                return future.result(timeout=0.2)  # short, so that a signal is handled between two waits
+            except TimeoutError:
+                if future.done():  # the coroutine's own, not that of the wait
+                    raise
+
+
+async def _drain() -> None:
+    """Let cancelled tasks run their `finally` blocks."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -28,12 +28,11 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
-from verl_mt.interactions.registry import pick_interaction
+from verl_mt.interactions.session import pick_interaction
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutRunner
-from verl_mt.rollout.stream import RolloutStream
+from verl_mt.rollout.runner import RolloutRunner, RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import advantage_estimator

@@ -21,7 +21,7 @@ from verl_mt.engines.base import EngineSetup, InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
-from verl_mt.interactions.registry import load_interactions
+from verl_mt.interactions.session import load_interactions
 from verl_mt.modeling import load
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import load_reward
