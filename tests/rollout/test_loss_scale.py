@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,19 @@ from scheduler_lab import CHAT, converse, prompt_of, roll_out, runner_for, said
 from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import HAS_LOG_PROBS, LOSS_MASK, SAMPLED, TRAJECTORY_INDEX, build_batch
-from verl_mt.data.trajectory import Status
+from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.rollout import loss_scale as scales
-from verl_mt.rollout.loss_scale import ContextType, LossScale, load_loss_scale, loss_scale_map, loss_scales
+from verl_mt.rollout.loss_scale import (
+    ContextType,
+    LossScale,
+    apply_loss_scale,
+    load_loss_scale,
+    loss_scale_map,
+    loss_scales,
+)
 from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.trainer.build_rollout import loss_scale_of
 
@@ -305,3 +314,24 @@ def test_loss_scales_work_without_a_scheduler_too():
     engine = ScriptedEngine([said(REACT[0])])
     (trajectory,) = roll_out(runner_for(engine, ToolLoopDoor(), loss_scale=load_loss_scale("react")), [prompt_of()])
     assert trained_text(trajectory.records[0]) == f"Thought: x\nObservation:|Final Answer: 3{END}"
+
+
+def test_a_stretch_of_weight_zero_takes_whole_characters_out_of_the_loss():
+    """Tokens of bytes: a character's last byte goes with its first, at both ends of the stretch."""
+
+    class Middle(LossScale):
+        def get_loss_scale(self, context, context_type, is_last_round, **kwargs):
+            if context_type != ContextType.RESPONSE:
+                return [context], [1.0]
+            return ["é", "東東", "b🙂"], [1.0, 0.0, 1.0]
+
+    chat = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"), end_token_ids=frozenset())
+    record = TrajectoryRecord()
+    record.append_given([65], kind="prompt", turn=0)
+    sampled = list("é東東b🙂".encode())
+    record.append_sampled(sampled, [-1.0] * len(sampled), [0] * len(sampled), turn=1)
+    trajectory = Trajectory("t", "p", "g", "e", "toy", 0, records=[record])
+    apply_loss_scale(Middle(), chat, trajectory, [0])
+    kept = [i for i, bit in zip(record.token_ids, record.loss_mask, strict=True) if bit]
+    assert bytes(kept).decode() == "éb🙂"
+    assert trajectory.counters["masked_tokens"] == len("東東".encode())

@@ -28,6 +28,7 @@ from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
 from verl_mt.plugins import Registry, load_object
+from verl_mt.rollout.token_text import first_token_at
 
 logger = logging.getLogger(__name__)
 
@@ -358,9 +359,10 @@ def _cleared(
 ) -> list[tuple[int, int]]:
     """Ranges of tokens with weight 0, the end of turn asked for by itself."""
     body = len(ids) - int(bool(ids) and ids[-1] in chat.end_token_ids)
-    text = chat.decode(ids[:body])
+    said = ids[:body]
+    text = chat.decode(said)
     ranges = [
-        (_first_at(chat, ids[:body], low), _first_at(chat, ids[:body], high) if high < len(text) else body)
+        (first_token_at(chat.decode, said, low), first_token_at(chat.decode, said, high) if high < len(text) else body)
         for low, high in zero_stretches(scale, text, ContextType.RESPONSE, last=last, messages=messages)
     ]
     end = chat.decode(ids[body:])
@@ -379,12 +381,3 @@ def _scale_prompt(scale: LossScale, chat: ChatTemplate, record: TrajectoryRecord
         for low, high in _cleared(scale, chat, record.token_ids[start:end], False, []):
             record.clear_mask(list(range(start + low, start + high)))
         edge = end
-
-
-def _first_at(chat: ChatTemplate, ids: Sequence[int], character: int) -> int:
-    """The first token that begins at or behind a character of the ids' text."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(chat.decode(ids[:middle])) >= character else (middle + 1, high)
-    return low
