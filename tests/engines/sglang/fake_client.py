@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from verl_mt.engines.sglang.client import Client
+from verl_mt.engines.sglang.clients import Client
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import EngineGoneError

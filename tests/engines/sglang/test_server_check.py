@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from verl_mt.engines.sglang import server_check
-from verl_mt.engines.sglang.http_client import HttpClient
+from verl_mt.engines.sglang.clients import HttpClient
 from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import ConfigError
 

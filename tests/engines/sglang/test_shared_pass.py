@@ -15,8 +15,7 @@ from fake_client import FakeClient, FakeEngine, answer
 
 from verl_mt.engines.base import TensorBuckets
 from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang.buckets import Bucket
-from verl_mt.engines.sglang.shared_pass import SharedPass
+from verl_mt.engines.sglang.buckets import Bucket, SharedPass
 from verl_mt.errors import EngineError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights

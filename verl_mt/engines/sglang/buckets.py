@@ -1,11 +1,13 @@
-"""Weights on their way to SGLang: checked against the model's own shapes, then packed into flattened buckets."""
+"""Weights on their way to SGLang: checked against the model's own shapes, then packed into flattened buckets, once for
+all engines that take the same ones."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -33,7 +35,7 @@ class Entry:
     num_bytes: int
 
 
-class Check:
+class WeightCheck:
     """Compares what comes with the model's own names and shapes.
 
     SGLang is not asked about this: a wrong shape kills it, and an unknown name is ignored without a word.
@@ -71,9 +73,9 @@ def verify(tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[i
     """Check a whole update before any of it leaves.
 
     Raises:
-        EngineError: see `Check`.
+        EngineError: see `WeightCheck`.
     """
-    check = Check(expected)
+    check = WeightCheck(expected)
     for name, tensor in tensors:
         check.take(name, tensor)
     check.finish()
@@ -124,9 +126,9 @@ class Buckets:
             limit: bytes of a bucket; a tensor that is larger gets a bucket of its own.
 
         Raises:
-            EngineError: see `Check`; what was yielded before may have been sent.
+            EngineError: see `WeightCheck`; what was yielded before may have been sent.
         """
-        check = Check(self._expected)
+        check = WeightCheck(self._expected)
         entries: list[Entry] = []
         size = 0
         capacity = max(_ALIGNMENT, min(limit, self._total))
@@ -155,6 +157,54 @@ class Buckets:
         if self._buffer.device.type == "cuda":
             torch.cuda.synchronize(self._buffer.device)
         return Bucket(self._buffer[:size], entries, is_last)
+
+
+class SharedPass:
+    """The next bucket is packed when every member is done with the last one; who leaves is not waited for.
+
+    Args:
+        buckets: each holds until the next one is asked for.
+        num_members: every one of them enters `member()` once.
+    """
+
+    def __init__(self, buckets: Iterator[Bucket], num_members: int):
+        self._buckets = buckets
+        self._num_members = num_members
+        self._waiting: list[asyncio.Future[Bucket | None]] = []
+
+    @contextmanager
+    def member(self) -> Iterator[AsyncIterator[Bucket]]:
+        """The buckets, for one engine. What goes wrong with the tensors is raised for every member that is left."""
+        try:
+            yield self._take()
+        finally:
+            self._num_members -= 1
+            self._go_on()
+
+    async def _take(self) -> AsyncIterator[Bucket]:
+        while True:
+            upcoming: asyncio.Future[Bucket | None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(upcoming)
+            self._go_on()
+            bucket = await upcoming
+            if bucket is None:
+                return
+            yield bucket
+
+    def _go_on(self) -> None:
+        """Pack the next bucket once all want it."""
+        self._waiting = [future for future in self._waiting if not future.cancelled()]
+        if not self._waiting or len(self._waiting) < self._num_members:
+            return
+        waiting, self._waiting = self._waiting, []
+        try:
+            bucket = next(self._buckets, None)
+        except Exception as error:
+            for future in waiting:
+                future.set_exception(error)
+        else:
+            for future in waiting:
+                future.set_result(bucket)
 
 
 def describe(entries: list[Entry]) -> dict[str, list[Any]]:

@@ -23,14 +23,11 @@ from verl_mt.engines.base import (
     WeightUpdate,
     check_request,
 )
-from verl_mt.engines.sglang.buckets import Bucket, verify
-from verl_mt.engines.sglang.client import Client
-from verl_mt.engines.sglang.host_client import HostClient
-from verl_mt.engines.sglang.http_client import HttpClient, LaunchedServer
+from verl_mt.engines.sglang.buckets import Bucket, SharedPass, verify
+from verl_mt.engines.sglang.clients import Client, ColocatedClient, HttpClient, LaunchedServer
 from verl_mt.engines.sglang.options import SGLangOptions, check_rollout, require_sglang
 from verl_mt.engines.sglang.replica import Replica
-from verl_mt.engines.sglang.shared_pass import SharedPass
-from verl_mt.engines.sglang.turn import Turn
+from verl_mt.engines.sglang.turn import SGLangTurn
 from verl_mt.engines.sglang.weight_sender import WeightSender
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape, model_shape
@@ -46,7 +43,7 @@ _NUM_ABORTS = 30
 class _Live:
     """A request on its way."""
 
-    turn: Turn
+    turn: SGLangTurn
     deadline: float | None
     """On the event loop's clock."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -142,7 +139,7 @@ class SGLangEngine(InferenceEngine):
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already being sampled; ids must be unique")
         deadline = None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s
-        live = _Live(Turn(request, self._options.max_model_len, self._options.end_token_ids), deadline)
+        live = _Live(SGLangTurn(request, self._options.max_model_len, self._options.end_token_ids), deadline)
         self._live[request.request_id] = live
         try:
             return await self._generate(live)
@@ -257,7 +254,7 @@ class SGLangEngine(InferenceEngine):
             return [partial(HttpClient, url, options) for url in options.servers]
         if options.num_launched:
             return [partial(LaunchedServer, options, number) for number in range(options.num_launched)]
-        return [partial(HostClient, options.engine_arguments())]
+        return [partial(ColocatedClient, options.engine_arguments())]
 
     def _replica(self, make: Callable[[], Client]) -> Replica:
         sender = WeightSender(self._options, is_paused=lambda: not self._resumed.is_set())

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from verl_mt.engines.base import WeightUpdate
-from verl_mt.engines.sglang.client import Client
+from verl_mt.engines.sglang.clients import Client
 from verl_mt.engines.sglang.weight_sender import WeightSender
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 

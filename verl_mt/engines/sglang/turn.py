@@ -11,7 +11,7 @@ from verl_mt.errors import EngineError
 
 
 @dataclass
-class Turn:
+class SGLangTurn:
     """An assistant turn on its way; usually one answer of SGLang, now and then several.
 
     SGLang ends a turn at every end-of-sequence id that the model's files name, and cannot be told otherwise. Where

@@ -1,0 +1,127 @@
+"""The processes that are started: they end with their children and tell how they ended; an SGLang that nobody could
+work with is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from live import processes_of_group
+
+from verl_mt.engines.sglang import processes
+from verl_mt.engines.sglang.clients import ColocatedClient
+from verl_mt.engines.sglang.processes import ChildProcess
+from verl_mt.errors import ConfigError
+
+CLASSES = [*processes._INPUT_CLASSES.values(), "AbortReq"]
+CALLS = [*processes._INPUT_CLASSES, "abort_request"]
+
+
+@pytest.mark.parametrize(("kind", "call"), list(zip(CLASSES, CALLS)))
+def test_every_call_that_is_missing_is_named(kind, call):
+    with_all = SimpleNamespace(**dict.fromkeys(CLASSES))
+    manager = type("Manager", (), dict.fromkeys(CALLS))
+    processes.require_calls("0.5.23", with_all, manager)
+    for structs, methods in (([c for c in CLASSES if c != kind], CALLS), (CLASSES, [c for c in CALLS if c != call])):
+        with pytest.raises(ConfigError, match=f"SGLang 0.4.9, .* lacks the calls {call}; install 0.5.23"):
+            processes.require_calls(
+                "0.4.9", SimpleNamespace(**dict.fromkeys(structs)), type("Manager", (), dict.fromkeys(methods))
+            )
+
+
+@pytest.mark.slow
+def test_an_old_sglang_is_one_clear_error_at_the_start(tmp_path, monkeypatch, run_async):
+    package = tmp_path / "sglang"
+    (package / "srt" / "managers").mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.4.9"\n')
+    structs = "".join(f"class {name}: pass\n" for name in CLASSES if name != "BeginWeightUpdateReqInput")
+    (package / "srt" / "managers" / "io_struct.py").write_text(structs)
+    methods = "".join(f"    {name} = None\n" for name in CALLS)
+    (package / "srt" / "managers" / "tokenizer_manager.py").write_text(f"class TokenizerManager:\n{methods}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def go():
+        client = ColocatedClient({"tp_size": 1})
+        try:
+            with pytest.raises(ConfigError) as caught:
+                await client.start(50.0)
+        finally:
+            await client.stop()
+        return str(caught.value)
+
+    text = run_async(go())
+    assert "SGLang 0.4.9, which is installed here, lacks the calls begin_weight_update" in text
+    assert "exit code 2" in text and "Traceback" not in text
+    log = Path(text.rpartition("log ")[2])
+    assert log.is_file(), "the error names it"
+    log.unlink()
+
+
+PROGRAM = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+if sys.argv[2] == "raise":
+    try:
+        raise RuntimeError("first")
+    except RuntimeError:
+        raise ValueError("no memory left")
+os.read(int(sys.argv[1]), 1)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A module that starts a child and then waits for its descriptor to close."""
+    (tmp_path / "program_with_child.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    descriptors, processes = [], []
+
+    def start(how: str) -> tuple[ChildProcess, int]:
+        reading, writing = os.pipe()
+        process = ChildProcess("program_with_child", reading, [how])
+        os.close(reading)
+        descriptors.append(writing)
+        processes.append(process)
+        while "child" not in process.log.read_text():
+            time.sleep(0.01)
+        return process, writing
+
+    yield start
+    for process in processes:
+        process.end(0.0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+def test_the_process_and_its_child_are_gone_and_so_is_the_log(start):
+    process, _ = start("wait")
+    assert len(processes_of_group(process.pid)) == 2 and not process.ended
+    assert "is running" in process.describe()
+    process.end(0.0)
+    process.end(0.0)
+    assert process.ended and not processes_of_group(process.pid) and not process.log.exists()
+    assert "killed by signal 9" in process.describe()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_leaves_its_last_exception_and_its_child_does_not_outlive_it(start):
+    process, _ = start("raise")
+    while not process.ended:
+        time.sleep(0.01)
+    assert processes_of_group(process.pid)
+    process.end(0.0, keep_log=True)
+    text = process.describe()
+    assert "exit code 1" in text and text.endswith("ValueError: no memory left") and "first" not in text
+    assert not processes_of_group(process.pid)
+    Path(process.log).unlink()
+
+
+@pytest.mark.slow
+def test_it_does_not_belong_to_our_terminal(start):
+    process, _ = start("wait")
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)

@@ -1,0 +1,287 @@
+"""The processes that run SGLang: how they are started and ended, what is said to them, and what runs in them.
+
+`python -m verl_mt.engines.sglang.processes FD engine` holds one engine. It has the process to itself, because
+`Engine.shutdown()` kills every child of its caller. FD is one end of a socket pair. The first frame holds the engine's
+arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and calls run concurrently. When
+the other end closes, the engine is shut down and the process ends.
+
+`python -m verl_mt.engines.sglang.processes FD server ARGS` is an HTTP server. FD is the reading end of a pipe; when its
+writing end closes (the starter ended, however it ended), so does the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from verl_mt.errors import ConfigError
+
+_ROOT = str(Path(__file__).resolve().parents[3])
+"""Where `import verl_mt` finds the package, whatever directory the process starts in."""
+_TAIL_LINES = 15
+_DYING_S = 5.0
+"""How long killed processes may take to disappear. Where nothing reaps orphans they never do."""
+_LENGTH = struct.Struct(">Q")
+"""Before each message: its length."""
+_INPUT_CLASSES = {
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "pause_generation": "PauseGenerationReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+}
+"""Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
+
+
+class ChildProcess:
+    """`python -m module descriptor *words` in a process group of its own, its output in a file.
+
+    A terminal's Ctrl-C does not reach it.
+    """
+
+    def __init__(self, module: str, descriptor: int, words: list[str]):
+        self._ending = threading.Lock()
+        self._is_over = False
+        with tempfile.NamedTemporaryFile(prefix="verl_mt-sglang-", suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
+            self._popen = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", module, str(descriptor), *words],
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_environment(),
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._popen.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process itself is no more. Its children may be."""
+        return self._popen.poll() is not None
+
+    def describe(self) -> str:
+        """How it ended, and if it wrote about an exception, the end of that."""
+        code = self._popen.poll()
+        how = "is running" if code is None else f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+        last = "\n  ".join(lines[starts[-1] :][-_TAIL_LINES:]) if starts else ""
+        return f"process {self.pid}: {how}; log {self.log}" + (f"; last exception:\n  {last}" if last else "")
+
+    def end(self, wait_s: float, *, keep_log: bool = False) -> None:
+        """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent."""
+        with self._ending:
+            if self._is_over:
+                return
+            self._is_over = True
+            deadline = time.monotonic() + wait_s
+            while not self.ended and time.monotonic() < deadline:
+                time.sleep(0.02)
+            with contextlib.suppress(ProcessLookupError):
+                # SGLang's own children outlive a process that crashed, and hold the GPU's memory. The group exists as
+                # long as it has a member, so its id cannot have been given to anyone else.
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+            self._wait_for_group()
+            if not keep_log:
+                self.log.unlink(missing_ok=True)
+
+    def _wait_for_group(self) -> None:
+        """Until what was killed is gone, and has given its memory back."""
+        deadline = time.monotonic() + _DYING_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
+
+
+def _environment() -> dict[str, str]:
+    paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TOKENIZERS_PARALLELISM": "false",
+        # The few positions beyond the model's own are never computed: a turn ends at max_model_len.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    import torch  # not at the top: the child, which runs this file too, leaves it to SGLang
+
+    if not torch.cuda.is_available():
+        # A second thread per operator on a core that others use makes SGLang several times slower, not faster.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def encode(message: Any) -> bytes:
+    """One frame between client and engine process: a length, then a pickle.
+
+    Both ends are ours and the socket has no name, so nobody else can put a pickle in.
+    """
+    body = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """The next message; None when the other end is closed."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return pickle.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def read_blocking(connection: socket.socket) -> Any:
+    """The next message, for a process that has no event loop yet.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    return pickle.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError("the other end closed the connection")
+        data += part
+    return data
+
+
+def require_calls(version: str, io_struct: Any, manager: type) -> None:
+    """Whether this SGLang has all calls that a run will need, asked before the engine is loaded.
+
+    Args:
+        version: of SGLang.
+        io_struct: its module of requests.
+        manager: its class of tokenizer managers.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    calls = {**_INPUT_CLASSES, "abort_request": "AbortReq"}
+    missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
+    if missing:
+        raise ConfigError(
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
+            "(docs/sglang.md)"
+        )
+
+
+class EngineHost:
+    """Answers frames with the engine."""
+
+    def __init__(self, engine: Any, connection: socket.socket):
+        self._engine = engine
+        self._connection = connection
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until the other end closes."""
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        # Calls overlap: an abort must get through while the request that it ends is being answered.
+        while (frame := await read_frame(reader)) is not None:
+            task = asyncio.ensure_future(self._answer(*frame))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, name: str, body: dict[str, Any]) -> None:
+        answer: tuple[int, str, Any]
+        try:
+            answer = (number, "ok", await self._call(name, body))
+        except Exception as error:
+            answer = (number, "error", f"{type(error).__name__}: {error}")
+        self._writer.write(encode(answer))
+
+    async def _call(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        from sglang.srt.managers import io_struct
+
+        manager = self._engine.tokenizer_manager
+        if name == "generate":
+            return {"meta_info": (await self._engine.async_generate(**body))["meta_info"]}
+        if name == "abort_request":
+            manager.abort_request(**body)
+            return {"success": True}
+        result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body))
+        if isinstance(result, tuple):
+            return {"success": bool(result[0]), "message": str(result[1])}
+        return {"success": True}
+
+
+def hold_engine(descriptor: int) -> None:
+    """Start the engine that the first frame describes, and serve."""
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    arguments = read_blocking(connection)
+    try:
+        import sglang
+        from sglang.srt.managers import io_struct
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+        require_calls(sglang.__version__, io_struct, TokenizerManager)
+        engine = sglang.Engine(**arguments)
+    except ConfigError as error:
+        connection.sendall(encode((0, "failed", str(error))))
+        sys.exit(2)
+    except BaseException as error:
+        connection.sendall(encode((0, "failed", "".join(traceback.format_exception_only(error)))))
+        raise
+    connection.sendall(encode((0, "ready", {"version": sglang.__version__})))
+    try:
+        engine.loop.run_until_complete(EngineHost(engine, connection).serve())
+    finally:
+        engine.shutdown()
+        # What is left is this process alone, and taking its imports down takes seconds.
+        os._exit(0)
+
+
+def _end_with(descriptor: int) -> None:
+    os.read(descriptor, 1)
+    # The process was started as the leader of a group of its own: this ends SGLang's processes too.
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def serve_http(descriptor: int, arguments: list[str]) -> None:
+    """Serve until killed."""
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    run_server(prepare_server_args(arguments))
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "engine":
+        hold_engine(int(sys.argv[1]))
+    else:
+        serve_http(int(sys.argv[1]), sys.argv[3:])
