@@ -84,6 +84,7 @@ class LockStepEngine(InferenceEngine):
         return getattr(self.engine, name)
 
     def _begin_if_complete(self) -> None:
+        # A closed session leaves `_open`, so that the last one to end does not hold back those that wait.
         waiting = {request.session_id for request, _ in self._waiting}
         if self._batch is None and waiting and waiting >= self._open:
             self._batch = asyncio.get_running_loop().create_task(self._sample_all())

@@ -274,37 +274,13 @@ def _as_turn(turn: Turn, request: GenerationRequest) -> ScriptedTurn:
     return result
 
 
-class AbsentEngine(InferenceEngine):
+class AbsentEngine(ScriptedEngine):
     """Takes weights and samples nothing."""
 
     def __init__(self) -> None:
-        self.capabilities = Capabilities(
-            transports=frozenset({"in_place"}),
-            deterministic=True,
-            media=frozenset({"images", "videos"}),
-        )
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
+        super().__init__([])
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         raise EngineError(
             f"{request.request_id}: there is no engine, trainer.debug_mode=train_only trains on saved rollouts"
         )
-
-    async def abort(self, request_id: str) -> None:
-        """There are no requests."""
-
-    async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Nothing is sampled anyway."""
-
-    async def resume(self) -> None:
-        """Nothing is sampled anyway."""
-
-    async def apply(self, update: WeightUpdate) -> None:
-        self._version = update.version
-
-    async def close(self) -> None:
-        """There is nothing to end."""

@@ -160,7 +160,10 @@ class Batcher:
     # Weights and memory
 
     def drop_cache(self, *, release: bool = False) -> None:
-        """Forget all keys and values; sequences that run go back to the queue with what they sampled."""
+        """Forget all keys and values; sequences that run go back to the queue with what they sampled.
+
+        Their next step computes prompt and turn anew, with the weights of then, as if both had been given.
+        """
         for sequence in [s for s in self._live.values() if s.row >= 0]:
             self._keep_turn(sequence)
             sequence.followers.clear()
@@ -178,6 +181,7 @@ class Batcher:
 
     def _forget_if_idle(self) -> None:
         """Between two batches of work nothing is remembered, so that a resumed run computes the same bits."""
+        # What lies in which row decides the order of rows in a step, and what is copied instead of computed.
         if self.options.deterministic and not self.sessions and not self._live:
             self.slots.clear()
             self._num_steps = self._num_admitted = self._num_tickets = 0
@@ -188,6 +192,8 @@ class Batcher:
         """Whether `step` has something to do now."""
         if self.paused or not self._live:
             return False
+        # A matrix product's last bits depend on the number of its rows, so the same batches must meet in every run. Who
+        # arrives when is up to the moment; that everybody who could ask has asked is not.
         return not self.options.deterministic or all(s.live for s in self.sessions.values())
 
     def step(self) -> None:
@@ -241,6 +247,8 @@ class Batcher:
         counts = slots.known[long] - slots.computed[long]
         budget = self.options.max_prefill_tokens
         if counts.sum() > budget:
+            # A pass that decodes a few rows costs nearly as much as one that decodes many: while prompts fill whole
+            # passes, decoding waits until they are in.
             single = single[:0]
             counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
             long, counts = long[counts > 0], counts[counts > 0]
@@ -302,6 +310,7 @@ class Batcher:
             else:
                 self._end(sequence, "stop" if stop else "length")
         if broken.any():
+            # The cache may hold NaN, and rows that are handed on are not cleared: a masked NaN is still NaN.
             self.drop_cache(release=True)
 
     def _stops(self, sequence: Sequence, token_id: int) -> bool:
@@ -356,6 +365,7 @@ class Batcher:
         seed = sequence.request.sampling.seed
         if seed is not None:
             return seed
+        # A ticket is the order of arrival, which depends on timing; a session's order and its turn do not.
         if self.options.deterministic:
             return stream_key(self.options.seed, self.version, sequence.session.order, sequence.session.turns)
         return stream_key(self.options.seed, sequence.ticket)
@@ -383,25 +393,23 @@ class Admission:
             (admitted, still queued); admitted ones are RUNNING or FOLLOWING and have a row.
         """
         admitted: list[Sequence] = []
+        waiting: list[Sequence] = []
         for index, sequence in enumerate(queue):
-            if self._room == 0:
-                return admitted, self._merge(queue, admitted, index)
-            placed = self._place(sequence)
+            placed = self._place(sequence) if self._room else None
             if placed is None:
-                return admitted, self._merge(queue, admitted, index)
+                # Without a row nobody is overtaken: who comes later would otherwise starve who waits for one.
+                return admitted, waiting + queue[index:]
             if placed:
                 self._room -= 1
                 admitted.append(sequence)
-        return admitted, self._merge(queue, admitted, len(queue))
-
-    @staticmethod
-    def _merge(queue: list[Sequence], admitted: list[Sequence], index: int) -> list[Sequence]:
-        inside = set(map(id, admitted))
-        return [s for s in queue[:index] if id(s) not in inside] + queue[index:]
+            else:
+                waiting.append(sequence)
+        return admitted, waiting
 
     def _place(self, sequence: Sequence) -> bool | None:
         """True: it has a row; False: it waits for a prefill; None: no row is left."""
         slots, key = self._slots, sequence.target.tobytes()
+        # A group's samples arrive together: the rows are searched once for all of them, not once for each.
         if key in self._seen:
             leader = self._seen[key]
             return False if leader is None else self._follow(sequence, leader)
@@ -409,6 +417,8 @@ class Admission:
         computed = np.minimum(common, slots.computed)
         source = int(computed.argmax()) if len(computed) else -1
         best = int(computed[source]) if source >= 0 else 0
+        # A row that is being prefilled will have more of this prompt than any row has now. Waiting a step for it is
+        # cheaper than computing the difference, unless that is short.
         ahead = max(self._prefilling, key=lambda s: int(common[s.row]), default=None)
         if ahead is not None and int(common[ahead.row]) - best >= WORTH_WAITING:
             if len(ahead.target) == len(sequence.target) == int(common[ahead.row]):

@@ -127,6 +127,7 @@ class LocalEngine(InferenceEngine):
         try:
             return await future
         except asyncio.CancelledError:
+            # Nobody will read the turn, but an engine that is not told computes it to its end.
             with contextlib.suppress(EngineGoneError):
                 self._post(lambda: self._batcher.abort(request.request_id))
             raise
@@ -274,6 +275,7 @@ class LocalEngine(InferenceEngine):
 
     def _shut_down(self, error: BaseException | None) -> None:
         """Nobody is left waiting: not who was sampled, nor who was about to ask."""
+        # From here on `_post` refuses. What was posted before still runs, so that its future is among those that fail.
         with self._wake:
             if error is None:
                 self._gone = EngineGoneError("the local engine is closed")

@@ -214,6 +214,8 @@ class StepAttention:
     def _decode_group(self, rows: np.ndarray, positions: np.ndarray, begin: int) -> _DecodeGroup:
         first, last = int(rows[0]), int(rows[-1]) + 1
         length = self._length(positions)
+        # A row between them that is not decoded sees its first position, and its result is dropped: where nothing is
+        # visible, softmax is NaN.
         visible = np.zeros(last - first, dtype=np.int64)
         visible[rows - first] = positions
         mask = torch.zeros(last - first, length)
@@ -368,6 +370,7 @@ class PackedForward:
         Raises:
             EngineError: the model did not call the attention function once per layer.
         """
+        # The trainer runs the same module with its own attention, so ours is there for one pass only.
         config: Any = self.config
         before = config._attn_implementation
         config._attn_implementation = NAME

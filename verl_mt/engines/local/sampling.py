@@ -101,6 +101,7 @@ def _draw(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     target = torch.from_numpy(rows.uniform).to(probs.device)[:, None] * last
     # Strictly below the total, so that a token of positive probability is always found.
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
+    # On the right of equal sums: a token of probability 0 adds nothing, and must not be found.
     return torch.searchsorted(total, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 

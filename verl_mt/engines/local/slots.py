@@ -230,6 +230,7 @@ class Slots:
         if width == 0:
             return np.zeros(len(self.owner), dtype=np.int64)
         same = self.ids[:, :width] == target[:width]
+        # The first False of each row; argmin gives 0 for a row without any, which agrees everywhere.
         first_difference = same.argmin(axis=1)
         first_difference[same[np.arange(len(same)), first_difference]] = width
         return np.minimum(first_difference, self.known)
@@ -238,7 +239,7 @@ class Slots:
         """Write a sequence's ids and options into its row, of which the first `computed` are already cached."""
         sampling = sequence.request.sampling
         size, start = len(sequence.target), sequence.num_prompt
-        self.reserve(len(self.owner), size + 1)
+        self.reserve(len(self.owner), size + 1)  # one more: the token that is sampled next
         self.ids[row, :size] = sequence.target
         self.log_probs[row, start:size] = sequence.log_probs
         self.known[row], self.computed[row] = size, computed
@@ -268,6 +269,8 @@ class Slots:
         count = len(running)
         if count == 0 or running[-1] - running[0] + 1 <= count * 5 // 4 + 4:
             return False
+        # Decoding reads the cache from the first running row to the last, in place: rows between them that nobody runs
+        # are computed in vain. Moving costs a copy, so a quarter more is tolerated.
         high = running[running >= count]
         low = np.setdiff1d(np.arange(count), running)[: len(high)]
         self.cache.swap(high, low, int(max(self.computed[high].max(), self.computed[low].max())))

@@ -140,6 +140,7 @@ class Buckets:
             if entries and (mixed or size + num_bytes > capacity):
                 yield self._full(entries, size, is_last=False)
                 entries, size = [], 0
+            # Written only after the last bucket was asked for, that is, after everyone has copied out of the buffer.
             self._reserve(max(capacity, size + num_bytes), self._device or tensor.device)
             with torch.no_grad():
                 self._buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
@@ -196,6 +197,7 @@ class SharedPass:
         self._waiting = [future for future in self._waiting if not future.cancelled()]
         if not self._waiting or len(self._waiting) < self._num_members:
             return
+        # All of them have asked for more, so nobody reads the buffer that is packed again now.
         waiting, self._waiting = self._waiting, []
         try:
             bucket = next(self._buckets, None)

@@ -194,6 +194,7 @@ class SGLangEngine(InferenceEngine):
             await asyncio.gather(
                 *(self._bring_up_to_date(r, update, members.get(r)) for r in present or self._replicas)
             )
+            # From here on new lives begin with this update. Who began one meanwhile has the last one: it gets this now.
             for replica in self._replicas:
                 replica.sender.current = update
             late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
@@ -289,6 +290,7 @@ class SGLangEngine(InferenceEngine):
         self, replica: Replica, client: Client, update: WeightUpdate, buckets: AsyncIterator[Bucket] | None = None
     ) -> bool:
         """Whether it has the update now; False = it went away."""
+        # A new life takes the same lock for its first weights: two senders in one engine would mix two versions.
         async with replica.lock:
             if replica.holds is not update:
                 try:

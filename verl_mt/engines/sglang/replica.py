@@ -134,6 +134,7 @@ class Replica:
             reason = await self._client.wait_gone()
             self._ready.clear()
             await self._client.stop()
+            # A life that finished a request was no failed start: an engine that dies once an hour is not given up.
             deaths = 1 if self.has_served else deaths + 1
             log.warning("SGLang engine lost, starting it anew: %s", reason)
             while not self._ready.is_set():

@@ -218,6 +218,7 @@ class WeightGroup:
             "group_name": self.name,
             "backend": self._backend,
         }
+        # In a thread and not awaited: the server joins only when it is asked, which is the next call.
         here = asyncio.create_task(asyncio.to_thread(self._join_here, store))
         here.add_done_callback(_forget)
         await self._client.call("init_weights_update_group", body, self._timeout_s)
