@@ -24,7 +24,7 @@ from verl_mt.engines.base import (
 )
 from verl_mt.engines.local.batching import Batcher, LocalOptions
 from verl_mt.engines.local.model_runner import PackedForward
-from verl_mt.engines.local.slots import Delivery, Sequence
+from verl_mt.engines.local.slots import Sequence
 from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
@@ -105,7 +105,7 @@ class LocalEngine(InferenceEngine):
         self._batcher = Batcher(forward, ends, max_model_len, options)
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._acks: list[Delivery] = []
+        self._acks: list[asyncio.Future[None]] = []
         self._gone: EngineGoneError | None = None
         self._closing = False
         self._num_threads = torch.get_num_threads()
@@ -120,9 +120,7 @@ class LocalEngine(InferenceEngine):
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         sequence = self._sequence(request)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[GenerationOutput] = loop.create_future()
-        sequence.delivery = Delivery(loop, future)
+        sequence.future = future = asyncio.get_running_loop().create_future()
         self._post(lambda: self._batcher.submit(sequence))
         try:
             return await future
@@ -206,13 +204,11 @@ class LocalEngine(InferenceEngine):
 
     async def _command(self, command: Callable[[], None]) -> None:
         """Run something between two steps, and wait until it has run."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-        delivery = Delivery(loop, done)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def act() -> None:
             command()
-            self._acks.append(delivery)
+            self._acks.append(done)
 
         self._post(act)
         await done
@@ -268,7 +264,7 @@ class LocalEngine(InferenceEngine):
         batcher = self._batcher
         if not batcher.finished and not self._acks:
             return
-        results: list[tuple[Delivery | None, Any]] = [(s.delivery, result) for s, result in batcher.finished]
+        results: list[tuple[asyncio.Future[Any] | None, Any]] = [(s.future, result) for s, result in batcher.finished]
         results += [(ack, None) for ack in self._acks]
         batcher.finished, self._acks = [], []
         _deliver(results)
@@ -303,12 +299,12 @@ class LocalEngine(InferenceEngine):
         return error
 
 
-def _deliver(results: Iterable[tuple[Delivery | None, Any]]) -> None:
+def _deliver(results: Iterable[tuple[asyncio.Future[Any] | None, Any]]) -> None:
     """Resolve futures from another thread, with one wake-up per event loop; exceptions are raised where awaited."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
-    for delivery, result in results:
-        if delivery is not None:
-            by_loop.setdefault(delivery.loop, []).append((delivery.future, result))
+    for future, result in results:
+        if future is not None:
+            by_loop.setdefault(future.get_loop(), []).append((future, result))
     for loop, items in by_loop.items():
         try:
             loop.call_soon_threadsafe(_resolve, items)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -46,14 +45,6 @@ class State(enum.Enum):
     DONE = enum.auto()
 
 
-@dataclass(frozen=True, eq=False)
-class Delivery:
-    """A future and the event loop it belongs to."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-
 @dataclass(eq=False)
 class CachedSession:
     """A session: a row of the cache that waits for the next turn."""
@@ -78,7 +69,7 @@ class Sequence:
     """Length of prompt and turn at which the turn ends."""
     submitted: float
     """Monotonic seconds; also below."""
-    delivery: Delivery | None = None
+    future: asyncio.Future[GenerationOutput] | None = None
     """Who waits for it."""
     session: CachedSession = field(init=False)
     key: int = 0
