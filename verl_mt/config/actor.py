@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, knob
-from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.knob import Section, given, knob, switched_on
+from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, ReadsClip, read_policy_loss
 
 _OF_SEQUENCES = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.aggregation == "seq-mean-token-mean")
+
+KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
+_HAS_KL_LOSS = switched_on(KL_LOSS, why="no reference policy would be loaded")
+_LORA = given("actor_rollout_ref.model.lora_rank", why="all weights are trained")
 
 
 @dataclass
@@ -34,10 +38,11 @@ class ModelConfig(Section):
         'pip install "verl_mt[lora]".',
         min=0,
     )
-    lora_alpha: int = knob(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1)
+    lora_alpha: int = knob(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1, when=_LORA)
     lora_target_modules: list[str] = knob(
         ["all-linear"],
         "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
+        when=_LORA,
     )
     enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = knob(
@@ -52,13 +57,14 @@ class OptimConfig(Section):
     lr: float = knob(1e-6, "Peak learning rate.", min=0)
     betas: list[float] = knob([0.9, 0.999], "AdamW's betas.")
     weight_decay: float = knob(0.01, "AdamW's decoupled weight decay.", min=0)
-    lr_warmup_steps: int = knob(0, "Optimizer steps of linear warm-up.", min=0)
+    lr_warmup_steps: int = knob(0, "Optimizer steps of linear warm-up.", min=0, read="step")
     lr_scheduler_type: str = knob(
         "constant",
         "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
         choices=("constant", "linear", "cosine"),
+        read="step",
     )
-    min_lr_ratio: float = knob(0.0, "Last learning rate as a share of the peak.", min=0, max=1)
+    min_lr_ratio: float = knob(0.0, "Last learning rate as a share of the peak.", min=0, max=1, read="step")
 
 
 @dataclass
@@ -73,53 +79,86 @@ class ActorConfig(Section):
         min=1,
     )
     ppo_epochs: int = knob(1, "Passes over a rollout batch.", min=1)
-    ppo_micro_batch_size: int | None = knob(None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1)
+    ppo_micro_batch_size: int | None = knob(
+        None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1, read="step"
+    )
     ppo_max_token_len: int = knob(
-        16384, "Tokens per forward pass; those of padding count unless `model.use_remove_padding`.", min=1
+        16384,
+        "Tokens per forward pass; those of padding count unless `model.use_remove_padding`.",
+        min=1,
+        read="step",
     )
     share_prefixes: bool = knob(
         True, "What rows of a forward pass have in common at their beginning is computed once for all of them."
     )
-    shuffle: bool = knob(True, "Shuffle trajectories between mini-batches.")
-    clip_ratio: float = knob(0.2, "PPO's clip range (Schulman et al. 2017, eq. 7).", min=0)
-    clip_ratio_low: float | None = knob(None, "Lower clip range; null = `clip_ratio`.", min=0)
-    clip_ratio_high: float | None = knob(None, "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.", min=0)
+    shuffle: bool = knob(True, "Shuffle trajectories between mini-batches.", read="step")
+    clip_ratio: float = knob(
+        0.2,
+        "PPO's clip range (Schulman et al. 2017, eq. 7).",
+        min=0,
+        when=ReadsClip(("clip_low", "clip_high")),
+        may_idle=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
+        read="step",
+    )
+    clip_ratio_low: float | None = knob(
+        None, "Lower clip range; null = `clip_ratio`.", min=0, when=ReadsClip(("clip_low",)), read="step"
+    )
+    clip_ratio_high: float | None = knob(
+        None,
+        "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.",
+        min=0,
+        when=ReadsClip(("clip_high",)),
+        read="step",
+    )
     policy_loss: dict[str, Any] = knob(
         {},
         f"`loss_mode`: {', '.join(POLICY_LOSSES)} (default: vanilla, PPO's), and the numbers that only it has "
         "(docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its arguments "
         "(docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
+        options=LossChoice,
     )
-    clip_ratio_c: float | None = knob(3.0, "Dual clip's bound for negative advantages; null = off.", min=1)
+    clip_ratio_c: float | None = knob(
+        3.0,
+        "Dual clip's bound for negative advantages; null = off.",
+        min=1,
+        when=ReadsClip(("clip_c",)),
+        may_idle=True,
+        read="step",
+    )
     loss_agg_mode: str | None = knob(
         None,
         "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
         f"same) for {_OF_SEQUENCES}, token-mean for all others. A run's config.yaml has what became of it.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+        read="step",
     )
-    entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.")
+    entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.", read="step")
     use_kl_loss: bool = knob(False, "Add a KL term to the reference policy to the loss.")
-    kl_loss_coef: float = knob(0.001, "Its weight.", min=0)
+    kl_loss_coef: float = knob(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, may_idle=(0.0,), read="step")
     kl_loss_type: str = knob(
         "low_var_kl",
         "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp); with a plus its value has k2's gradient "
         "(straight through).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"),
+        when=_HAS_KL_LOSS,
+        read="step",
     )
     optimizer_offload: bool = knob(
         False,
         "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and "
         "costs two copies per step (nothing to save on the CPU).",
     )
-    grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
+    grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")
     skip_zero_advantage: bool = knob(
         True,
         "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
+        read="step",
     )
     use_sampler_log_probs: str = knob(
         "auto",
         "Old log-probs: auto = recomputed unless on-policy; always = the sampler's; never = recomputed, on-policy too.",
         choices=("auto", "always", "never"),
+        read="step",
     )
 
     @property

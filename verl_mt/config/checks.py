@@ -1,19 +1,38 @@
-"""What no single knob can know: combinations across sections. All problems of a configuration in one error."""
+"""What a configuration cannot be: keys that mean nothing beside the others, and combinations that do not work.
+
+Whether a key means something is declared at the key (`knob(..., when=...)`); here stands what is done about it. All
+problems of a configuration are one error.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from verl_mt.config.algorithm_checks import algorithm
-from verl_mt.config.correction_checks import corrections
-from verl_mt.config.policy_losses import read_policy_loss
-from verl_mt.config.schema import Config
+from verl_mt.config.knob import shown
+from verl_mt.config.options import (
+    KL_CTRL,
+    RC,
+    THRESHOLDS,
+    KLControlOptions,
+    RolloutCorrectionOptions,
+    read_kl_control,
+    read_rollout_correction,
+    read_thresholds,
+)
+from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.schema import PER_TOKEN, Config, Leaf, given_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
+"""Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
 _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
@@ -24,22 +43,81 @@ def check(config: Config) -> None:
         ConfigError: lists every problem with its keys, what was got and what to do.
     """
     groups = (
-        _multi_turn,
-        _sampling,
-        _batches,
-        _lengths,
-        algorithm,
-        _losses,
-        corrections,
-        _adapters,
-        _engine,
-        _placement,
-    )
-    problems = [text for group in (*groups, _run, _numbers) for text in group(config)]
+        _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
+        _reward_placement, _critic, _losses, _corrections, _dapo, _engine, _placement, _run, _numbers,
+    )  # fmt: skip
+    _raise([text for group in groups for text in group(config)])
+
+
+def check_once(config: Config) -> None:
+    """`check`, unless `compose` has done it and nothing was changed since.
+
+    Raises:
+        ConfigError: as `check`.
+    """
+    if not is_as_checked(config):
+        check(config)
+
+
+def refuse_idle_keys(config: Config) -> None:
+    """At the start of a run: what somebody gave means something in it, or is said to rest.
+
+    Raises:
+        ConfigError: lists every such key with what it is for.
+    """
+    _raise(list(_idle_keys(config, contradictions=False)))
+
+
+def means_nothing(config: Config) -> set[str]:
+    """Keys whose condition does not hold."""
+    of = partial(value_of, config)
+    return {key for key, leaf in leaves().items() if leaf.when is not None and not leaf.when.holds(of)}
+
+
+def _raise(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
         raise ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """Keys that only another choice than the one of this configuration has a use for."""
+    return _idle_keys(config, contradictions=True)
+
+
+def _idle_keys(config: Config, *, contradictions: bool) -> Iterator[str]:
+    """A text for keys that were given, with other values than their defaults, and mean nothing here; of those with the
+    same condition together.
+
+    Args:
+        contradictions: those beside which something else was chosen, else those whose switch is off.
+    """
+    of, given = partial(value_of, config), given_keys(config)
+    found: dict[str, list[str]] = defaultdict(list)
+    for key, leaf in leaves().items():
+        when = leaf.when
+        if key not in given or when is None or when.holds(of) or when.contradicts(of) != contradictions:
+            continue
+        if said := [] if when.rests(given) else list(_idle_values(leaf, of(key))):
+            found[when.missing(of)] += said
+    for missing, said in found.items():
+        means, it = ("means", "it") if len(said) == 1 else ("mean", "them")
+        yield f"{', '.join(said)}, which {means} something only with {missing}: set that too, or leave {it} out"
+
+
+def _idle_values(leaf: Leaf, value: Any) -> Iterator[str]:
+    """What is refused of the value of a key that means nothing: not its default, nor what may be given all the same."""
+    known = {leaf.key: (value, leaf.default, leaf.may_idle)}
+    if (options := leaf.metadata.get("options")) is not None:
+        fields = {item.name: item for item in dataclasses.fields(options) if item.name in value}
+        known = {
+            f"{leaf.key}.{name}": (value[name], item.default, item.metadata["may_idle"])
+            for name, item in fields.items()
+        }
+    for key, (got, default, may_idle) in known.items():
+        if got != default and may_idle is not True and got not in (may_idle or ()):
+            yield f"{key} is {shown(got)}"
 
 
 def _multi_turn(config: Config) -> Iterator[str]:
@@ -74,8 +152,6 @@ def _generate_function(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     key, turns = f"{_ROLLOUT}.custom_generate_function_path", rollout.multi_turn
     if rollout.custom_generate_function_path is None:
-        if rollout.custom_generate_kwargs:
-            yield f"{_ROLLOUT}.custom_generate_kwargs are given, but {key} is null: name the function too"
         return
     decided_by_it = {
         "interaction_config_file": rollout.interaction_config_file,
@@ -96,10 +172,7 @@ def _scheduler(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     turns, function = rollout.multi_turn, rollout.custom_generate_function_path
     key = f"{_ROLLOUT}.multi_turn.scheduler"
-    if turns.scheduler is None:
-        if turns.scheduler_kwargs:
-            yield f"{key}_kwargs is {turns.scheduler_kwargs} but {key} is null: name the scheduler, or leave them out"
-    else:
+    if turns.scheduler is not None:
         if turns.enable is False:
             yield f"{key} is {turns.scheduler!r} but {_ROLLOUT}.multi_turn.enable is False: switch it on"
         if rollout.interaction_config_file is not None:
@@ -208,72 +281,189 @@ def _lengths(config: Config) -> Iterator[str]:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
 
 
-def _losses(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    try:
-        chosen = read_policy_loss(actor.policy_loss)
-    except ConfigError as error:
-        yield str(error)
+def _mappings(config: Config) -> Iterator[str]:
+    for key, read in {KL_CTRL: read_kl_control, THRESHOLDS: read_thresholds}.items():
+        try:
+            options = read(value_of(config, key))
+        except ConfigError as error:
+            yield str(error)
+            continue
+        penalises = not isinstance(options, KLControlOptions) or options.type == "adaptive" or options.kl_coef > 0
+        if config.algorithm.use_kl_in_reward and not penalises:
+            yield "algorithm.use_kl_in_reward with kl_ctrl.kl_coef=0 penalises nothing: give a weight, or leave it out"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    makes_groups = rollout.custom_generate_function_path is not None
+    compares = estimator not in _WITHOUT_GROUPS and not names_code(estimator)
+    if rollout.n == 1 and compares and not makes_groups and not config.trainer.val_only:
+        yield (
+            f"{_ROLLOUT}.n is 1: {estimator} compares the samples of one prompt and needs at least 2 (1 is possible "
+            f"with algorithm.adv_estimator={', '.join(_WITHOUT_GROUPS)}, or with a custom generate function that "
+            "returns several Samples)"
+        )
+
+
+def _several_rewards(config: Config) -> Iterator[str]:
+    algorithm, weights = config.algorithm, config.algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator != "gdpo":
         return
-    clips = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
-    for key, value in clips.items():
-        if not chosen.loss.clips and value is not None:
-            yield f"{_ACTOR}.{key} is {value}, but policy_loss.loss_mode={chosen.name} clips nothing: leave it out"
-
-
-def _adapters(config: Config) -> Iterator[str]:
-    model = config.actor_rollout_ref.model
-    given = {"lora_alpha": (model.lora_alpha, 16), "lora_target_modules": (model.lora_target_modules, ["all-linear"])}
-    for key, (value, default) in given.items():
-        if value != default and not model.lora_rank:
+    if algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward with adv_estimator=gdpo: every reward is normalised by itself, and a KL "
+            f"penalty is none of them; use {_ACTOR}.use_kl_loss=True"
+        )
+    if not weights:
+        yield (
+            "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_weights: the names of the numbers that the "
+            "reward function returns, with their weights, e.g. {score: 1.0, format: 0.5}"
+        )
+    bad = [name for name, value in weights.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    for name in bad:
+        yield f"algorithm.gdpo_reward_weights.{name} is {weights[name]!r}: expected a number"
+    summed = {
+        "tool_reward_weight": config.reward.tool_reward_weight,
+        "turn_score_weight": config.reward.turn_score_weight,
+    }
+    for name, value in summed.items():
+        if value:
             yield (
-                f"actor_rollout_ref.model.{key} is {value}, but lora_rank is 0 and all weights are trained: give a "
-                "rank (8 to 64), or leave it out"
+                f"reward.{name} is {value} with adv_estimator=gdpo, which looks at the reward function's own numbers "
+                "and not at their sum: let the function return it as one of them (extra_info has it)"
+            )
+    # These are parts of a reward beside the function's own, under names of theirs.
+    parts = {
+        "turn_cost": ("turn_cost", config.reward.turn_cost),
+        "token_cost": ("token_cost", config.reward.token_cost),
+        "overlong": ("overlong_buffer.enable", config.reward.overlong_buffer.enable),
+    }
+    for part, (name, value) in parts.items():
+        if value and part not in weights:
+            yield (
+                f"reward.{name} is {value} with adv_estimator=gdpo, which looks at the numbers that "
+                f"algorithm.gdpo_reward_weights names and not at their sum: add {part} to them, with its weight"
             )
 
 
-def _engine(config: Config) -> Iterator[str]:
-    rollout, name = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.name
-    if name == "sglang":
-        yield from _sglang(config)
-    if name == "sglang" or names_code(name):
+def _reward_placement(config: Config) -> Iterator[str]:
+    reward, estimator = config.reward, config.algorithm.adv_estimator
+    if reward.placement != "turn":
         return
-    only_sglang = {
-        "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
-        "engine_kwargs": (rollout.engine_kwargs, {}),
-        "gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.5),
-        "free_cache_engine": (rollout.free_cache_engine, True),
-        "servers": (rollout.servers, []),
-        "launch_servers": (rollout.launch_servers, 0),
-        "weight_transport": (rollout.weight_transport, "auto"),
-        "weight_sync_dir": (rollout.weight_sync_dir, None),
-        "update_weights_bucket_megabytes": (rollout.update_weights_bucket_megabytes, 512),
+    if estimator not in PER_TOKEN and not names_code(estimator):
+        yield (
+            f"reward.placement=turn with algorithm.adv_estimator={estimator}, which has one reward per trajectory: use "
+            f"{' or '.join(PER_TOKEN)}, or placement=trajectory"
+        )
+    if not reward.tool_reward_weight and not reward.turn_score_weight:
+        yield (
+            "reward.placement=turn, but nothing belongs to a turn: give reward.tool_reward_weight or "
+            "reward.turn_score_weight, or leave it out"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, trainer, batch = config.critic, config.trainer, config.data.train_batch_size
+    if config.algorithm.adv_estimator != "gae":
+        return
+    if critic.share_trunk and critic.model.path is not None:
+        yield (
+            f"critic.share_trunk reads the policy's hidden states, and critic.model.path={critic.model.path} names a "
+            "model of its own: leave one of them out"
+        )
+    if critic.optim.lr == 0 and not trainer.val_only:
+        yield "critic.optim.lr is 0: the critic would say 0 of every state for ever; give a rate (1e-5 is usual)"
+    if critic.ppo_mini_batch_size is not None and batch % critic.ppo_mini_batch_size:
+        yield (
+            f"critic.ppo_mini_batch_size ({critic.ppo_mini_batch_size}) does not divide data.train_batch_size "
+            f"({batch}); both count prompts"
+        )
+    total = trainer.total_training_steps
+    if total is not None and total <= trainer.critic_warmup and trainer.critic_warmup and not trainer.val_only:
+        yield (
+            f"trainer.critic_warmup ({trainer.critic_warmup}) leaves no step of trainer.total_training_steps ({total}) "
+            "in which the policy learns: lower it"
+        )
+
+
+def _corrections(config: Config) -> Iterator[str]:
+    try:
+        options = read_rollout_correction(config.algorithm.rollout_correction)
+    except ConfigError as error:
+        yield str(error)
+        return
+    given = _switches(options)
+    actor = config.actor_rollout_ref.actor
+    if given and actor.use_sampler_log_probs == "always":
+        yield (
+            f"{' and '.join(given)} with {_ACTOR}.use_sampler_log_probs=always: ratios are taken to the sampler "
+            "already, and the trainer's log-probs that a correction compares with it are not computed; use auto, or "
+            "leave the correction out"
+        )
+    by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
+    loss_mode = actor.policy_loss.get("loss_mode")
+    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[loss_mode].by_trajectory:
+        yield (
+            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={loss_mode}: a weight or mask per token "
+            "would turn the ratio of a sequence into another one; use sequence or geometric, or a loss per token"
+        )
+    product = [text for text in given if text.endswith("=sequence") or "=seq_sum" in text]
+    agent = config.actor_rollout_ref.rollout.agent_function_path
+    if product and agent is not None:
+        yield (
+            f"{' and '.join(product)} with {_ROLLOUT}.agent_function_path={agent!r}: an agent may hold several "
+            "conversations beside each other, which are records of one trajectory, and a product over all of them is "
+            "the ratio of none; use token, or geometric (the mean over a trajectory's tokens)"
+        )
+
+
+def _switches(options: RolloutCorrectionOptions) -> list[str]:
+    """Those that compare the trainer's log-probs with the sampler's before the first update, as `key=value`."""
+    values = {
+        "rollout_is": options.rollout_is,
+        "rollout_rs": options.rollout_rs,
+        "rollout_token_veto_threshold": options.rollout_token_veto_threshold,
     }
-    for key, (value, default) in only_sglang.items():
-        if value != default:
-            yield f"{_ROLLOUT}.{key} is {value}, which only rollout.name=sglang understands; the engine is {name}"
+    return [f"{RC}.{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _dapo(config: Config) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.filter_groups.enable and estimator in _WITHOUT_GROUPS:
+        yield (
+            f"algorithm.filter_groups.enable is True with algorithm.adv_estimator={estimator}, which does not compare "
+            "the samples of a prompt: a group of equal rewards still trains, and leaving it out would bias the "
+            "estimate; use grpo, rloo or another that compares groups, or leave filter_groups out"
+        )
+    buffer, limit = config.reward.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and buffer.len > limit:
+        yield (
+            f"reward.overlong_buffer.len is {buffer.len}, more than actor_rollout_ref.rollout.response_length "
+            f"({limit}): even an empty response would be penalised; make it smaller"
+        )
+
+
+def _losses(config: Config) -> Iterator[str]:
+    try:
+        read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _engine(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.name == "sglang":
+        yield from _sglang(config)
 
 
 def _sglang(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.servers and rollout.launch_servers:
         yield f"{_ROLLOUT}.servers and .launch_servers are both given: name running servers, or have some launched"
-    if rollout.servers:
-        started_with = {
-            "tensor_model_parallel_size": (rollout.tensor_model_parallel_size, 1),
-            "engine_kwargs": (rollout.engine_kwargs, {}),
-            "gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.5),
-        }
-        for key, (value, default) in started_with.items():
-            if value != default:
-                yield f"{_ROLLOUT}.{key} is {value}, but the servers run already: give it to them when they are started"
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
     if rollout.weight_transport == "broadcast" and not rollout.servers and not rollout.launch_servers:
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
-    if rollout.weight_sync_dir is not None and rollout.weight_transport != "disk":
-        yield f"{_ROLLOUT}.weight_sync_dir needs weight_transport=disk (it is {rollout.weight_transport})"
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -288,8 +478,6 @@ def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
-    if trainer.resume_from_path is not None and trainer.resume_mode in ("auto", "disable"):
-        yield f"trainer.resume_from_path is given with trainer.resume_mode={trainer.resume_mode}: set it to resume_path"
     if trainer.val_only and config.data.val_files is None:
         yield "trainer.val_only needs data.val_files"
     if trainer.debug_rollout_data is not None and "{rollout_id}" not in trainer.debug_rollout_data:
@@ -306,10 +494,6 @@ def _run(config: Config) -> Iterator[str]:
                 f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}, and the dotted path or "
                 "file.py:Name of one of your own"
             )
-    if config.reward.name is not None and config.reward.path is None:
-        yield f"reward.name is {config.reward.name!r} without reward.path: name the file or module too"
-    if config.data.sampler is None and config.data.sampler_kwargs:
-        yield "data.sampler_kwargs are given without data.sampler"
 
 
 def _numbers(config: Config) -> Iterator[str]:
@@ -323,6 +507,7 @@ def _numbers(config: Config) -> Iterator[str]:
     for key, number in counts.items():
         if number == 0 or number < -1:
             yield f"{key} is {number}, must be -1 or at least 1"
-    betas = config.actor_rollout_ref.actor.optim.betas
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        yield f"{_ACTOR}.optim.betas is {betas}: expected two numbers in [0, 1)"
+    optimizers = {f"{_ACTOR}.optim": config.actor_rollout_ref.actor.optim, "critic.optim": config.critic.optim}
+    for key, optim in optimizers.items():
+        if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+            yield f"{key}.betas is {optim.betas}: expected two numbers in [0, 1)"

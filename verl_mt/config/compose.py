@@ -13,7 +13,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from verl_mt.config.checks import check
 from verl_mt.config.hydra_source import Composition, composing, register
 from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import Problem, normalize_overrides, normalize_tree, raise_problems, spellings, split_argv
-from verl_mt.config.reads import set_given
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, leaves, open_parent, sections
+from verl_mt.config.schema import Config, leaves, sections, set_given, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -64,12 +63,17 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
+    return _to_config(tree, None)
+
+
+def _to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None) -> Config:
+    """`given`: the keys that somebody has set; None = all of the mapping's."""
     content = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else dict(tree)
     assert isinstance(content, dict)
     content.pop("hydra", None)
     nested, outcome = normalize_tree({str(k): v for k, v in content.items()}, "configuration")
     raise_problems(outcome.problems)
-    return _checked(nested)
+    return _checked(nested, _given_in_file({item.key for item in outcome.items}) if given is None else given)
 
 
 def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -85,11 +89,21 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     for item in outcome.items:
         OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
     assert isinstance(content, DictConfig)
-    return to_config(content)
+    return _to_config(content, {item.key for item in outcome.items})
 
 
-def _checked(canonical: DictConfig | dict[str, Any]) -> Config:
-    """A mapping of our own keys over the schema's defaults, every value and every rule between keys checked."""
+def _given_in_file(keys: Collection[str]) -> Collection[str]:
+    """What a mapping says on purpose. One with every key is a run's own `config.yaml`: what was given on purpose was
+    checked when the run began, and is not known any more."""
+    return () if whole_keys(keys) >= leaves().keys() else keys
+
+
+def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> Config:
+    """A mapping of our own keys over the schema's defaults, every value and every rule between keys checked.
+
+    Args:
+        given: the keys that somebody has set.
+    """
     try:
         merged = OmegaConf.merge(_schema(), canonical)
         raise_problems(_value_problems(merged))
@@ -103,8 +117,10 @@ def _checked(canonical: DictConfig | dict[str, Any]) -> Config:
             f"{', '.join(lost)}: {REDACTED} stands for a secret that is not written to a run's config.yaml; give "
             f"{'it' if len(lost) == 1 else 'each'} again, as key=value or from the environment: ${{oc.env:NAME}}"
         )
+    set_given(config, given)
     check(config)
     config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
+    set_given(config, given)  # that was filled in, and is no change of the user's
     return config
 
 
@@ -204,10 +220,7 @@ def _compose(
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
     _say_once(notes + composition.notes)
-    config = _checked(tree)
-    given = {item.key for item in outcome.items} | composition.given
-    set_given(config, frozenset(parent.key if (parent := open_parent(key)) else key for key in given))
-    return config
+    return _checked(tree, {item.key for item in outcome.items}.union(_given_in_file(composition.given)))
 
 
 def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig, str | None]:

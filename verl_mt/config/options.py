@@ -3,13 +3,12 @@ and the corrections against a sampler that is not quite the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, check_knob, knob
+from verl_mt.config.knob import Section, any_of, given, knob, read_options
 from verl_mt.errors import ConfigError
-from verl_mt.plugins import suggest
 
 KL_CTRL = "algorithm.kl_ctrl"
 THRESHOLDS = "trainer.collapse_guard_thresholds"
@@ -28,7 +27,8 @@ class KLControlOptions(Section):
     """The mapping with its defaults, verl's."""
 
     type: str = knob("fixed", "Constant, or held near a target.", choices=("fixed", "adaptive"))
-    kl_coef: float = knob(0.001, "The weight, at the start.", min=0)
+    # verl's launch scripts give it to every run; the start says where it is idle.
+    kl_coef: float = knob(0.001, "The weight, at the start.", min=0, may_idle=True)
     target_kl: float = knob(0.1, "adaptive: the mean penalty per token that is aimed at.", min=1e-9)
     horizon: float = knob(10000.0, "adaptive: trajectories over which the weight moves.", min=1)
 
@@ -37,16 +37,9 @@ def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
     """The mapping of a configuration, checked.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be, or a key that a constant weight does not read.
+        ConfigError: an unknown key or a value that cannot be.
     """
-    known = {item.name: item for item in fields(KLControlOptions)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"{KL_CTRL}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
-        check_knob(f"{KL_CTRL}.{name}", value, known[name].metadata)
-        if name != "type" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{KL_CTRL}.{name}: got {value!r}, expected a number")
-    options = KLControlOptions(**given)
+    options = read_options(KLControlOptions, given, KL_CTRL)
     if options.type == "adaptive" and options.kl_coef == 0:
         raise ConfigError(
             f"{KL_CTRL}.kl_coef is 0 with type=adaptive: 0 times anything stays 0; give a start, e.g. 0.001"
@@ -84,17 +77,7 @@ def read_thresholds(given: Mapping[str, Any]) -> GuardThresholds:
     Raises:
         ConfigError: an unknown name or a value that cannot be; names the key.
     """
-    known = {item.name: item for item in fields(GuardThresholds)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"{THRESHOLDS}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name == "window" and not isinstance(value, int):
-            raise ConfigError(f"{THRESHOLDS}.window: got {value!r}, expected a whole number of steps")
-        if not number and not (value is None and name != "window"):
-            raise ConfigError(f"{THRESHOLDS}.{name}: got {value!r}, expected a number, or null to switch the sign off")
-        check_knob(f"{THRESHOLDS}.{name}", value, known[name].metadata)
-    return GuardThresholds(**given)
+    return read_options(GuardThresholds, given, THRESHOLDS)
 
 
 @dataclass
@@ -103,14 +86,22 @@ class RolloutCorrectionOptions(Section):
     far the sampler is all the same."""
 
     rollout_is: str | None = knob(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
-    rollout_is_threshold: float = knob(2.0, "Larger weights are cut to it.", min=1e-6)
-    rollout_is_threshold_lower: float = knob(0.0, "Smaller weights are raised to it.", min=0)
-    rollout_is_batch_normalize: bool = knob(False, "Divide the weights by their mean over the batch's tokens.")
+    rollout_is_threshold: float = knob(
+        2.0, "Larger weights are cut to it.", min=1e-6, when=any_of(given("rollout_is"), given("rollout_rs"))
+    )
+    rollout_is_threshold_lower: float = knob(0.0, "Smaller weights are raised to it.", min=0, when=given("rollout_is"))
+    rollout_is_batch_normalize: bool = knob(
+        False, "Divide the weights by their mean over the batch's tokens.", when=given("rollout_is")
+    )
     rollout_rs: str | None = knob(
         None, "What is left out of the loss; null = nothing.", choices=(None, *LEVELS, *_REJECTIONS)
     )
-    rollout_rs_threshold: Any = knob(None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.")
-    rollout_rs_threshold_lower: float | None = knob(None, "Lower bound of a ratio; null = 1 / upper.", min=0)
+    rollout_rs_threshold: float | str | None = knob(
+        None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.", when=given("rollout_rs")
+    )
+    rollout_rs_threshold_lower: float | None = knob(
+        None, "Lower bound of a ratio; null = 1 / upper.", min=0, when=given("rollout_rs")
+    )
     rollout_token_veto_threshold: float | None = knob(
         None, "A trajectory with a token whose ratio is below is left out; null = off.", min=1e-20, below=1
     )
@@ -160,86 +151,55 @@ def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOption
     Raises:
         ConfigError: an unknown key, a value that cannot be, or a number whose switch is off.
     """
-    known = {item.name: item for item in fields(RolloutCorrectionOptions)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"{RC}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
-        check_knob(f"{RC}.{name}", value, known[name].metadata)
-        _check_type(name, value)
-    options = RolloutCorrectionOptions(**given)
-    for problem in _problems(given, options):
+    upper = given.get("rollout_rs_threshold")
+    if isinstance(upper, str):
+        _check_range(upper)
+    options = read_options(RolloutCorrectionOptions, given, RC)
+    for problem in (*_weight_problems(options), *_rejection_problems(options)):
         raise ConfigError(problem)
     return options
 
 
-def _check_type(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    key = f"{RC}.{name}"
-    if name in ("rollout_is", "rollout_rs"):
-        return
-    if name == "rollout_is_batch_normalize":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key}: got {value!r}, expected true or false")
-    elif name == "rollout_rs_threshold" and isinstance(value, str):
-        try:
-            lower, upper = (float(part) for part in value.split("_"))
-        except ValueError:
-            raise ConfigError(f"{key}: got {value!r}, expected a number, or two as lower_upper (0.5_2.0)") from None
-        if not 0 <= lower < upper:
-            raise ConfigError(f"{key}: got {value!r}; the lower bound must be at least 0 and below the upper one")
-    elif not number and not (value is None and name not in ("rollout_is_threshold", "rollout_is_threshold_lower")):
-        raise ConfigError(f"{key}: got {value!r}, expected a number")
+def _check_range(text: str) -> None:
+    key = f"{RC}.rollout_rs_threshold"
+    try:
+        lower, upper = (float(part) for part in text.split("_"))
+    except ValueError:
+        raise ConfigError(f"{key}: got {text!r}, expected a number, or two as lower_upper (0.5_2.0)") from None
+    if not 0 <= lower < upper:
+        raise ConfigError(f"{key}: got {text!r}; the lower bound must be at least 0 and below the upper one")
 
 
-def _problems(given: Mapping[str, Any], options: RolloutCorrectionOptions) -> list[str]:
-    """Numbers that nothing reads, and bounds that leave nothing between them."""
-    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
-    found = []
-    reads = {
-        "rollout_is_threshold": options.rollout_is is not None or options.rollout_rs is not None,
-        "rollout_is_threshold_lower": options.rollout_is is not None,
-        "rollout_is_batch_normalize": options.rollout_is is not None,
-        "rollout_rs_threshold": options.rollout_rs is not None,
-        "rollout_rs_threshold_lower": options.rollout_rs is not None,
-    }
-    for name, read in reads.items():
-        if name in wanted and not read:
-            switch = "rollout_rs" if name.startswith("rollout_rs") else "rollout_is"
-            found.append(
-                f"{RC}.{name} is {given[name]}, but {switch} is null, so nothing reads it: set {switch} (token, "
-                "sequence or geometric), or leave it out"
-            )
+def _weight_problems(options: RolloutCorrectionOptions) -> Iterator[str]:
     lower, upper = options.rollout_is_threshold_lower, options.rollout_is_threshold
     if options.rollout_is is not None and not (lower <= 1 <= upper and lower < upper):
-        found.append(
+        yield (
             f"{RC}: weights are bounded to [{lower:g}, {upper:g}] (rollout_is_threshold_lower, rollout_is_threshold), "
             "which leaves out 1, where trainer and sampler agree: the upper one must be at least 1 (2 is usual), the "
             "lower one at most 1"
         )
-    return found or list(_rejection_problems(wanted, options))
 
 
-def _rejection_problems(wanted: Mapping[str, Any], options: RolloutCorrectionOptions) -> list[str]:
+def _rejection_problems(options: RolloutCorrectionOptions) -> Iterator[str]:
+    """Of bounds that leave nothing between them, or that an estimator does not have."""
     if options.rollout_rs is None:
-        return []
-    upper = wanted.get("rollout_rs_threshold", options.rollout_is_threshold)
-    if isinstance(upper, str) and "rollout_rs_threshold_lower" in wanted:
-        return [
-            f"{RC}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
-        ]
-    if options.estimator != "k1":
-        if isinstance(upper, str) or "rollout_rs_threshold_lower" in wanted:
-            return [
-                f"{RC}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
-            ]
-        return [] if upper > 0 else [f"{RC}.rollout_rs_threshold is {upper}: it would reject everything"]
-    if not isinstance(upper, str) and upper <= 0:
-        return [f"{RC}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"]
-    lower, upper = options.bounds
-    if lower >= upper or not lower <= 1 <= upper:
-        return [
-            f"{RC}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, where "
-            "trainer and sampler agree: the lower bound (rollout_rs_threshold_lower, else 1 / upper) must be at most 1 "
-            "and the upper one (rollout_rs_threshold, else rollout_is_threshold) at least 1"
-        ]
-    return []
+        return
+    upper = options.rollout_is_threshold if options.rollout_rs_threshold is None else options.rollout_rs_threshold
+    has_lower = options.rollout_rs_threshold_lower is not None
+    if isinstance(upper, str) and has_lower:
+        yield f"{RC}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
+    elif options.estimator != "k1":
+        if isinstance(upper, str) or has_lower:
+            yield f"{RC}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
+        elif upper <= 0:
+            yield f"{RC}.rollout_rs_threshold is {upper}: it would reject everything"
+    elif not isinstance(upper, str) and upper <= 0:
+        yield f"{RC}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"
+    else:
+        lower, upper = options.bounds
+        if lower >= upper or not lower <= 1 <= upper:
+            yield (
+                f"{RC}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, "
+                "where trainer and sampler agree: the lower bound (rollout_rs_threshold_lower, else 1 / upper) must be "
+                "at most 1 and the upper one (rollout_rs_threshold, else rollout_is_threshold) at least 1"
+            )

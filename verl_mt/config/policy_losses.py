@@ -9,21 +9,14 @@ named by its path, gets a record too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl_mt.config.knob import check_knob, knob
+from verl_mt.config.knob import Condition, Section, ValueOf, check_knob, knob, only
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code, suggest
 
 KEY = "actor_rollout_ref.actor.policy_loss"
-_CLIP_KEYS = {
-    "clip_ratio": ("clip_low", "clip_high"),
-    "clip_ratio_low": ("clip_low",),
-    "clip_ratio_high": ("clip_high",),
-    "clip_ratio_c": ("clip_c",),
-}
-"""Key of `actor` -> the arguments of a loss that it gives a value to."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,6 @@ class ChosenLoss:
     options: dict[str, Any]
     """Defaults filled in; of a loss of the user's what was given."""
 
-    @property
-    def idle_clips(self) -> list[str]:
-        """The keys `actor.clip_ratio...` that it does not read."""
-        return [key for key, arguments in _CLIP_KEYS.items() if not set(arguments) & set(self.loss.clips)]
-
 
 def _clip_cov_bounds(options: Mapping[str, Any]) -> str | None:
     lower, upper = options["clip_cov_lb"], options["clip_cov_ub"]
@@ -140,7 +128,33 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 """Value of `policy_loss.loss_mode` -> its record."""
 
-_DEFAULT = "vanilla"
+
+@dataclass
+class LossChoice(Section):
+    """What the mapping holds whatever the loss is; its other keys are the options of the chosen one."""
+
+    loss_mode: str = knob("vanilla", "The loss.", choices=tuple(POLICY_LOSSES), plugin=True)
+
+
+@dataclass(frozen=True)
+class ReadsClip(Condition):
+    """The chosen loss reads one of the arguments `clip_low`, `clip_high` and `clip_c`."""
+
+    arguments: tuple[str, ...]
+
+    def _choice(self) -> Condition:
+        # Made when it is asked for: the table may have got another loss.
+        readers = [name for name, loss in POLICY_LOSSES.items() if set(self.arguments) & set(loss.clips)]
+        return only(f"{KEY}.loss_mode", *readers, why="which has no such bound")
+
+    def __str__(self) -> str:
+        return str(self._choice())
+
+    def holds(self, value_of: ValueOf) -> bool:
+        return self._choice().holds(value_of)
+
+    def missing(self, value_of: ValueOf) -> str:
+        return self._choice().missing(value_of)
 
 
 def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
@@ -149,11 +163,12 @@ def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
     Raises:
         ConfigError: an unknown key, a value that cannot be, or a key that the chosen loss does not read.
     """
-    name = given.get("loss_mode", _DEFAULT)
+    (choice,) = fields(LossChoice)
+    name = given.get("loss_mode", choice.default)
     options = {key: value for key, value in given.items() if key != "loss_mode"}
     if names_code(name):
         return ChosenLoss(name, PolicyLoss.of_user(name), options)
-    check_knob(f"{KEY}.loss_mode", name, knob(_DEFAULT, "", choices=tuple(POLICY_LOSSES), plugin=True).metadata)
+    check_knob(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": tuple(POLICY_LOSSES)})
     loss = POLICY_LOSSES[name]
     for key, value in options.items():
         readers = {mode: other.options[key] for mode, other in POLICY_LOSSES.items() if key in other.options}

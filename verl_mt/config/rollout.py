@@ -5,7 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, knob
+from verl_mt.config.knob import Section, all_of, any_of, given, knob, only, switched_on, without
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_TURNS = f"{_ROLLOUT}.multi_turn"
+VALIDATES = given("data.val_files")
+GENERATES = given(f"{_ROLLOUT}.custom_generate_function_path")
+_HAS_INTERACTION = given(f"{_ROLLOUT}.interaction_config_file")
+_HAS_SCHEDULER = given(f"{_ROLLOUT}.multi_turn.scheduler")
+# verl's launch scripts say with `multi_turn.enable` alone whether its neighbours are to rest.
+_OF_TOOLS = (given(f"{_ROLLOUT}.tool_kwargs.tools_config_file", said_by=(f"{_TURNS}.enable",)), GENERATES)
+_HAS_TOOLS = any_of(*_OF_TOOLS)
+_SEVERAL_TURNS = any_of(
+    *_OF_TOOLS,
+    _HAS_INTERACTION,
+    _HAS_SCHEDULER,
+    given(f"{_ROLLOUT}.agent_function_path"),
+    switched_on(f"{_TURNS}.enable"),
+    text="tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
+)
+_SGLANG = only(f"{_ROLLOUT}.name", "sglang")
+_STARTED_HERE = all_of(
+    _SGLANG, without(f"{_ROLLOUT}.servers", why="the servers run already, give it to them when they are started")
+)
 
 ENGINES = {
     "local": "verl_mt.engines.local.engine:LocalEngine",
@@ -24,36 +46,51 @@ class MultiTurnConfig(Section):
         "Several turns. null = on exactly when a tools or interaction file is given; False with one is refused.",
     )
     max_assistant_turns: int | None = knob(
-        None, "Assistant turns of one trajectory; null = no limit of its own.", min=1
+        None, "Assistant turns of one trajectory; null = no limit of its own.", min=1, when=_SEVERAL_TURNS
     )
     max_user_turns: int | None = knob(
-        None, "Turns of the interaction (tool rounds are not user turns); null = no limit.", min=1
+        None,
+        "Turns of the interaction (tool rounds are not user turns); null = no limit.",
+        min=1,
+        when=_SEVERAL_TURNS,
     )
     max_parallel_calls: int = knob(
-        8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1
+        8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1, when=_HAS_TOOLS
     )
     max_tool_calls: int | None = knob(
         None,
         "Tool calls of one trajectory that are run. The model is told when they are used up; when it calls again in a "
         "later turn, the trajectory ends (stop reason max_tool_calls). null = no limit.",
         min=1,
+        when=_HAS_TOOLS,
     )
     max_tool_response_tokens: int = knob(
-        512, "Longest tool result, or text of an interaction, in tokens; longer ones are cut and counted.", min=8
+        512,
+        "Longest tool result, or text of an interaction, in tokens; longer ones are cut and counted.",
+        min=8,
+        when=_SEVERAL_TURNS,
     )
     tool_response_keep: str = knob(
-        "both", "Which part of an over-long tool result or interaction text is kept.", choices=("head", "tail", "both")
+        "both",
+        "Which part of an over-long tool result or interaction text is kept.",
+        choices=("head", "tail", "both"),
+        when=_SEVERAL_TURNS,
     )
-    tool_timeout_s: float = knob(30.0, "Deadline of one tool call in seconds, retries included.", min=0.001)
+    tool_timeout_s: float = knob(
+        30.0, "Deadline of one tool call in seconds, retries included.", min=0.001, when=_HAS_TOOLS
+    )
     interaction_timeout_s: float = knob(
-        60.0, "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.", min=0.001
+        60.0,
+        "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.",
+        min=0.001,
+        when=any_of(_HAS_INTERACTION, _HAS_SCHEDULER),
     )
     scheduler: str | None = knob(
         None,
         "A MultiTurnScheduler that drives every conversation instead of the tool loop: a registered name, a dotted "
         "path or file.py:Name; null = the tool loop.",
     )
-    scheduler_kwargs: dict[str, Any] = knob({}, "Arguments of its constructor, beside max_turns.")
+    scheduler_kwargs: dict[str, Any] = knob({}, "Arguments of its constructor, beside max_turns.", when=_HAS_SCHEDULER)
     loss_scale: str | None = knob(
         None,
         "Which sampled tokens are trained: default (every assistant turn), last_round, a registered name or dotted "
@@ -63,20 +100,24 @@ class MultiTurnConfig(Section):
     train_prompt_assistants: bool = knob(
         False, "Also train the assistant messages of the data set's prompts (few-shot turns), which nobody sampled."
     )
-    tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0)
-    tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1)
+    tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0, when=_HAS_TOOLS)
+    tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1, when=_HAS_TOOLS)
     tool_parser: str = knob(
-        "hermes", "How tool calls are read from the model's text; a registered name or a dotted path."
+        "hermes",
+        "How tool calls are read from the model's text; a registered name or a dotted path.",
+        when=_HAS_TOOLS,
     )
     run_calls_in_unclosed_reasoning: bool | None = knob(
         None,
         "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
         "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
+        when=_HAS_TOOLS,
     )
     tokenization_sanity_check_mode: Any = knob(
         "strict",
         "Compares the recorded tokens with the full rendered conversation: strict, ignore_strippable, off.",
-        choices=("strict", "ignore_strippable", "off", "disable", False),
+        choices=("strict", "ignore_strippable", "off"),
+        also={False: "off", "disable": "off"},
     )
     max_mismatch_rate: float | None = knob(
         None,
@@ -88,11 +129,6 @@ class MultiTurnConfig(Section):
         False,
         "Show the model what production would show it (old reasoning dropped), in a new record per rewrite.",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenization_sanity_check_mode in (False, "disable"):
-            self.tokenization_sanity_check_mode = "off"
 
 
 @dataclass
@@ -109,13 +145,9 @@ class ValSampling(Section):
     n: int = knob(1, "Samples per validation prompt.", min=1)
     temperature: float = knob(1.0, "Sampling temperature of validation.", min=0)
     top_p: float = knob(1.0, "Nucleus of validation.", min=0, max=1)
-    top_k: int = knob(-1, "-1 or 0 = off.")
+    top_k: int = knob(-1, "-1 or 0 = off.", also={0: -1})
     min_p: float = knob(0.0, "0 = off.", min=0, below=1)
     greedy_too: bool = knob(True, "Also validate greedily (`val/accuracy_greedy`).")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.top_k = self.top_k or -1
 
 
 @dataclass
@@ -148,7 +180,7 @@ class RolloutConfig(Section):
     n: int = knob(8, "Samples per prompt (the group).", min=1)
     temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
     top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
-    top_k: int = knob(-1, "-1 or 0 = off; other values are refused for training.")
+    top_k: int = knob(-1, "-1 or 0 = off; other values are refused for training.", also={0: -1})
     min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, below=1)
     stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
@@ -160,35 +192,41 @@ class RolloutConfig(Section):
     max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all of a step.", min=1)
     max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
-    tensor_model_parallel_size: int = knob(1, "Ranks of one engine; needs SGLang.", min=1)
-    gpu_memory_utilization: float = knob(0.5, "Share of the device's memory for a SGLang engine.", min=0.01, max=1)
-    free_cache_engine: bool = knob(True, "SGLang: release the KV cache while training.")
+    tensor_model_parallel_size: int = knob(1, "Ranks of one engine.", min=1, when=_STARTED_HERE)
+    gpu_memory_utilization: float = knob(
+        0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
+    )
+    free_cache_engine: bool = knob(True, "Release the KV cache while training.", when=_SGLANG)
     dtype: str | None = knob(
         None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
     )
-    engine_kwargs: dict[str, Any] = knob({}, "Passed to the SGLang engine as they are; other engines refuse them.")
+    engine_kwargs: dict[str, Any] = knob({}, "Passed to the engine as they are.", when=_STARTED_HERE)
     engine_timeout_s: float = knob(
         600.0,
-        "SGLang: deadline in seconds of an engine's start, and of each call that is not a request (weights, pause).",
+        "Deadline in seconds of an engine's start, and of each call that is not a request (weights, pause).",
         min=0.001,
+        when=_SGLANG,
     )
     servers: list[str] = knob(
-        [], "SGLang: URLs of servers that are running already; none = an engine of our own beside the actor."
+        [], "URLs of servers that are running already; none = an engine of our own beside the actor.", when=_SGLANG
     )
     launch_servers: int = knob(
-        0, "SGLang: HTTP servers to start on this machine; 0 = one colocated engine without HTTP.", min=0
+        0, "HTTP servers to start on this machine; 0 = one colocated engine without HTTP.", min=0, when=_SGLANG
     )
     weight_transport: str = knob(
         "auto",
-        "SGLang: how new weights travel: tensors = memory shared on one machine; broadcast = over the network to "
+        "How new weights travel: tensors = memory shared on one machine; broadcast = over the network to "
         "servers (gloo, or NCCL between GPUs); disk = files in `weight_sync_dir`; auto = tensors to engines of this "
         "machine, broadcast to others.",
         choices=("auto", "tensors", "broadcast", "disk"),
+        when=_SGLANG,
     )
     weight_sync_dir: str | None = knob(
-        None, "Folder of weight_transport=disk, which the servers read; null = in the run directory."
+        None,
+        "Folder of the weights' files, which the servers read; null = in the run directory.",
+        when=all_of(_SGLANG, only(f"{_ROLLOUT}.weight_transport", "disk", own=False)),
     )
-    update_weights_bucket_megabytes: int = knob(512, "SGLang: weights travel in pieces of this size.", min=1)
+    update_weights_bucket_megabytes: int = knob(512, "Weights travel in pieces of this size.", min=1, when=_SGLANG)
     multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
     agent_function_path: str | None = knob(
@@ -201,11 +239,9 @@ class RolloutConfig(Section):
         "Async function `generate(args, sample, sampling_params)` that drives every conversation instead of the tool "
         "loop: a dotted path or file.py:name; null = the tool loop.",
     )
-    custom_generate_kwargs: dict[str, Any] = knob({}, "Own settings of that function: attributes of its `args`.")
+    custom_generate_kwargs: dict[str, Any] = knob(
+        {}, "Own settings of that function: attributes of its `args`.", when=GENERATES
+    )
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
     trace: TraceConfig = knob(TraceConfig, "Spans for OpenTelemetry.")
-    val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.top_k = self.top_k or -1
+    val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.", when=VALIDATES)

@@ -5,17 +5,26 @@ YAML files under `config/` hold differences only. `docs/configuration.md` is gen
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.actor import ActorConfig, CriticConfig, ModelConfig, RefConfig
-from verl_mt.config.knob import Section, knob
-from verl_mt.config.options import read_thresholds
-from verl_mt.config.rollout import RolloutConfig
+from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
+from verl_mt.config.knob import Condition, Section, all_of, any_of, given, knob, only, switched_on
+from verl_mt.config.options import GuardThresholds, KLControlOptions, RolloutCorrectionOptions
+from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
+
+ESTIMATOR = "algorithm.adv_estimator"
+KL_IN_REWARD = "algorithm.use_kl_in_reward"
+PER_TOKEN = ("gae", "reinforce_plus_plus")
+"""Estimators that see where in a trajectory a reward was earned."""
+GAE = only(ESTIMATOR, "gae", own=False, why="and no other estimator has a critic")
+_OVERLONG = switched_on("reward.overlong_buffer.enable")
+_FILTERS = switched_on("algorithm.filter_groups.enable")
 
 
 @dataclass
@@ -27,9 +36,9 @@ class DataConfig(Section):
     )
     val_files: Any = knob(None, "Validation data, in the same forms without weights; null = no validation.")
     train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
-    val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.")
+    val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
-    val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1)
+    val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES)
     max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)
     filter_overlong_prompts: bool = knob(
         True, "Drop and count rows with a longer prompt; False = `truncation` decides."
@@ -42,18 +51,20 @@ class DataConfig(Section):
         None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
     )
     apply_chat_template: bool = knob(
-        True, "A custom generate function gets its prompt rendered; False = the prompt column as it is."
+        True,
+        "A custom generate function gets its prompt rendered; False = the prompt column as it is.",
+        when=GENERATES,
     )
     shuffle: bool = knob(True, "Shuffle the training rows in each epoch.")
     seed: int = knob(0, "Seed of the row order and of generated training rows.")
-    val_seed: int = knob(1234, "Seed of generated validation rows.")
+    val_seed: int = knob(1234, "Seed of generated validation rows.", when=VALIDATES)
     mixing: str = knob(
         "proportional",
         "With several training entries: by size, or by their weights.",
         choices=("proportional", "weights"),
     )
     sampler: str | None = knob(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
-    sampler_kwargs: dict[str, Any] = knob({}, "Its arguments.")
+    sampler_kwargs: dict[str, Any] = knob({}, "Its arguments.", when=given("data.sampler"))
 
 
 @dataclass
@@ -61,8 +72,10 @@ class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`, of DAPO."""
 
     enable: bool = knob(False, "Penalise responses that come near `actor_rollout_ref.rollout.response_length`.")
-    len: int = knob(128, "Tokens before the limit on which the penalty grows.", min=1)
-    penalty_factor: float = knob(1.0, "Largest penalty, at the limit; in the metrics as reward/overlong.", min=0)
+    len: int = knob(128, "Tokens before the limit on which the penalty grows.", min=1, when=_OVERLONG)
+    penalty_factor: float = knob(
+        1.0, "Largest penalty, at the limit; in the metrics as reward/overlong.", min=0, when=_OVERLONG
+    )
 
 
 @dataclass
@@ -73,7 +86,9 @@ class RewardConfig(Section):
         None,
         "Reward function: dotted path, file.py:name, or a registered name; null = by the row's data_source.",
     )
-    name: str | None = knob(None, "Function name, where `path` is a bare file; null = compute_score.")
+    name: str | None = knob(
+        None, "Function name, where `path` is a bare file; null = compute_score.", when=given("reward.path")
+    )
     kwargs: dict[str, Any] = knob({}, "Extra arguments of every call.")
     tool_reward_weight: float = knob(0.0, "Weight of the tools' step rewards and calc_reward in the reward.")
     turn_score_weight: float = knob(0.0, "Weight of the interaction's turn scores in the reward.")
@@ -106,9 +121,12 @@ class FilterGroupsConfig(Section):
         "seq_final_reward",
         "What must differ within a group: seq_final_reward (the reward), or a number of the reward function's dict, "
         "such as acc or score.",
+        when=_FILTERS,
     )
     max_num_gen_batches: int = knob(
-        10, "Rollouts per step; then the step trains on the groups that it has. 0 or less = until the batch is full."
+        10,
+        "Rollouts per step; then the step trains on the groups that it has. 0 or less = until the batch is full.",
+        when=_FILTERS,
     )
 
 
@@ -134,29 +152,56 @@ class AlgorithmConfig(Section):
             "gae",
         ),
     )
-    gamma: float = knob(1.0, "gae, reinforce_plus_plus: discount of one sampled token.", min=0, max=1)
-    lam: float = knob(1.0, "gae: how far advantages look ahead, 0 = one token, 1 = to the end.", min=0, max=1)
+    gamma: float = knob(
+        1.0,
+        "Discount of one sampled token.",
+        min=0,
+        max=1,
+        when=only(ESTIMATOR, *PER_TOKEN, why="which looks at one reward per trajectory"),
+        read="step",
+    )
+    lam: float = knob(
+        1.0,
+        "How far advantages look ahead, 0 = one token, 1 = to the end.",
+        min=0,
+        max=1,
+        when=only(ESTIMATOR, "gae", why="which looks at one reward per trajectory"),
+        read="step",
+    )
     use_kl_in_reward: bool = knob(
         False, "Subtract a KL penalty to the reference policy from the reward, token by token."
     )
     kl_penalty: str = knob(
-        "kl", "Its estimator (k1 = kl, k2 = mse).", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+        "kl",
+        "Its estimator (k1 = kl, k2 = mse).",
+        choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+        read="step",
+        when=switched_on(KL_IN_REWARD, why=f"{KL_LOSS}=True has its own kl_loss_type"),
     )
     kl_ctrl: dict[str, Any] = knob(
         {},
         "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
         "(0.1) and `horizon` (10000 trajectories).",
+        options=KLControlOptions,
+        read="step",
+        when=switched_on(KL_IN_REWARD, why="no reference policy would be loaded and no penalty taken"),
     )
     gdpo_reward_weights: dict[str, float] = knob(
-        {}, "gdpo: name -> weight of the numbers that the reward function returns; each is normalised by itself."
+        {},
+        "Name -> weight of the numbers that the reward function returns; each is normalised by itself.",
+        when=only(ESTIMATOR, "gdpo"),
     )
     norm_adv_by_std_in_grpo: bool = knob(
-        True, "grpo, grpo_passk: divide by the group's standard deviation (False: Dr.GRPO)."
+        True,
+        "Divide by the group's standard deviation (False: Dr.GRPO).",
+        when=only(ESTIMATOR, "grpo", "grpo_passk"),
+        read="step",
     )
     rollout_correction: dict[str, Any] = knob(
         {},
         "Against a sampler that is not quite the trainer's policy: rollout_is (token, sequence, geometric) weights, "
         "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md).",
+        options=RolloutCorrectionOptions,
     )
     filter_groups: FilterGroupsConfig = knob(FilterGroupsConfig, "DAPO's dynamic sampling.")
     filter_overlong: bool = knob(
@@ -184,10 +229,10 @@ class TrainerConfig(Section):
         "step before it; 0 = none.",
         min=0,
     )
-    critic_warmup: int = knob(0, "Steps at the beginning in which only the critic learns.", min=0)
+    critic_warmup: int = knob(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
     test_freq: int = knob(10, "Validate every that many steps and at the end; -1 = only at the end.")
-    val_before_train: bool = knob(True, "Validate before the first step.")
-    val_only: bool = knob(False, "Validate and stop.")
+    val_before_train: bool = knob(True, "Validate before the first step.", read="step")
+    val_only: bool = knob(False, "Validate and stop.", read="step")
     save_freq: int = knob(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
     max_actor_ckpt_to_keep: int | None = knob(
         2, "Newest checkpoints kept, and the best validated one; null = all.", min=1
@@ -199,7 +244,9 @@ class TrainerConfig(Section):
         "(data.train_files, val_files, train_max_samples, val_max_samples).",
         choices=("auto", "disable", "resume_path", "other_data"),
     )
-    resume_from_path: str | None = knob(None, "Checkpoint folder for resume_mode=resume_path or other_data.")
+    resume_from_path: str | None = knob(
+        None, "The checkpoint's folder.", when=only("trainer.resume_mode", "resume_path", "other_data", own=False)
+    )
     seed: int = knob(0, "Seed of the run: sampling, shuffling, initial state.")
     deterministic: bool = knob(
         False,
@@ -228,19 +275,17 @@ class TrainerConfig(Section):
         "What to do when entropy, tool use, turns, truncation, zero-variance groups, reward or the KL to the sampler "
         "say that the run collapses (docs/diagnostics.md): warn; stop = end with a bundle and exit status 3; "
         "rollback = back to the last good checkpoint, at most twice; off.",
-        choices=("off", "warn", "stop", "rollback", False),
+        choices=("off", "warn", "stop", "rollback"),
+        also={False: "off"},
     )
     collapse_guard_thresholds: dict[str, Any] = knob(
-        {}, "Its thresholds where they differ from the defaults; null switches a sign off."
+        {},
+        "Its thresholds where they differ from the defaults; null switches a sign off.",
+        options=GuardThresholds,
+        when=given("trainer.collapse_guard"),
     )
     export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
     dry_run: bool = knob(False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.collapse_guard is False:  # what YAML makes of `off`
-            self.collapse_guard = "off"
-        read_thresholds(self.collapse_guard_thresholds)
 
 
 @dataclass
@@ -250,7 +295,14 @@ class ActorRolloutRefConfig(Section):
     model: ModelConfig = knob(ModelConfig, "The policy's weights, tokenizer and chat template.")
     actor: ActorConfig = knob(ActorConfig, "The trained policy.")
     rollout: RolloutConfig = knob(RolloutConfig, "Sampling of trajectories.")
-    ref: RefConfig = knob(RefConfig, "The frozen reference policy.")
+    # verl's launch scripts give its keys to every run.
+    ref: RefConfig = knob(
+        RefConfig,
+        "The frozen reference policy.",
+        when=any_of(switched_on(KL_LOSS), switched_on(KL_IN_REWARD)),
+        may_idle=True,
+        read="step",
+    )
 
 
 @dataclass
@@ -259,7 +311,7 @@ class Config(Section):
 
     data: DataConfig = knob(DataConfig, "Rows.")
     actor_rollout_ref: ActorRolloutRefConfig = knob(ActorRolloutRefConfig, "The worker group.")
-    critic: CriticConfig = knob(CriticConfig, "Values of states, for PPO.")
+    critic: CriticConfig = knob(CriticConfig, "Values of states, for PPO.", when=GAE, read="step")
     reward: RewardConfig = knob(RewardConfig, "Scores.")
     algorithm: AlgorithmConfig = knob(AlgorithmConfig, "Advantages.")
     trainer: TrainerConfig = knob(TrainerConfig, "The loop.")
@@ -274,12 +326,17 @@ class Leaf:
     type: Any
     default: Any
     doc: str
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
+    when: Condition | None
+    """Under which condition it means something; its sections' conditions are part of it."""
+    may_idle: tuple[Any, ...] | bool
+    read: str
+    """When a run reads it: start, step or validation."""
 
     @property
     def is_open(self) -> bool:
         """It may hold a mapping with keys of the user's own."""
-        return typing.get_origin(self.type) is dict or (self.type is Any and self.metadata.get("choices") is None)
+        return typing.get_origin(self.type) is dict or (self.type is Any and "choices" not in self.metadata)
 
 
 @dataclass(frozen=True)
@@ -289,30 +346,40 @@ class SectionNode:
     key: str
     cls: type
     doc: str
+    when: Condition | None
+    may_idle: tuple[Any, ...] | bool
+    read: str
 
 
-def _walk(cls: type, prefix: str) -> Iterator[Leaf | SectionNode]:
+def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        key, hint, doc = prefix + item.name, hints[item.name], item.metadata["doc"]
+        hint, meta = hints[item.name], item.metadata
+        key = item.name if above is None else f"{above.key}.{item.name}"
+        inherited: Condition | None = None if above is None else above.when
+        conditions = [condition for condition in (inherited, meta["when"]) if condition is not None]
+        when = all_of(*conditions) if len(conditions) > 1 else next(iter(conditions), None)
+        may_idle = meta["may_idle"] or (above is not None and above.may_idle)
+        read = above.read if above is not None and meta["read"] == "start" else meta["read"]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield SectionNode(key, hint, doc)
-            yield from _walk(hint, key + ".")
+            section = SectionNode(key, hint, meta["doc"], when, may_idle, read)
+            yield section
+            yield from _walk(hint, section)
         else:
             made = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-            yield Leaf(key, hint, made, doc, dict(item.metadata))
+            yield Leaf(key, hint, made, meta["doc"], meta, when, may_idle, read)
 
 
 @functools.cache
 def leaves() -> dict[str, Leaf]:
     """Dotted key -> leaf, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, "") if isinstance(node, Leaf)}
+    return {node.key: node for node in _walk(Config, None) if isinstance(node, Leaf)}
 
 
 @functools.cache
 def sections() -> dict[str, SectionNode]:
     """Dotted key -> section, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, "") if isinstance(node, SectionNode)}
+    return {node.key: node for node in _walk(Config, None) if isinstance(node, SectionNode)}
 
 
 def open_parent(key: str) -> Leaf | None:
@@ -323,3 +390,49 @@ def open_parent(key: str) -> Leaf | None:
         if leaf is not None:
             return leaf if leaf.is_open else None
     return None
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key; of one below a mapping with options (`a.policy_loss.loss_mode`) their default where
+    it is not given."""
+    leaf = None if key in leaves() else open_parent(key)
+    if leaf is None:
+        return functools.reduce(getattr, key.split("."), config)
+    name, options = key.removeprefix(f"{leaf.key}."), leaf.metadata["options"]
+    return value_of(config, leaf.key).get(name, options.__dataclass_fields__[name].default)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    given: frozenset[str]
+    values: dict[str, Any]
+
+
+def whole_keys(keys: Collection[str]) -> frozenset[str]:
+    """Keys of the schema: `a.kwargs` for `a.kwargs.x`."""
+    return frozenset(parent.key if (parent := open_parent(key)) else key for key in keys)
+
+
+def set_given(config: Config, keys: Collection[str]) -> None:
+    """Remember which keys somebody has set, by whatever spelling, and the values beside them; not part of the
+    configuration."""
+    vars(config)["_origin"] = _Origin(whole_keys(keys), _values(config))
+
+
+def given_keys(config: Config) -> frozenset[str]:
+    """Keys that a command line, or a YAML file of the user's own, has set, and those that were changed in Python since;
+    in a configuration that was made in Python, those that differ from their defaults."""
+    origin = vars(config).get("_origin")
+    before = {key: leaf.default for key, leaf in leaves().items()} if origin is None else origin.values
+    changed = {key for key, value in _values(config).items() if value != before[key]}
+    return frozenset(changed) if origin is None else origin.given | changed
+
+
+def is_as_checked(config: Config) -> bool:
+    """Nothing was changed since `set_given`."""
+    origin = vars(config).get("_origin")
+    return origin is not None and origin.values == _values(config)
+
+
+def _values(config: Config) -> dict[str, Any]:
+    return {key: copy.copy(value_of(config, key)) for key in leaves()}

@@ -8,8 +8,9 @@ import typing
 from typing import Any
 
 from verl_mt.config.compose import TINY, compose
+from verl_mt.config.knob import Condition
 from verl_mt.config.normalize import families
-from verl_mt.config.schema import Config, Leaf, leaves, sections
+from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
 
 _INTRO = """\
 # Configuration reference
@@ -23,6 +24,10 @@ refused, with all other mistakes of the command in one error. verl's spellings a
 [migrating from verl](migrating_from_verl.md), and so are [slime's](migrating_from_slime.md) and
 [ms-swift's](migrating_from_ms_swift.md).
 
+*Only with* says under which condition a key means something: given without it, it is refused when a run starts, unless
+the condition's own switch is given as off beside it (`use_kl_loss=False kl_loss_type=k1`). Where a plug-in of your own
+is chosen instead (`rollout.name=my.py:Engine`), it means something too.
+
 *Default* is the schema's; *tiny* is what `config/tiny.yaml`, the task that runs without arguments, sets instead.
 """
 
@@ -35,7 +40,14 @@ def reference() -> str:
     for section in sections().values():
         own = [leaf for leaf in leaves().values() if leaf.key.rpartition(".")[0] == section.key]
         if own:
-            lines += [f"## `{section.key}`", "", section.doc, "", *_table(own, section.key, tiny), ""]
+            lines += [
+                f"## `{section.key}`",
+                "",
+                section.doc + _only_with(section.when),
+                "",
+                *_table(own, section.key, tiny),
+                "",
+            ]
     return "\n".join([*lines, "## Top level", "", *_table(roots, "", tiny), "", *_spellings()]) + "\n"
 
 
@@ -64,18 +76,17 @@ def _table(own: list[Leaf], parent: str, tiny: Config) -> list[str]:
     lines = ["| key | type | default | tiny | meaning |", "|---|---|---|---|---|"]
     for leaf in own:
         name = leaf.key.removeprefix(parent + ".")
-        value = _get(tiny, leaf.key)
+        value = value_of(tiny, leaf.key)
         changed = f"`{_show(value)}`" if value != leaf.default else ""
-        cells = (f"`{name}`", _type(leaf), f"`{_show(leaf.default)}`", changed, leaf.doc + _limits(leaf))
+        cells = (
+            f"`{name}`",
+            _type(leaf),
+            f"`{_show(leaf.default)}`",
+            changed,
+            leaf.doc + _limits(leaf) + _only_with(leaf.metadata["when"]),
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _show(value: Any) -> str:
@@ -96,12 +107,17 @@ def _type(leaf: Leaf) -> str:
 
 
 def _limits(leaf: Leaf) -> str:
-    low, high, below, choices = (leaf.metadata[k] for k in ("min", "max", "below", "choices"))
+    choices = leaf.metadata.get("choices")
     if choices is not None:
         return " One of " + ", ".join(f"`{_show(c)}`" for c in choices) + "."
-    limits = {"at least": low, "at most": high, "below": below}
-    bounds = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+    limits = {"min": "at least", "max": "at most", "below": "below"}
+    bounds = [f"{word} {leaf.metadata[name]}" for name, word in limits.items() if name in leaf.metadata]
     return f" ({', '.join(bounds)})" if bounds else ""
+
+
+def _only_with(condition: Condition | None) -> str:
+    # The prefix that most keys share is left out here; in an error it is not.
+    return "" if condition is None else f" Only with {condition}.".replace("actor_rollout_ref.", "")
 
 
 if __name__ == "__main__":

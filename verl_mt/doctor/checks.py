@@ -13,6 +13,7 @@ from verl_mt.errors import VerlMTError
 from verl_mt.trainer import build
 
 CHECKS: tuple[Check, ...] = (
+    Check("keys", settings.keys),
     Check("plug-ins and trackers", settings.plugins),
     Check("model", resources.model),
     Check("chat template", conversation.template, ("model",)),

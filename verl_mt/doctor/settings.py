@@ -10,9 +10,11 @@ import torch
 import yaml
 
 from verl_mt import engines
+from verl_mt.config.checks import refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.policy_losses import read_policy_loss
+from verl_mt.config.schema import given_keys
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
 from verl_mt.trainer.run_directory import preview
@@ -28,6 +30,12 @@ _CHANGES_THE_SAMPLER = (
     "json_model_override_args",
 )
 """SGLang's options after which its log-probs are not those of the trainer's weights."""
+
+
+def keys(subject: Subject) -> Iterator[Finding]:
+    """Every key that was given means something in a run of this configuration."""
+    refuse_idle_keys(subject.config)
+    yield ok(f"{len(given_keys(subject.config))} given; what means nothing here is at rest")
 
 
 def plugins(subject: Subject) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from verl_mt import engines
 from verl_mt.chat.display import token_text
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.checks import check
+from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
@@ -48,7 +48,7 @@ from verl_mt.trainer.build_rollout import (
 )
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
-from verl_mt.trainer.config_reads import reads_recorded, refuse_silent_keys, write_reads
+from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
@@ -118,7 +118,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         if config.trainer.export_at_end:
             trainer.export = lambda: _export(workers, chat, run)
         _resume(trainer, state, run)
-        write_reads(run.path, refuse_silent_keys())
+        write_reads(run.path)
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
@@ -126,7 +126,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
 
 def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> None:
     """Refuse what can be refused; say which directory it will be if not the one that is named."""
-    check(config)
+    check_once(config)
+    refuse_idle_keys(config)
     if (words := other_directory(config.trainer)) is not None:
         Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(escape(words))
     import_plugins(config.external_plugins)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.policy_losses import read_policy_loss
-from verl_mt.config.reads import given_keys
-from verl_mt.config.schema import Config, DataConfig
+from verl_mt.config.checks import means_nothing
+from verl_mt.config.schema import Config, DataConfig, given_keys
 from verl_mt.data.dataset import DataSource, load_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
@@ -135,11 +134,11 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
         yield "algorithm.kl_ctrl.kl_coef is not read: algorithm.use_kl_in_reward is False"
     if config.algorithm.use_kl_in_reward and actor_and_ref.actor.use_kl_loss:
         yield "use_kl_in_reward and use_kl_loss: the reference policy holds twice, in the reward and in the loss"
-    chosen = read_policy_loss(actor_and_ref.actor.policy_loss)
-    for name in chosen.idle_clips:
-        # Said, not refused: verl's launch scripts give all of them with every loss.
-        if f"actor_rollout_ref.actor.{name}" in given_keys(config):
-            yield f"actor.{name} is not read: {chosen.name} has no such bound"
+    # Said, not refused: verl's launch scripts give all of them with every loss.
+    for key in sorted(given_keys(config) & means_nothing(config)):
+        if key.startswith("actor_rollout_ref.actor.clip_ratio"):
+            name = key.removeprefix("actor_rollout_ref.")
+            yield f"{name} is not read: {actor_and_ref.actor.policy_loss['loss_mode']} has no such bound"
     # Common in verl's data, whose rows serve runs with and without an interaction: said, not refused.
     named = sum("name" in row.interaction_kwargs for row in prompts.rows())
     if named and not interaction:

@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from verl_mt import engines
-from verl_mt.config.checks import check
+from verl_mt.config.checks import check_once
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.conversation import Message
@@ -51,7 +51,7 @@ class Inference(AbstractContextManager["Inference"]):
     """
 
     def __init__(self, config: Config, *, tools: ToolSet | None = None, engine: InferenceEngine | None = None):
-        check(config)
+        check_once(config)
         import_plugins(config.external_plugins)
         if engine is None:
             engines.check(config.actor_rollout_ref, config.trainer)
