@@ -155,7 +155,9 @@ class DeltaRenderer:
     def end_before(self, role: str) -> TurnEnd | None:
         """How a turn ends before a message of that role; None where the template cannot write one there."""
         try:
-            return self.render([_probe_message(role)], {"role": "assistant"}, add_generation_prompt=True).end
+            return self.render(
+                [{"role": role, "content": SHOWN}], {"role": "assistant"}, add_generation_prompt=True
+            ).end
         except TemplateError:
             return None
 
@@ -194,9 +196,9 @@ class DeltaRenderer:
 
     def _end_of(self, role: str, base: _Base, template: str | None, said: str = SAID) -> TurnEnd:
         """Find the end of a turn with a marker in place of the environment's content."""
-        env = [{**base.env[0], **_probe_message(role, SHOWN)}] if base.env else [_probe_message(role, SHOWN)]
+        env = [{**(base.env[0] if base.env else {}), "role": role, "content": SHOWN}]
         leading = [m for m in base.env if m["role"] == role] or env
-        env += [{**m, **_probe_message(role, SHOWN_AGAIN)} for m in leading[1:]]
+        env += [{**m, "role": role, "content": SHOWN_AGAIN} for m in leading[1:]]
         alone = _after(self._text([base.assistant], False, template), said)
         following = _after(self._text([base.assistant, *env], True, template), said)
         shown = following.find(SHOWN)
@@ -265,10 +267,6 @@ _SOME_TOOL = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
-
-
-def _probe_message(role: str, content: str = SHOWN) -> Message:
-    return {"role": role, "content": content}
 
 
 def _after(text: str, said: str) -> str:

@@ -267,7 +267,9 @@ class ChatTemplate:
         body = text.body.removesuffix(self.generation_prompt_text) if strip else text.body
         anchor = text.end.token or self._plain_anchor
         ids = self._expanded(self._encoder.encode_hidden(anchor + body, hidden), messages)
-        skip = self._anchor_length(anchor)
+        if anchor not in self._anchor_lengths:
+            self._anchor_lengths[anchor] = len(self._encoder.encode(anchor))
+        skip = self._anchor_lengths[anchor]
         if not text.end.token:
             return Delta(ids[skip:], 0)
         last = last_ids[-1] if last_ids else None
@@ -456,11 +458,6 @@ class ChatTemplate:
         """A control token to encode behind where the template itself writes no end of turn."""
         eos = getattr(self.tokenizer, "eos_token", None)
         return eos if eos in self._encoder.added else next(iter(self._encoder.added), "")
-
-    def _anchor_length(self, anchor: str) -> int:
-        if anchor not in self._anchor_lengths:
-            self._anchor_lengths[anchor] = len(self._encoder.encode(anchor))
-        return self._anchor_lengths[anchor]
 
     def _eos_ids(self) -> set[int]:
         eos = getattr(self.tokenizer, "eos_token_id", None)

@@ -146,10 +146,10 @@ class ToolParser:
         found = self.find_calls(text, position, tools)
         while True:
             limit = found.start if found else len(text)
+            broken = found is not None and any(isinstance(item, MalformedCall) for item in found.items)
             thought = text.find(opening, position, limit)
             if not scan.thoughts:
                 # A broken call has no certain end: it may be a thought about calls, closed by this tag.
-                broken = found is not None and any(isinstance(item, MalformedCall) for item in found.items)
                 orphan_limit = found.end if found and broken else limit
                 orphan = text.find(closing, position, orphan_limit if thought < 0 else thought)
                 if orphan >= 0:
@@ -168,7 +168,8 @@ class ToolParser:
             if len(scan.actions) + len(found.items) > self.max_calls:
                 self._give_up(text, found, tools, scan)
                 return
-            self._take_calls(text, found, scan)
+            scan.actions += found.items
+            scan.pieces.append(text[found.start : found.end] if broken or self.calls_in_content else None)
             position = found.end
             found = self.find_calls(text, position, tools)
 
@@ -219,11 +220,6 @@ class ToolParser:
         problem = f"one turn may hold {self.max_calls} calls, and this turn goes on behind them"
         advice = "Write fewer calls at once, and read their results before you go on."
         return MalformedCall(rest, f"The tool call was not run: {problem}. {advice}")
-
-    def _take_calls(self, text: str, found: FoundCalls, scan: _Scan) -> None:
-        scan.actions += found.items
-        malformed = any(isinstance(item, MalformedCall) for item in found.items)
-        scan.pieces.append(text[found.start : found.end] if malformed or self.calls_in_content else None)
 
     def _without_end_markers(self, text: str) -> str:
         kept = end = len(text)
