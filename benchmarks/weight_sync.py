@@ -135,7 +135,7 @@ def main() -> None:
 
     from verl_mt.engines.base import Disk, TensorBuckets
     from verl_mt.engines.sglang.options import SGLangOptions
-    from verl_mt.workers.weights import LiveWeights
+    from verl_mt.workers.weight_sync import LiveWeights
 
     torch.set_num_threads(args.threads)
     folder = Path(tempfile.mkdtemp(prefix="weight_sync_"))

@@ -102,7 +102,7 @@ CAPABILITIES: dict[str, tuple[str, str]] = {
     "C78": ("failed workers are left out", "rollout/generate/door.py"),
     "C79": ("a log line per turn", "rollout"),
     "C80": ("debug dumps, replayed", "rollout"),
-    "C81": ("`ray job submit`", "workers/ray_cluster.py"),
+    "C81": ("`ray job submit`", "workers/ray_group.py"),
     "C82": ("the reward sees the whole interaction", "rewards/base.py"),
     "C83": ("the model's tokens and the environment's", "data/ledger.py"),
     "C84": ("limits on turns and on tokens", "rollout/context.py"),

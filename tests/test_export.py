@@ -12,7 +12,7 @@ from verl_mt import export
 from verl_mt.config.compose import compose
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build import build_trainer
-from verl_mt.workers.shards import save_shards
+from verl_mt.workers.sharded_checkpoint import save_shards
 
 pytestmark = pytest.mark.slow
 

@@ -51,7 +51,7 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
     from verl_mt.modeling.load import export_hf, load_causal_lm
     from verl_mt.modeling.lora import adapter_of, add_adapters
     from verl_mt.trainer import build, build_rollout, checkpoint
-    from verl_mt.workers.worker_group import load_weights
+    from verl_mt.workers.sharded_checkpoint import load_weights
 
     folder = _checkpoint(source)
     config = _config(folder, config_file)

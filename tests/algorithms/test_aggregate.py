@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aggregated import aggregate_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.aggregate import MODES, aggregate_loss, token_weights
+from verl_mt.algorithms.aggregate import MODES, token_weights
 
 
 def slow_aggregate(losses, mask, trajectory, mode, constant):

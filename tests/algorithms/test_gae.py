@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.gae import discounted_returns, gae, reward_on_last_token
+from verl_mt.algorithms.gae import discounted_returns, gae
 from verl_mt.algorithms.masked import masked_whiten
 
 
@@ -45,8 +45,6 @@ def test_pinned_returns_and_whitened_advantages(gamma, lam, returns, whitened):
 
 def test_a_reward_behind_the_last_sampled_token_is_not_lost():
     assert run([0, 0, 0, 0, 1], [0.0] * 5, [1, 1, 1, 0, 0], 1.0, 1.0)[1] == [1, 1, 1, 0, 0]
-    placed = reward_on_last_token(torch.tensor([2.0, 3.0]), torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]]))
-    assert placed.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
 
 
 def test_pinned_discounted_returns():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mt.algorithms.kl_control import KLControl
+from verl_mt.algorithms.kl import KLControl
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.1002), (3.0, 0.0998), (6.0, 0.1), (6.6, 0.1001)])

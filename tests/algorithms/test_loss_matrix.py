@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from aggregated import aggregate_loss
 
 from verl_mt.algorithms import covariance as cov
 from verl_mt.algorithms import losses
-from verl_mt.algorithms.aggregate import MODES, aggregate_loss
+from verl_mt.algorithms.aggregate import MODES
 
 LOW, HIGH, DUAL, COEF, LENGTH = 0.2, 0.28, 3.0, 0.1, 7.0
 OWNERS = [4, 9, 4, 2]

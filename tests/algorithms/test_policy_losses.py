@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
+from aggregated import aggregate_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mt.algorithms import covariance as cov
 from verl_mt.algorithms import losses
-from verl_mt.algorithms.aggregate import MODES, aggregate_loss
+from verl_mt.algorithms.aggregate import MODES
 
 
 def tensors(*rows):

@@ -1,13 +1,11 @@
-"""DAPO's penalty and filter, and the unbiased pass@k."""
+"""DAPO's penalty and filter."""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 import pytest
 import torch
 
-from verl_mt.algorithms.shaping import has_signal, pass_at_k_estimate, soft_overlong_penalty
+from verl_mt.algorithms.advantages import has_signal, soft_overlong_penalty
 
 
 def test_the_overlong_penalty_grows_over_its_buffer_and_ends_at_minus_one():
@@ -29,17 +27,3 @@ def test_groups_without_a_difference_have_no_signal():
     groups = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2])
     assert has_signal(rewards, groups).tolist() == [True, True, *[False] * 6]
     assert has_signal(rewards[:0], groups[:0]).tolist() == []
-
-
-@pytest.mark.parametrize(("n", "c"), [(4, 2), (4, 0), (4, 4), (6, 1)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n, c):
-    for k in range(1, n + 1):
-        subsets = list(combinations([1] * c + [0] * (n - c), k))
-        assert pass_at_k_estimate(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    assert pass_at_k_estimate(4, 2, 2) == pytest.approx(0.8333, abs=1e-4)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (4, -1, 1)])
-def test_counts_that_cannot_be_are_refused(n, c, k):
-    with pytest.raises(ValueError, match="need 1 <= k <= n"):
-        pass_at_k_estimate(n, c, k)

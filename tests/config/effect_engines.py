@@ -25,7 +25,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights
 from verl_mt.trainer import build
-from verl_mt.workers.weights import weight_update_for
+from verl_mt.workers.weight_sync import weight_update_for
 
 ANSWERS_AFTER_S = 0.4
 

@@ -12,7 +12,7 @@ from test_log_probs import random_batch, tiny
 from verl_mt.modeling import head_log_probs as head
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.passes import PLAIN, Passes, choose_passes, use_passes
-from verl_mt.workers.adamw import build_adamw, state_of
+from verl_mt.workers.optimizer import build_adamw, state_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WAYS = [PLAIN, Passes(False, True), Passes(True, False), Passes(True, True)]

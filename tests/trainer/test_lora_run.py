@@ -14,7 +14,7 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.trainer import checkpoint
-from verl_mt.workers.shards import save_shards
+from verl_mt.workers.sharded_checkpoint import save_shards
 
 pytestmark = pytest.mark.slow
 

@@ -61,7 +61,7 @@ def free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     import torch.distributed as dist
 
-    from verl_mt.workers.ranks import Ranks
+    from verl_mt.workers.sharding import Ranks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)

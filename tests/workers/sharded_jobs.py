@@ -17,13 +17,11 @@ from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.passes import Passes, use_passes
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker
-from verl_mt.workers.rank import RankWorker
-from verl_mt.workers.ranks import Ranks
+from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.sharding import ShardedCritic, ShardedPolicy, model_of, whole
-from verl_mt.workers.shards import save_shards
-from verl_mt.workers.worker_group import load_actor, load_critic_state
+from verl_mt.workers.sharded_checkpoint import save_shards
+from verl_mt.workers.sharding import Ranks, ShardedCritic, ShardedPolicy, model_of, whole
 
 PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
 
@@ -103,7 +101,7 @@ def load_and_train(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """All tensors behind the load, and behind further updates."""
     actor = sharded_worker(ranks, **kwargs)
-    load_actor(actor, state, folder)
+    actor.load_checkpoint(state, folder, "actor")
     loaded = {name: whole(t).clone() for name, t in actor.tensors().items()}
     for batch in batches:
         actor.update(batch)
@@ -169,5 +167,5 @@ def train_critic(
 def resume_critic(ranks: Ranks, state: dict[str, Any], folder: Path | None, **kwargs: Any) -> dict[str, torch.Tensor]:
     """All tensors behind the load of a checkpoint, of shards or whole."""
     worker = sharded_critic(ranks, **kwargs)
-    load_critic_state(worker, state, folder)
+    worker.load_checkpoint(state, folder, "critic")
     return {n: whole(t).clone() for n, t in worker.tensors().items()}

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from test_policy_loss import drifting, flat, off_policy
+from test_loss import drifting, flat, off_policy
 
 from verl_mt.algorithms.advantages import grpo, reinforce_plus_plus, rloo
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
-from verl_mt.algorithms.gae import gae, reward_on_last_token, whiten_tokens
+from verl_mt.algorithms.gae import gae, whiten_tokens
 from verl_mt.data import batch as col
 
 
@@ -18,7 +18,9 @@ def ppo(batch) -> torch.Tensor:
     """With the values of a critic that has not learned yet."""
     mask = batch[col.LOSS_MASK]
     values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    rewards = reward_on_last_token(batch[col.REWARDS].double(), mask)
+    places = torch.arange(mask.shape[1]).expand_as(mask)
+    last = places == torch.where(mask, places, -1).amax(1, keepdim=True)
+    rewards = torch.where(last, batch[col.REWARDS].double().unsqueeze(1), 0.0)
     advantages, _ = gae(rewards, values, mask, gamma=1.0, lam=0.95)
     return whiten_tokens(advantages, mask).float()
 

@@ -12,8 +12,7 @@ from sharded_jobs import resume_critic, train_critic
 
 from verl_mt.data import batch as col
 from verl_mt.errors import CheckpointError
-from verl_mt.workers.ranks import ALONE
-from verl_mt.workers.worker_group import load_critic_state
+from verl_mt.workers.sharding import ALONE
 
 OPTIONS = {"ppo_mini_batch_size": 1, "ppo_epochs": 2, "ppo_micro_batch_size": 2}
 
@@ -60,10 +59,10 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, tmp_path, before, 
     assert all(torch.equal(whole[name], tensors[name]) for name in tensors)
 
 
-def test_shards_that_are_missing_are_named_as_the_critics(tmp_path):
+def test_sharded_checkpoint_that_are_missing_are_named_as_the_critics(tmp_path):
     worker = critic()
     with pytest.raises(CheckpointError, match=r"no shards of the critic \(critic/.metadata\)"):
-        load_critic_state(worker, worker.progress(), tmp_path)
+        worker.load_checkpoint(worker.progress(), tmp_path, "critic")
 
 
 def test_the_columns_that_a_critic_reads_are_sent_to_other_processes():

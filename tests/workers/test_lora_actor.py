@@ -18,7 +18,7 @@ from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.lora import adapters_off, is_adapter, lora_of, without_adapters
 from verl_mt.modeling.passes import PLAIN, Passes, use_passes
 from verl_mt.workers.ref import RefWorker
-from verl_mt.workers.weights import Transport, weight_update_for
+from verl_mt.workers.weight_sync import Transport, weight_update_for
 from verl_mt.workers.worker_group import build_worker_group
 
 pytestmark = pytest.mark.slow  # models

@@ -10,8 +10,8 @@ from sharded_jobs import load_and_train, lora_reference, merged_weights, one_upd
 from verl_mt.data import batch as col
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.weights import named_weights
-from verl_mt.workers.ranks import ALONE
-from verl_mt.workers.shards import stored_shapes
+from verl_mt.workers.sharded_checkpoint import stored_shapes
+from verl_mt.workers.sharding import ALONE
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"lora_rank": 4, "total_steps": 6}

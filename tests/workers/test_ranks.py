@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.workers.ranks import ALONE, Ranks
+from verl_mt.workers.sharding import ALONE, Ranks
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,7 @@ from sharded_jobs import one_update
 from verl_mt.algorithms.aggregate import MODES
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
-from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.sharding import ALONE
 
 Turn = tuple[list[int], list[int], list[float]]
 """(what the environment said before it, sampled ids, their log-probs)."""

@@ -8,15 +8,15 @@ import pytest
 import torch
 from actor_toys import REWARDS, make_batch, tiny_policy
 from sharded_jobs import one_update
-from test_policy_loss import drifted, drifting, flat
+from test_loss import drifted, drifting, flat
 from test_split_records import conversation, split_at
 
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.workers.micro_batch import compute_log_probs
-from verl_mt.workers.ranks import ALONE
 from verl_mt.workers.rollout_correction import RolloutCorrection
+from verl_mt.workers.sharding import ALONE
 
 pytestmark = pytest.mark.slow  # every option over every split
 OPTIONS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.workers.schedule import lr_factor
+from verl_mt.workers.optimizer import lr_factor
 
 
 def factors(kind: str, warmup: int, total: int, min_ratio: float = 0.0) -> list[float]:

@@ -12,7 +12,7 @@ from sharded_jobs import PACKED, SHARED, log_probs, one_update
 from verl_mt.algorithms.aggregate import MODES
 from verl_mt.data import batch as col
 from verl_mt.modeling.passes import PLAIN
-from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.sharding import ALONE
 
 pytestmark = pytest.mark.slow
 

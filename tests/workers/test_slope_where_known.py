@@ -10,7 +10,7 @@ from sharded_jobs import one_update
 from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.data import batch as col
 from verl_mt.modeling import head_log_probs
-from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.sharding import ALONE
 
 
 def update_in_tiles(monkeypatch, **kwargs):

@@ -271,3 +271,45 @@ by_name: dict[str, Callable[..., Tensor]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
 """`algorithm.adv_estimator` -> the function; it is given those of `norm_by_std` and `tokens_N` that it takes."""
+
+
+# What is done to rewards and groups before advantages: DAPO, Yu et al. 2025 (arXiv:2503.14476).
+
+
+def soft_overlong_penalty(lengths_N: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """A penalty that grows from 0 to -1 over the last `buffer` tokens before `max_length` (DAPO, section 3.4, eq. 13).
+
+    ::
+
+        0 up to max_length - buffer, then ((max_length - buffer) - length) / buffer, -1 from max_length on
+
+    Args:
+        lengths_N: tokens of each trajectory, the sum over its turns.
+        max_length: of a whole response, in tokens.
+        buffer: tokens before it on which the penalty grows.
+
+    Returns:
+        float32 [N] in [-1, 0], to be added to the rewards.
+
+    Raises:
+        ValueError: `buffer` is not in 1..max_length.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer is {buffer}, must be between 1 and max_length ({max_length})")
+    return (((max_length - buffer) - lengths_N.float()) / buffer).clamp(-1.0, 0.0)
+
+
+def has_signal(rewards_N: Tensor, group_index_N: Tensor) -> Tensor:
+    """bool [N]: the rewards of the trajectory's group are not all equal (DAPO, section 3.2, dynamic sampling).
+
+    The others have advantage 0 and add nothing to a gradient. A group of one has no signal.
+
+    Args:
+        rewards_N: one per trajectory, however many records it has.
+        group_index_N: int64, the group of each; any numbers.
+    """
+    _, group = torch.unique(group_index_N, return_inverse=True)
+    zeros = rewards_N.new_zeros(int(group.max()) + 1 if len(group) else 0)
+    low = zeros.scatter_reduce(0, group, rewards_N, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, group, rewards_N, "amax", include_self=False)
+    return (low != high)[group]

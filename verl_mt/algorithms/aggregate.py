@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_mt.algorithms.masked import masked_sum
-
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
@@ -66,18 +64,3 @@ def tokens_per_trajectory(mask_BT: Tensor, trajectory_index_B: Tensor) -> tuple[
     _, row_B = torch.unique(trajectory_index_B, return_inverse=True)
     counts = torch.zeros(int(row_B.max()) + 1 if len(row_B) else 0, device=mask_BT.device)
     return counts.index_add(0, row_B, mask_BT.bool().float().sum(1)), row_B
-
-
-def aggregate_loss(
-    losses_BT: Tensor,
-    mask_BT: Tensor,
-    trajectory_index_B: Tensor,
-    *,
-    mode: str,
-    norm_constant: float | None = None,
-) -> Tensor:
-    """One number from token losses; see `token_weights`. 0 (with a gradient of 0) if everything is masked
-    out.
-    """
-    weights = token_weights(mask_BT, trajectory_index_B, mode=mode, norm_constant=norm_constant)
-    return masked_sum(losses_BT * weights.to(losses_BT.dtype), mask_BT)

@@ -12,18 +12,6 @@ from torch import Tensor
 from verl_mt.algorithms.masked import masked_fill_zero, masked_whiten
 
 
-def reward_on_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T]: each row's reward on its last token in the mask, 0 elsewhere; a row without one has none.
-
-    Args:
-        rewards_B: one per row. Of a trajectory with several records only the last one's row has it.
-        mask_BT: the sampled tokens.
-    """
-    places = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(mask_BT)
-    last_B = torch.where(mask_BT.bool(), places, -1).amax(1, keepdim=True)
-    return torch.where(places == last_B, rewards_B.unsqueeze(1), torch.zeros_like(rewards_B).unsqueeze(1))
-
-
 def discounted_returns(rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G of the next token in the mask; 0 where masked out.
 

@@ -146,6 +146,7 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, lse_N, entropy_N, expected_N, *made = ctx.saved_tensors
+        # Bit for bit: of a derivative that is merely close, the gradients made beforehand would be silently wrong.
         if expected_N is None or not torch.equal(grad_N, expected_N):
             made = _gradients(
                 (hidden_NH, weight_VH, bias_V),
@@ -207,6 +208,8 @@ def _statistics(head: _Head, targets_N: Tensor, temperature: float, entropy: boo
         shrink, first = (before - now).exp(), before.isinf()
         exp_Nv = tile_Nv.exp() if entropy else tile_Nv.exp_()
         if entropy:
+            # Sums so far were to another maximum: exp(x - m) shrinks, and x - m moves by the difference, which is -inf
+            # in the first tile, where there is nothing to move.
             earlier = shrink * (spread_N[tokens] + sum_N[tokens] * (before - now).masked_fill(first, 0.0))
             spread_N[tokens] = earlier + tile_Nv.mul_(exp_Nv).sum(1)
         sum_N[tokens] = sum_N[tokens] * shrink + exp_Nv.sum(1)

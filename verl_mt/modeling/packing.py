@@ -65,6 +65,8 @@ def find_segments(ids_BT: np.ndarray, length_B: np.ndarray, *, share: bool) -> l
     """
     if not share or len(length_B) < 2:
         return [Segment((row,), 0, int(length)) for row, length in enumerate(length_B)]
+    # Big-endian bytes of ids sort as the ids do. Sorted, rows with the longest common beginnings are neighbours, and
+    # what any two rows share is the smallest `common` between them: a tree needs no more than those numbers.
     big_endian = ids_BT.astype(">i8")
     keys = [big_endian[row, :length].tobytes() for row, length in enumerate(length_B)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -140,6 +142,7 @@ class PackedRows:
                 first = filled + number * own[1] + own[0][number]
                 order[starts[i] : starts[i] + size] = first + np.arange(size)
             filled += len(members) * own[1]
+        # Groups attend in an order of their own; one gather puts their outputs back, and most often none is needed.
         in_order = filled == len(packed) and bool((order == np.arange(filled)).all())
         self._order_T = None if in_order else torch.from_numpy(order).to(device)
 
@@ -244,6 +247,8 @@ def _group(
     square = bool((from_root == 0).all()) or max(sizes) > int(from_root.min())
     if square or len(members) * max(sizes) * key_bK.shape[1] > _MAX_MASK:
         return _Group(keys, keys, None), (from_root.tolist(), key_bK.shape[1])
+    # Shorter members are filled up with their last token: such a query sees something, so that no softmax is over
+    # nothing (its NaN would reach the gradient of all keys). What comes out for it is read by nobody.
     own_bS = np.minimum(from_root[:, None] + np.arange(max(sizes)), ends[:, None] - 1)
     query = torch.from_numpy(np.take_along_axis(key_bK, own_bS, 1)).to(device)
     visible = np.arange(key_bK.shape[1]) <= own_bS[:, :, None]

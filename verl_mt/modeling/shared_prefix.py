@@ -99,6 +99,8 @@ def run_with_prefixes(base: Any, ids_BT: Tensor, plan: PrefixPlan, row_N: Tensor
 
     cache = DynamicCache(config=base.config)
     prompt_of_B = plan.prompt_of_B
+    # These passes only fill the cache: nobody wants a hidden state there, since the position before a row's first
+    # wanted token is the row's own. Gradients reach the prefix through the cached keys and values.
     if plan.common:
         base(input_ids=ids_BT[:1, : plan.common], past_key_values=cache, use_cache=True)
     cached = int(plan.prompt_end_C.max())
@@ -120,6 +122,7 @@ def run_with_prefixes(base: Any, ids_BT: Tensor, plan: PrefixPlan, row_N: Tensor
             past_key_values=_select(cache, prompt_of_B[rows]),
             use_cache=True,
         ).last_hidden_state
+        # Which of the wanted (row, position) pairs belong to this piece, and where its rows are in it.
         local_B = torch.full_like(plan.start_B, -1)
         local_B[rows] = torch.arange(len(rows), device=rows.device)
         place = (local_B[row_N] >= 0).nonzero().squeeze(1)
@@ -160,6 +163,8 @@ def _mask(start_B: Tensor, cached: int, width: int, dtype: torch.dtype) -> Tenso
 
 def _select(cache: Any, rows: Tensor) -> Any:
     """A cache whose row i is the given one's row rows[i], with gradients; the given one stays as it is."""
+    # The next pass appends to its cache by making new tensors, never in place: shallow copies may share what they hold,
+    # and the given cache serves every piece of rows.
     selected = copy.copy(cache)
     selected.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in selected.layers:

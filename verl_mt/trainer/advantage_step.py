@@ -22,8 +22,7 @@ from verl_mt.algorithms.advantages import by_name as advantage_estimators
 from verl_mt.algorithms.advantages import gdpo, remax
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.algorithms.gae import discounted_returns, gae, whiten_tokens
-from verl_mt.algorithms.kl import kl_penalty
-from verl_mt.algorithms.kl_control import KLControl
+from verl_mt.algorithms.kl import KLControl, kl_penalty
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.algorithms.streams import Streams
 from verl_mt.config.options import read_kl_control

@@ -57,7 +57,7 @@ from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
-from verl_mt.workers.weights import Transport, WeightSync
+from verl_mt.workers.weight_sync import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 

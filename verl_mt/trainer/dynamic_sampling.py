@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
+from verl_mt.algorithms.advantages import has_signal, soft_overlong_penalty
 from verl_mt.algorithms.masked import masked_fill_zero
-from verl_mt.algorithms.shaping import has_signal, soft_overlong_penalty
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import total_failure

@@ -30,7 +30,7 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.workers.weights import WeightSync
+from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
 _MAX_STALENESS = 0

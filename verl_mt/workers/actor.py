@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,16 +12,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from verl_mt.algorithms.corrections import effective_sample_size, importance_weights
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
 from verl_mt.modeling import lora
-from verl_mt.workers.loss import ActorLoss
+from verl_mt.workers.loss import ActorLoss, MicroBatchLoss
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
-from verl_mt.workers.sharding import dummy_pass, model_of, packs, score
+from verl_mt.workers.sharding import ALONE, Ranks, dummy_pass, model_of, packs, score
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
-from verl_mt.workers.update_metrics import UpdateMetrics
 
 
 class ActorWorker(Trainable):
@@ -71,10 +73,10 @@ class ActorWorker(Trainable):
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. A last
         mini-batch of fewer prompts weighs as much less (`_token_weights`).
 
-        With `skip_zero_advantage` and no term beside the policy gradient (KL, entropy, KL-Cov's), rows whose advantages
-        are all 0 add exactly nothing to the gradient and skip the forward pass; the denominators still count them. If a
-        mini-batch has nothing else, the optimizer does not step, while the schedule advances. If the whole batch has
-        nothing else, one pass without gradient measures what a step reports.
+        With `skip_zero_advantage` and no term beside the advantage (KL, entropy, one of the loss's own), rows whose
+        advantages are all 0 add exactly nothing to the gradient and skip the forward pass; the denominators still count
+        them. If a mini-batch has nothing else, the optimizer does not step, while the schedule advances. If the whole
+        batch has nothing else, one pass without gradient measures what a step reports.
 
         Args:
             batch: made by `build_batch`, with `advantages` (and `ref_log_probs` for a KL term). Its `old_log_probs`
@@ -93,20 +95,30 @@ class ActorWorker(Trainable):
         metrics = UpdateMetrics()
         active_B = self._active_rows(here, metrics)
         metrics.covers(here, active_B if active_B.any() else here[columns.LOSS_MASK].any(1))
-        first_old = self._old_log_probs(here, active_B)
-        before = here[columns.OLD_LOG_PROBS]
-        for mini, rows in enumerate(self._mini_batches(here)):
-            metrics.lr = self._set_lr(mini)
-            # A loss with a kink at ratio 1 would make a gradient of full size of a rounding.
-            old = self._asked_old(here) if self.loss.record.kinked and metrics.num_updates == 0 else first_old
-            self._update_once(here, rows, rows[active_B[rows]], old, before if mini == 0 else None, metrics)
+        old_BT = self._old_log_probs(here, active_B)
+        for number, rows in enumerate(self._mini_batches(here)):
+            metrics.lr = self._set_lr(number)
+            active = rows[active_B[rows]]
+            if len(active) == 0:
+                continue
+            # Until the weights change, a ratio to them is 1 but for the rounding between two passes. Of that rounding a
+            # loss with a kink at 1 would make a gradient of full size: it gets exactly 1.
+            exactly_one = self.loss.record.kinked and metrics.num_updates == 0
+            self.optimizer.zero_grad(set_to_none=True)
+            loss, seen_BT = self._forward_backward(
+                here, rows, active, self._asked_old(here) if exactly_one else old_BT, metrics
+            )
+            if number == 0:  # these are log-probs of before the first change too
+                before_BT, seen_BT = here[columns.OLD_LOG_PROBS], self.ranks.merge(seen_BT)
+                before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
+            metrics.updated(self._step(self.ranks.sum(loss)))
         if not active_B.any():
-            self._measure(here, first_old, metrics)
+            self._measure(here, old_BT, metrics)
         self._num_batches += 1
         metrics.log_prob_difference(here)
         if self.loss.correction is not None:
-            metrics.add_final(self.loss.correction.metrics(before, here))
-        batch[columns.OLD_LOG_PROBS] = before.to(batch.device or "cpu")
+            metrics.add_final(self.loss.correction.metrics(here[columns.OLD_LOG_PROBS], here))
+        batch[columns.OLD_LOG_PROBS] = here[columns.OLD_LOG_PROBS].to(batch.device or "cpu")
         batch[columns.CLIPPED] = self.ranks.merge(here[columns.CLIPPED]).to(batch.device or "cpu")
         return metrics.summary(self.ranks)
 
@@ -158,14 +170,17 @@ class ActorWorker(Trainable):
 
         What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
         """
-        mini = self.config.ppo_mini_batch_size
-        correction = self.loss.correction
+        mini, correction = self.config.ppo_mini_batch_size, self.loss.correction
         whole = correction is not None and correction.needs_batch
-        recompute = self.config.use_sampler_log_probs == "never"
-        on_policy = not recompute and self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
+        one_update = self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
+        # With a single update the policy that is updated is the one that would be asked: its log-probs are the old ones
+        # to the bit, and a pass is saved. With `never` they are computed all the same, as other libraries do.
+        on_policy = one_update and self.config.use_sampler_log_probs != "never"
         old = self._asked_old(here)
         if on_policy and not whole:
             return old
+        # A correction decides over trajectories and the batch, so it needs the rows that move nothing too. Ratios are
+        # nevertheless taken to the current log-probs where the step is on-policy: its own were of another pass.
         needed_BT = here[columns.LOSS_MASK] & (active_B.unsqueeze(1) | whole) & torch.isnan(old)
         rows = needed_BT.any(1).nonzero().squeeze(1)
         if len(rows):
@@ -192,34 +207,15 @@ class ActorWorker(Trainable):
             max_rows=self.config.ppo_micro_batch_size,
         )
 
-    def _update_once(
-        self,
-        here: TensorDict,
-        rows: Tensor,
-        active: Tensor,
-        old_BT: Tensor,
-        before_BT: Tensor | None,
-        metrics: UpdateMetrics,
-    ) -> None:
-        """One mini-batch, one optimizer step. `before_BT` takes the log-probs of weights that have not changed yet."""
-        if len(active) == 0:
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        loss, seen_BT = self._passes(here, rows, active, old_BT, metrics)
-        if before_BT is not None:
-            seen_BT = self.ranks.merge(seen_BT)
-            before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
-        metrics.updated(self._step(self.ranks.sum(loss)))
-
     @torch.no_grad()
     def _measure(self, here: TensorDict, old_BT: Tensor, metrics: UpdateMetrics) -> None:
         """No row moves the policy: the step's numbers all the same, agreement with the sampler among them."""
         rows = here[columns.LOSS_MASK].any(1).nonzero().squeeze(1)
-        _, seen_BT = self._passes(here, rows, rows, old_BT, metrics)
+        _, seen_BT = self._forward_backward(here, rows, rows, old_BT, metrics)
         here[columns.OLD_LOG_PROBS].copy_(self.ranks.merge(seen_BT))
         metrics.grad_norms.append(torch.zeros((), device=self.device))
 
-    def _passes(
+    def _forward_backward(
         self, here: TensorDict, rows: Tensor, active: Tensor, old_BT: Tensor, metrics: UpdateMetrics
     ) -> tuple[Tensor, Tensor]:
         """Forward and (where gradients are on) backward over the active ones of a mini-batch's rows.
@@ -227,22 +223,25 @@ class ActorWorker(Trainable):
         Returns:
             This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
         """
-        weights_BT = self._token_weights(here, rows, mode=self.config.aggregation, norm_constant=self._norm_constant)
+        config = self.config
+        weights_BT = self._token_weights(here, rows, mode=config.aggregation, norm_constant=self._norm_constant)
         log_probs_of = partial(self._compute_log_probs, here)
         mini = self.loss.over_mini_batch(here, rows, weights_BT, old_BT, log_probs_of, self._generator)
-        limits: dict[str, Any] = {
-            "max_tokens": self.config.ppo_max_token_len,
-            "max_rows": self.config.ppo_micro_batch_size,
-            "packed": packs(self.module),
-        }
-        loss = torch.zeros((), device=self.device)
-        seen_BT = torch.full_like(old_BT, math.nan)
+        loss, seen_BT = torch.zeros((), device=self.device), torch.full_like(old_BT, math.nan)
+        parts = micro_batches(
+            here,
+            active,
+            self.ranks,
+            max_tokens=config.ppo_max_token_len,
+            max_rows=config.ppo_micro_batch_size,
+            packed=packs(self.module),
+        )
         with self._training_mode():
-            for part in micro_batches(here, active, self.ranks, **limits):
+            for part in parts:
                 if part is None:
                     dummy_pass(self.module, self.device)
                     continue
-                micro, own = here[part], mini.part(part)
+                micro, of_micro, old = here[part], mini.part(part), old_BT[part]
                 output = score(
                     self.module,
                     micro[columns.INPUT_IDS],
@@ -250,11 +249,11 @@ class ActorWorker(Trainable):
                     wanted_BT=micro[columns.LOSS_MASK],
                     temperature=self._temperature,
                     with_entropy=True,
-                    entropy_grad=self.config.entropy_coeff != 0,
+                    entropy_grad=config.entropy_coeff != 0,
                     media=columns.media_of(micro),
-                    expected_slope=partial(self.loss.slope_where_known, micro, own, old_BT[part]),
+                    expected_slope=partial(self.loss.slope_where_known, micro, of_micro, old),
                 )
-                found = self.loss.of_micro_batch(output, micro, own, old_BT[part])
+                found = self.loss.of_micro_batch(output, micro, of_micro, old)
                 if torch.is_grad_enabled():
                     found.loss.backward()
                 metrics.add(found)
@@ -263,6 +262,113 @@ class ActorWorker(Trainable):
                 if found.clipped_BT is not None:
                     here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], found.clipped_BT)
         return loss, seen_BT
+
+
+@dataclass
+class UpdateMetrics:
+    """The numbers of one update, collected over micro-batches without waiting for the device; `summary` gives plain
+    numbers under their logged names."""
+
+    num_updates: int = 0
+    num_skipped: int = 0
+    num_nonfinite: int = 0
+    lr: float = 0.0
+    token_share: float = math.nan
+    """Of the batch's trained tokens that were sampled: those that go through the model, which the means are over."""
+    grad_norms: list[Tensor] = field(default_factory=list)
+    _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _token_sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _token_counts: list[Tensor] = field(default_factory=list)
+    _difference: dict[str, float] = field(default_factory=dict)
+
+    def add(self, micro: MicroBatchLoss) -> None:
+        """A micro-batch's share of its mini-batch's numbers; a mean whose name has no slash is `actor/`'s."""
+        for name, value in micro.sums.items():
+            self._sums[name].append(value.detach())
+        self._token_counts.append(micro.num_tokens)
+        for name, mean in micro.means.items():
+            self._token_sums[name if "/" in name else f"actor/{name}"].append(mean.detach() * micro.num_tokens)
+
+    def updated(self, grad_norm: Tensor | None) -> None:
+        """An optimizer step with its gradient's norm; None = it was dropped, because that was not finite."""
+        if grad_norm is None:
+            self.num_nonfinite += 1
+        else:
+            self.num_updates += 1
+            self.grad_norms.append(grad_norm)
+
+    def covers(self, batch: TensorDict, rows_B: Tensor) -> None:
+        """The rows that go through the model."""
+        counted_B = (batch[columns.SAMPLED] & batch[columns.LOSS_MASK]).sum(1)
+        self.token_share = (counted_B[rows_B].sum() / counted_B.sum()).item()
+
+    def log_prob_difference(self, batch: TensorDict) -> None:
+        """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
+
+        |difference| of the log-probs, the k1 and k3 estimates of KL(sampler || policy), quantiles of the ratio policy
+        to sampler, and the effective sample size of these ratios, as a share.
+        """
+        own = batch[columns.OLD_LOG_PROBS]
+        both = batch[columns.SAMPLED] & batch[columns.LOSS_MASK] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
+        both = both & ~torch.isnan(own)
+        log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[both].float()
+        if len(log_ratio):
+            ratio = importance_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio))
+            ordered = ratio.sort().values
+            self._difference = {
+                "rollout/logprob_diff_max": log_ratio.abs().max().item(),
+                "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
+                "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+                "rollout/sampler_kl_k1": -log_ratio.mean().item(),
+                "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
+                "rollout/ratio_p50": ordered[round(0.5 * (len(ordered) - 1))].item(),
+                "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
+                "rollout/ratio_max": ordered[-1].item(),
+                "rollout/ratio_ess": effective_sample_size(ratio, torch.ones_like(ratio)).item(),
+            }
+
+    def add_final(self, numbers: dict[str, float]) -> None:
+        """Numbers of the whole batch, the same on every rank."""
+        self._difference |= numbers
+
+    def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Sums are means over the mini-batches that were run; token means are over their tokens; both over all ranks.
+        What is not finite (the loss of an update that was dropped) is absent."""
+        tried = self.num_updates + self.num_nonfinite
+        result = {
+            "actor/lr": self.lr,
+            "actor/num_updates": float(self.num_updates),
+            "actor/skipped_zero_advantage_sequences": float(self.num_skipped),
+            "actor/nonfinite_updates": float(self.num_nonfinite),
+            "actor/token_share": self.token_share,
+        }
+        sums, token_sums, tokens = self._over(ranks)
+        for name, value in sums.items():
+            result[name] = value / max(1, tried)
+        for name, value in token_sums.items():
+            result[name] = value / max(1, tokens)
+        if self.grad_norms:
+            result["actor/grad_norm"] = torch.stack(self.grad_norms).mean().item()
+        result |= self._difference
+        return {name: value for name, value in result.items() if math.isfinite(value)}
+
+    def _over(self, ranks: Ranks) -> tuple[dict[str, float], dict[str, float], float]:
+        """Sums, token sums and numbers of tokens of all ranks; a rank without rows has none."""
+        own = (
+            {name: torch.stack(values).sum().item() for name, values in self._sums.items()},
+            {name: torch.stack(values).sum().item() for name, values in self._token_sums.items()},
+            sum(n.item() for n in self._token_counts),
+        )
+        sums: dict[str, float] = defaultdict(float)
+        token_sums: dict[str, float] = defaultdict(float)
+        tokens = 0.0
+        for other_sums, other_token_sums, other_tokens in ranks.gather(own):
+            tokens += other_tokens
+            for name, value in other_sums.items():
+                sums[name] += value
+            for name, value in other_token_sums.items():
+                token_sums[name] += value
+        return sums, token_sums, tokens
 
 
 def _num_prompts(batch: TensorDict) -> int:

@@ -9,8 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
-from verl_mt.workers.ranks import Ranks
-from verl_mt.workers.sharding import dummy_pass, packs, ranks_of, score
+from verl_mt.workers.sharding import Ranks, dummy_pass, packs, ranks_of, score
 
 
 def split_rows(

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.modeling.lora import adapters_off, lora_of
 from verl_mt.workers.micro_batch import compute_log_probs
-from verl_mt.workers.ranks import ALONE
-from verl_mt.workers.sharding import model_of, ranks_of
+from verl_mt.workers.sharding import ALONE, model_of, ranks_of
 
 
 class RefWorker:

@@ -22,10 +22,9 @@ from verl_mt.modeling.values import ValueHead, ValueModel
 from verl_mt.plugins import import_plugins
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
-from verl_mt.workers.ranks import ALONE, Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.sharding import ShardedCritic, ShardedPolicy, model_of
+from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic, ShardedPolicy, model_of
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,10 @@
-"""A policy whose parameters, gradients and optimizer state are spread over ranks with FSDP2 (`fully_shard`).
+"""The processes (ranks) that train one policy together: how they share a batch, and how the policy is spread over them.
 
+Every rank holds the whole batch: ids and masks are small beside weights and activations. So shuffles, denominators,
+which rows are skipped and who takes which row are pure functions of the batch that every rank works out for itself;
+what is exchanged is gradients, a few numbers, and the log-probs that each rank computed for its rows.
+
+Parameters, gradients and optimizer state are spread with FSDP2 (`fully_shard`).
 Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are
 gathered for the whole pass. Forward and backward passes are collective: all ranks must run the same number of them,
 through the same layers in the same order. Hence two rules: a rank that has no rows left runs dummies (`dummy_pass`),
@@ -9,6 +14,9 @@ layers as often as a rank's own rows want it. How rows pass is set before a poli
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,7 +28,60 @@ from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
 from verl_mt.modeling.passes import forbid_packing, passes_of
 from verl_mt.modeling.shared_prefix import forbid_sharing
 from verl_mt.modeling.values import hidden_before
-from verl_mt.workers.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's view of its group, the default process group of torch.distributed; one rank needs none."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits on each."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def merge(self, values: Tensor) -> Tensor:
+        """What any rank computed; NaN = not computed here. Where several did, their mean."""
+        if self.size == 1:
+            return values
+        known = ~torch.isnan(values)
+        count = self.sum(known.to(values.dtype))
+        total = self.sum(torch.where(known, values, torch.zeros_like(values)))
+        return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(values, torch.nan))
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small picklable object of every rank, in their order."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def shares(self, costs: Sequence[int]) -> list[list[int]]:
+        """Who takes what: the items of each rank, in ascending order. Fewer items than ranks leave some with none.
+
+        The most expensive item left goes to the rank with the least so far (Graham 1969: the largest share is at most
+        4/3 - 1/(3 size) of the best possible one; with many items of like cost it is much closer).
+
+        Args:
+            costs: of each item; tokens, as a rule.
+        """
+        load = [(0, rank) for rank in range(self.size)]
+        taken: list[list[int]] = [[] for _ in range(self.size)]
+        for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+            cost, rank = heapq.heappop(load)
+            taken[rank].append(item)
+            heapq.heappush(load, (cost + costs[item], rank))
+        return [sorted(items) for items in taken]
+
+
+ALONE = Ranks()
+"""A policy in one process."""
 
 
 class ShardedPolicy(nn.Module):
@@ -44,6 +105,8 @@ class ShardedPolicy(nn.Module):
         forbid_sharing(model)
         forbid_packing(model)
         mesh = init_device_mesh(device_type, (ranks.size,))
+        # `fully_shard` replaces the parameters by shards that each rank cuts out of its own memory, which is empty on
+        # all but rank 0. So the whole weights are kept aside and dealt out behind it.
         weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
         layer_names = set(getattr(model, "_no_split_modules", None) or ())
@@ -76,6 +139,7 @@ def _deal_out(model: Any, weights: list[Tensor]) -> None:
     from torch.distributed.tensor import distribute_tensor
 
     for number, parameter in enumerate(model.parameters()):
+        # One at a time, and let go at once: rank 0 holds the whole model only on the CPU, and no device ever does.
         dealt = distribute_tensor(weights[number], parameter.device_mesh, parameter.placements)
         parameter.to_local().copy_(dealt.to_local())
         del dealt

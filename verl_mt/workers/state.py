@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import CheckpointError
 from verl_mt.modeling.lora import lora_of
-from verl_mt.workers.adamw import names_of_state, state_of
+from verl_mt.workers.optimizer import names_of_state, state_of
 from verl_mt.workers.sharding import model_of
 
 WEIGHTS = "module."

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.actor import OptimConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
-from verl_mt.workers.adamw import build_adamw
-from verl_mt.workers.schedule import lr_factor
+from verl_mt.workers.optimizer import build_adamw, lr_factor
 from verl_mt.workers.sharding import model_of, ranks_of, whole
 from verl_mt.workers.state import copy_into, live_tensors
 
@@ -93,6 +93,25 @@ class Trainable:
         """Take a `state_dict` of a module in one process, over however many ranks; tensors are written in place."""
         self.load_progress(state)
         copy_into(self.tensors(), state["tensors"])
+
+    def load_checkpoint(self, state: dict[str, Any], folder: Path | None, name: str) -> None:
+        """Take a checkpoint that any placement wrote; collective for a sharded module.
+
+        Args:
+            state: a `state_dict`; or a `progress`, where the ranks wrote their shards.
+            folder: the checkpoint's.
+            name: of the worker's shards in it.
+
+        Raises:
+            CheckpointError: of another model, or incomplete.
+        """
+        if "tensors" in state:
+            self.load_state_dict(state)
+            return
+        from verl_mt.workers.sharded_checkpoint import load_shards  # half a second that one process does not need
+
+        self.load_progress(state)
+        load_shards(self.tensors(), folder, name)
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and, once the optimizer has stepped, its state: the live tensors by name, shards where sharded."""

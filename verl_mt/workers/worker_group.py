@@ -9,7 +9,7 @@ import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import CheckpointError
-from verl_mt.modeling.lora import Adapter, adapter_of, lora_of, require_peft, require_same
+from verl_mt.modeling.lora import Adapter, adapter_of, require_peft
 from verl_mt.modeling.weights import named_weights
+from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import AlgorithmNeeds, Placement, WorkerSetup, load_workers
-from verl_mt.workers.state import WEIGHTS, copy_into, count_parameters, live_tensors
+from verl_mt.workers.state import count_parameters
 
 _INLINE = Placement()
 _NOTHING = AlgorithmNeeds()
@@ -168,7 +169,7 @@ def load_workers_state(
     Raises:
         CheckpointError: of another model, incomplete, or without a critic where there is one now, or the other way.
     """
-    load_actor(actor, state["actor"], folder)
+    actor.load_checkpoint(state["actor"], folder, "actor")
     if (critic is None) != ("critic" not in state):
         now, then = ("no", "a") if critic is None else ("a", "no")
         raise CheckpointError(
@@ -176,48 +177,7 @@ def load_workers_state(
             f"{'gae' if then == 'a' else 'another one than gae'}; resume with the one that the run was started with"
         )
     if critic is not None:
-        load_critic_state(critic, state["critic"], folder)
-
-
-def load_actor(actor: ActorWorker, state: dict[str, Any], folder: Path | None) -> None:
-    """Let one rank's actor take a checkpoint of any placement; collective for a sharded actor."""
-    _load_one(actor, state, folder, "actor")
-
-
-def load_critic_state(critic: CriticWorker, state: dict[str, Any], folder: Path | None) -> None:
-    """The same for one rank's critic."""
-    _load_one(critic, state, folder, "critic")
-
-
-def _load_one(worker: ActorWorker | CriticWorker, state: dict[str, Any], folder: Path | None, name: str) -> None:
-    if "tensors" in state:
-        worker.load_state_dict(state)
-        return
-    from verl_mt.workers.shards import load_shards  # half a second that a run in one process does not need
-
-    worker.load_progress(state)
-    load_shards(worker.tensors(), folder, name)
-
-
-def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None:
-    """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it.
-
-    Args:
-        module: a Hugging Face model of the checkpoint's architecture, with adapters if that has some.
-        state: the `state_dict` of the worker group that wrote it.
-        folder: the checkpoint.
-
-    Raises:
-        CheckpointError: of another model, or incomplete.
-    """
-    require_same(state["actor"].get("lora"), lora_of(module))
-    live, saved = live_tensors(module), state["actor"].get("tensors")
-    if saved is None:
-        from verl_mt.workers.shards import load_shards
-
-        load_shards(live, folder)
-    else:
-        copy_into(live, {name: tensor for name, tensor in saved.items() if name.startswith(WEIGHTS)})
+        critic.load_checkpoint(state["critic"], folder, "critic")
 
 
 def build_worker_group(
@@ -251,8 +211,7 @@ def build_worker_group(
         placement = Placement(kind=placement)
     setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement, algorithm)
     if placement.kind == "ray":
-        # Imported here: who trains in one process does not load Ray.
-        from verl_mt.workers.ray_group import RayWorkerGroup
-
-        return RayWorkerGroup(setup)
+        # By its path: who trains in one process does not load Ray, and this module does not import what imports it.
+        on_ray = load_object("verl_mt.workers.ray_group.RayWorkerGroup", what="trainer.placement=ray")
+        return cast(WorkerGroup, on_ray(setup))
     return InlineWorkerGroup(*load_workers(setup))

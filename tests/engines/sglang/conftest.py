@@ -44,7 +44,7 @@ def colocated_engine(lab: Lab, run: Loop) -> Iterator[Any]:
 @pytest.fixture
 def colocated(colocated_engine: Any, lab: Lab, run: Loop) -> Any:
     """The engine, with the policy's weights of now."""
-    from verl_mt.workers.weights import weight_update_for
+    from verl_mt.workers.weight_sync import weight_update_for
 
     run(colocated_engine.apply(weight_update_for(colocated_engine.capabilities, lab.module, 0)))
     return colocated_engine

@@ -14,7 +14,7 @@ from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
 from verl_mt.errors import EngineError
 from verl_mt.modeling.weights import named_weights
-from verl_mt.workers.weights import LiveWeights, weight_update_for
+from verl_mt.workers.weight_sync import LiveWeights, weight_update_for
 
 pytestmark = pytest.mark.sglang
 

@@ -11,7 +11,7 @@ from live import worst_difference
 
 from verl_mt.config.actor import ModelConfig
 from verl_mt.modeling.lora import add_adapters, without_adapters
-from verl_mt.workers.weights import weight_update_for
+from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.sglang
 

@@ -9,7 +9,7 @@ from parity import compare
 
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
 from verl_mt.data.batch import ADVANTAGES, build_batch, expand_to_tokens, trajectory_rewards
-from verl_mt.workers.weights import WeightSync
+from verl_mt.workers.weight_sync import WeightSync
 
 pytestmark = pytest.mark.sglang
 

@@ -20,7 +20,7 @@ from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
-from verl_mt.workers.weights import LiveWeights, Transport, weight_update_for
+from verl_mt.workers.weight_sync import LiveWeights, Transport, weight_update_for
 
 pytestmark = pytest.mark.sglang
 

@@ -14,7 +14,7 @@ from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import model_shape, named_weights
-from verl_mt.workers.weights import weight_update_for
+from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
 

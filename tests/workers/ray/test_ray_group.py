@@ -81,7 +81,7 @@ def test_weights_go_round_in_buckets_of_whole_layers(groups):
     import ray
 
     def with_small_buckets(worker):
-        import verl_mt.workers.rank as rank
+        import verl_mt.workers.rank_worker as rank
 
         rank._BUCKET_BYTES = 1
         return len(worker._buckets())

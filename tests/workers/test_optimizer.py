@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from verl_mt.workers.adamw import MASTER, MasterAdamW, build_adamw, state_of
+from verl_mt.workers.optimizer import MASTER, MasterAdamW, build_adamw, state_of
 
 
 def train(dtype, optimizer_class, steps=50, lr=1e-5):

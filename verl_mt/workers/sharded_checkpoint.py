@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from verl_mt.data.digests import HashingFile
 from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError
-from verl_mt.workers.state import WEIGHTS
+from verl_mt.modeling.lora import lora_of, require_same
+from verl_mt.workers.state import WEIGHTS, copy_into, live_tensors
 
 SHARDS = "actor"
 """Where in a checkpoint's folder the actor's shards are; the critic's are in `critic`."""
@@ -118,6 +119,25 @@ def stored_shapes(folder: Path | None, name: str = SHARDS) -> dict[str, tuple[in
         )
     stored = FileSystemReader(folder / name).read_metadata().state_dict_metadata
     return {tensor: tuple(entry.size) for tensor, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it.
+
+    Args:
+        module: a Hugging Face model of the checkpoint's architecture, with adapters if that has some.
+        state: the `state_dict` of the worker group that wrote it.
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: of another model, or incomplete.
+    """
+    require_same(state["actor"].get("lora"), lora_of(module))
+    live, saved = live_tensors(module), state["actor"].get("tensors")
+    if saved is None:
+        load_shards(live, folder)
+    else:
+        copy_into(live, {name: tensor for name, tensor in saved.items() if name.startswith(WEIGHTS)})
 
 
 @contextmanager

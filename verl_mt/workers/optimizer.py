@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights where the policy's own are in a lower precision.
+"""AdamW with float32 master weights where the policy's own are in a lower precision; the learning rate of its steps.
 
 A bfloat16 number has 8 bits of mantissa: at the learning rates of RL nearly every update of it would be rounded away.
 So the optimizer keeps the exact weights, steps those, and rounds them into the policy (mixed precision training,
@@ -11,6 +11,7 @@ itself is on the CPU).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,3 +105,26 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
         if parameter.dtype != torch.float32:
             state[MASTER] = parameter.detach().to(device, torch.float32, copy=True)
     return state
+
+
+def lr_factor(step: int, *, warmup_steps: int, total_steps: int, kind: str, min_ratio: float) -> float:
+    """What the peak learning rate is multiplied with at an optimizer step.
+
+    Warm-up: (step + 1) / warmup_steps, so that no step is wasted on 0 and the peak is reached at its last step.
+    Then with x = (step - warmup_steps) / (total_steps - warmup_steps) in [0, 1]: constant 1; linear 1 - x; cosine
+    (1 + cos(pi x)) / 2; the last two scaled to end at `min_ratio`.
+
+    Args:
+        step: counts from 0.
+        warmup_steps: 0 = none.
+        total_steps: of the whole run; later steps get the last value.
+        kind: constant, linear or cosine.
+        min_ratio: the value at `total_steps`.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    shape = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_ratio + (1.0 - min_ratio) * shape

@@ -11,8 +11,8 @@ from sharded_jobs import digests_of_save, load_and_train, train_and_save
 
 from verl_mt.data.digests import damage
 from verl_mt.errors import CheckpointError
-from verl_mt.workers.ranks import ALONE
-from verl_mt.workers.shards import load_shards, stored_shapes
+from verl_mt.workers.sharded_checkpoint import load_shards, stored_shapes
+from verl_mt.workers.sharding import ALONE
 
 OPTIONS = {"total_steps": 6, "ppo_mini_batch_size": 1, "ppo_epochs": 2, "optim": {"lr_warmup_steps": 2}}
 
@@ -73,7 +73,7 @@ def test_each_weight_is_stored_once_although_embeddings_are_tied(tmp_path):
     assert "module.model.embed_tokens.weight" in tensors and "module.lm_head.weight" not in tensors
 
 
-def test_shards_that_are_missing_torn_or_of_another_model_are_refused(tmp_path):
+def test_sharded_checkpoint_that_are_missing_torn_or_of_another_model_are_refused(tmp_path):
     saved = train_and_save(ALONE, batches(0, 1), tmp_path)["tensors"]
     with pytest.raises(CheckpointError, match="no shards of the actor"):
         load_shards(saved, tmp_path / "nowhere")

@@ -22,11 +22,10 @@ from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
-from verl_mt.workers.ranks import Ranks
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
-from verl_mt.workers.sharding import model_of, whole
-from verl_mt.workers.shards import save_shards
+from verl_mt.workers.sharded_checkpoint import save_shards
+from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.state import all_weights, count_parameters
 from verl_mt.workers.worker_group import load_workers_state
 
@@ -131,6 +130,7 @@ class RankWorker:
         """Whole weights of some layers, merged with adapters, in the names and shapes of the model's checkpoint or of
         the module that transformers makes of it."""
         model = model_of(self.actor.module)
+        # Gathering is collective; merging and converting is not, and would be done for nothing on all but one.
         gathered = {name: whole(tensor) for name, tensor in self._buckets()[number].items()}
         if self._ranks.rank:
             return None

@@ -81,6 +81,8 @@ class WeightSync:
     def push(self, version: int) -> None:
         """The weights changed: from here on the engine samples with them."""
         if self.engine.capabilities.frees_memory:
+            # In this order: what torch's allocator keeps in reserve is not free to the engine, which would find the
+            # device full.
             self.workers.give_back_memory()
             self.call(self.engine.resume_memory())
         update = weight_update_for(self.engine.capabilities, self.workers, version, self.transport)

@@ -13,7 +13,7 @@ from test_split_records import conversation, split_at
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.workers import actor
-from verl_mt.workers.ranks import ALONE
+from verl_mt.workers.sharding import ALONE
 
 FINISHED = StopReason.FINISHED
 
