@@ -2,7 +2,7 @@
 
 To add a loss: write its function (verl_mt/algorithms/losses.py has those of the field), add its record to
 `POLICY_LOSSES`, a row to docs/algorithms.md and a test. Its name, its options and their bounds, what is refused beside
-it, how its tokens become one number and what the workers compute for it all come from the record. A loss of the user's,
+it, how its tokens become one number and what the workers compute for it all come from the record. A user's own loss,
 named by its path, gets a record too.
 """
 
@@ -47,7 +47,7 @@ class PolicyLoss:
     slope_known: bool = True
     """At ratio 1 its slope is the same whatever the log-probs are, so it is known before they are."""
     is_users: bool = False
-    """Of the user's: what it returns is checked, and what it raises is reported with its name."""
+    """A function of the user's: what it returns is checked, and what it raises is reported with its name."""
 
     @classmethod
     def of_user(cls, path: str) -> PolicyLoss:
@@ -74,7 +74,7 @@ class ChosenLoss:
     name: str
     loss: PolicyLoss
     options: dict[str, Any]
-    """Defaults filled in; of a loss of the user's what was given."""
+    """Defaults filled in; of a user's loss what was given."""
 
 
 def _clip_cov_bounds(options: Mapping[str, Any]) -> str | None:

@@ -177,7 +177,7 @@ def prepare_process(config: Config) -> None:
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     """The actor / ref worker group that the YAML declares."""
     trainer = config.trainer
-    token_loss(config.actor_rollout_ref.actor)  # a mistake in a loss of the user's is found before anything slow
+    token_loss(config.actor_rollout_ref.actor)  # a mistake in a user's loss is found before anything slow
     return build_worker_group(
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,

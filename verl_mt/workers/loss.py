@@ -95,12 +95,12 @@ class ActorLoss:
         config: which terms there are.
 
     Raises:
-        ConfigError, PluginError: a loss of the user's that cannot be one.
+        ConfigError, PluginError: a user's loss that cannot be one.
     """
 
     def __init__(self, config: ActorConfig):
         self.correction: RolloutCorrection | None = None
-        """Against a sampler that is not quite the policy; for whoever puts workers together to set."""
+        """Corrects for a sampler that differs from the policy; set where workers are put together."""
         chosen = read_policy_loss(config.policy_loss)
         self.record = chosen.loss
         self._config = config
@@ -212,7 +212,7 @@ def token_loss(config: ActorConfig, chosen: ChosenLoss | None = None) -> TokenLo
         chosen: another loss than the configuration's.
 
     Raises:
-        PluginError: the path of a loss of the user's leads nowhere.
+        PluginError: the path of a user's loss leads nowhere.
         ConfigError: it is no function of four tensors, or takes no argument of the name of an option.
     """
     chosen = chosen or read_policy_loss(config.policy_loss)

@@ -188,7 +188,7 @@ def hidden_states(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def dummy_pass(module: nn.Module, device: torch.device) -> None:
-    """Take part in one pass of the others without a row of one's own; adds 0 to every gradient."""
+    """Take part in one pass of the others without a row of its own; adds 0 to every gradient."""
     ids = torch.ones(1, 2, dtype=torch.int64, device=device)
     wanted = torch.tensor([[False, True]], device=device)
     output = score(module, ids, torch.ones_like(ids), wanted_BT=wanted, temperature=1.0)
