@@ -116,7 +116,7 @@ def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text
 
 
 def test_settings_of_a_function_that_is_not_named_are_refused():
-    with pytest.raises(ConfigError, match="custom_generate_kwargs is .* only with .*custom_generate_function_path"):
+    with pytest.raises(ConfigError, match=r"custom_generate_kwargs is .* only with .*custom_generate_function_path"):
         refuse_idle_keys(compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"]))
 
 
