@@ -172,7 +172,7 @@ def evaluate(runs: tuple[Run, ...], observed: dict[str, list[Any]]) -> tuple[Any
         The machine; for each run medians of measured and predicted seconds, and the relative error of the step.
     """
     from fit import fit
-    from step_time import predict
+    from formula import predict
 
     machine = fit([seen for run in runs if not run.new for seen in observed[run.name]])
     rows = []
@@ -196,7 +196,7 @@ def write_steps(observed: dict[str, list[Any]], file: Path) -> None:
 
 def read_steps(file: Path) -> dict[str, list[Any]]:
     """What `write_steps` wrote."""
-    from step_time import Model, Observed, StepTime, Work
+    from formula import Model, Observed, StepTime, Work
 
     def step_of(given: dict[str, Any]) -> Observed:
         work = given["work"] | {"last": tuple(tuple(path) for path in given["work"]["last"])}
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent))
     import lab
-    from step_time import save_machine
+    from formula import save_machine
 
     from verl_mt.trainer import ppo_trainer
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from step_time import Machine, Observed, decoding_steps, engine_flops
+from formula import Machine, Observed, decoding_steps, engine_flops
 
 
 def fit(observed: Sequence[Observed]) -> Machine:

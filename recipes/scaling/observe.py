@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 import yaml
-from step_time import Model, Observed, StepTime, Work
+from formula import Model, Observed, StepTime, Work
 from transformers import AutoConfig
 
 from verl_mt.config.compose import to_config

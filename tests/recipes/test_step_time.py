@@ -20,10 +20,10 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "scaling"
 
 @pytest.fixture(scope="module")
 def formula():
-    """The modules `step_time` and `fit`, as the scripts import them."""
+    """The modules `formula`, `fit` and `step_time`, as the scripts import them."""
     sys.path.insert(0, str(RECIPE))
     try:
-        yield importlib.import_module("step_time"), importlib.import_module("fit")
+        yield tuple(importlib.import_module(name) for name in ("formula", "fit", "step_time"))
     finally:
         sys.path.remove(str(RECIPE))
 
@@ -142,11 +142,11 @@ def test_the_command_predicts_and_names_the_longest_part(formula, tmp_path, caps
     formula[0].save_machine(formula[0].Machine(step_overhead_s=0.01, train_flops=1e10), tmp_path / "m.json")
     words = ["--machine", str(tmp_path / "m.json"), "--model", "verl_mt://tiny", "--trajectories", "64"]
     numbers = ["--prompt-tokens", "100", "--sampled-tokens", "30", "--longest-tokens", "50"]
-    formula[0].main([*words, *numbers, "--calls", "1", "--tool-latency", "9"])
+    formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9"])
     out = capsys.readouterr().out
     assert "rollout 9.50" in out and "longest part: tools" in out
     with pytest.raises(SystemExit):
-        formula[0].main([*words, "--prompt-tokens", "100"])
+        formula[2].main([*words, "--prompt-tokens", "100"])
     assert "--sampled-tokens" in capsys.readouterr().err
 
 
@@ -163,13 +163,13 @@ def test_rates_are_fitted_to_a_run_s_own_files_and_tell_its_steps(formula, tmp_p
         assert step.work.calls > 0 and step.work.turns > 1 and 0 < step.work.sampled_tokens <= step.work.longest_tokens
         assert step.times.step_s >= step.times.rollout_s + step.times.update_s > 0
     machine = ["--machine", str(tmp_path / "m.json")]
-    formula[0].main([*machine, "--fit", str(tmp_path / "run")])
-    formula[0].main([*machine, "--run", str(tmp_path / "run")])
+    formula[2].main([*machine, "--fit", str(tmp_path / "run")])
+    formula[2].main([*machine, "--run", str(tmp_path / "run")])
     *_, last = capsys.readouterr().out.splitlines()
     assert "predicted (measured); longest part: " in last
     (tmp_path / "run" / "rollouts").rename(tmp_path / "rollouts")
     with pytest.raises(SystemExit, match="no step with times and rollout rows"):
-        formula[0].main([*machine, "--run", str(tmp_path / "run")])
+        formula[2].main([*machine, "--run", str(tmp_path / "run")])
 
 
 @pytest.mark.slow

@@ -1,0 +1,252 @@
+"""How long a step takes: sizes of a model, what a step does, rates of a machine, and out comes each part's time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a decoder decides its cost."""
+
+    parameters: int
+    """All of them, tied embeddings once: what is stored, sent and optimized."""
+    matmul_parameters: int
+    """Those that every token is multiplied with: no norms, no input embedding (tied: once, as the head)."""
+    layers: int
+    attention_width: int
+    """Query heads times head size."""
+    kv_width: int
+    """Key-value heads times head size."""
+    bytes_per_parameter: int = 4
+    """In the engine."""
+
+    def flops(self, context: float) -> float:
+        """Of one token's forward pass, with `context` tokens to attend to: two per multiplication and addition."""
+        return 2.0 * self.matmul_parameters + 4.0 * self.layers * self.attention_width * context
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_width * self.bytes_per_parameter
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does. Means are over trajectories."""
+
+    trajectories: int
+    """Prompts times samples per prompt."""
+    prompt_tokens: float
+    sampled_tokens: float
+    """Per trajectory, over all of its turns."""
+    longest_tokens: float
+    """Sampled tokens of the longest trajectory: everybody waits for it."""
+    turns: float = 1.0
+    observation_tokens: float = 0.0
+    """Per trajectory: what tools and users said."""
+    calls: float = 0.0
+    """Per trajectory: times it waits for a tool or a user."""
+    last: tuple[tuple[float, float], ...] = ()
+    """(sampled tokens, waits) of trajectories that may be the last to end; empty = (`longest_tokens`, `calls`)."""
+    tool_latency_s: float = 0.0
+    """Of one wait."""
+    concurrency: int | None = None
+    """Trajectories that live at once (`rollout.max_concurrent`); None = all."""
+    samples_per_prompt: float = 1.0
+    """They share the computation of their prompt."""
+    trained_share: float = 1.0
+    """Trajectories that go through the update: groups whose rewards are all equal do not (`skip_zero_advantage`)."""
+    updates: float = 1.0
+    """Optimizer steps per training step."""
+    max_tokens_per_pass: int = 16384
+    """`actor.ppo_max_token_len`."""
+    ref: bool = False
+    """A KL term asks the reference policy for log-probs."""
+    ranks: int = 1
+    """Data-parallel ranks of the update."""
+
+    @property
+    def response_tokens(self) -> float:
+        """Per trajectory: sampled and observed."""
+        return self.sampled_tokens + self.observation_tokens
+
+    @property
+    def context(self) -> float:
+        """Mean number of tokens that a sampled token attends to."""
+        return self.prompt_tokens + self.response_tokens / 2
+
+    @property
+    def trained_tokens(self) -> float:
+        """That go through the update; samples of a prompt share it on one rank, and do not over several."""
+        shared = self.samples_per_prompt if self.ranks == 1 else 1.0
+        return self.trained_share * self.trajectories * (self.response_tokens + self.prompt_tokens / shared)
+
+    @property
+    def passes(self) -> float:
+        """Micro-batches of a rank: padding and prompts count, shared or not."""
+        tokens = self.trained_share * self.trajectories * (self.response_tokens + self.prompt_tokens)
+        return max(self.updates, math.ceil(tokens / self.ranks / self.max_tokens_per_pass))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one machine with one engine. Seconds are added, everything per second divides; `inf` = costs nothing."""
+
+    engine_flops: float = math.inf
+    """Multiplications and additions per second, of the engine as it is (not of the data sheet)."""
+    memory_bandwidth: float = math.inf
+    """Bytes per second at which the engine reads weights, keys and values while it decodes."""
+    step_overhead_s: float = 0.0
+    """Per decoding step."""
+    layer_overhead_s: float = 0.0
+    """Per decoding step and layer."""
+    token_overhead_s: float = 0.0
+    """Per sampled token: sampling, bookkeeping."""
+    turn_overhead_s: float = 0.0
+    """Per assistant turn: parsing, rendering, the tool's own work on this process."""
+    train_flops: float = math.inf
+    """Of a rank's forward and backward pass."""
+    train_activation_rate: float = math.inf
+    """Activations (tokens x layers x width) per second: what is no matrix product, and weighs more in narrow models."""
+    train_layer_overhead_s: float = 0.0
+    """Per forward-and-backward pass and layer."""
+    optimizer_bandwidth: float = math.inf
+    """Parameters per second and rank that the optimizer steps over."""
+    network_bandwidth: float = math.inf
+    """Bytes per second that a rank receives from the others."""
+    sync_overhead_s: float = 0.0
+    """Per weight update of the engine."""
+    sync_bandwidth: float = math.inf
+    """Bytes per second of weights on their way to the engine."""
+    rest_overhead_s: float = 0.0
+    """Per step: what no other phase has."""
+    rest_token_s: float = 0.0
+    """Per token of the batch: building it, writing the rollout rows."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step."""
+
+    rollout_s: float
+    ref_s: float
+    update_s: float
+    weights_s: float
+    rest_s: float
+    waiting_s: float
+    """Of `rollout_s`: waiting for tools."""
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return self.rollout_s + self.ref_s + self.update_s + self.weights_s + self.rest_s
+
+    @property
+    def bottleneck(self) -> str:
+        """The longest part."""
+        parts = {
+            "tools": self.waiting_s,
+            "rollout": self.rollout_s - self.waiting_s,
+            "ref": self.ref_s,
+            "update": self.update_s,
+            "weights": self.weights_s,
+            "rest": self.rest_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One step of a run."""
+
+    model: Model
+    work: Work
+    times: StepTime
+    """As measured; `waiting_s` is 0, because nobody measures it."""
+
+
+def predict(model: Model, work: Work, machine: Machine) -> StepTime:
+    """Seconds of each phase of a step.
+
+    Rollout. A decoding step costs `a` (overheads, and reading the weights once) and `b` for each trajectory in it; `b`
+    includes what a trajectory's turns and prefills cost, spread over its tokens. The last `concurrency` trajectories
+    decode in `longest_tokens` steps, which take `x = a + b * (mean number in a step)` each, and end with the one whose
+    tokens and waits take longest. Those before them hand their places on: `concurrency` of them take
+    `sampled_tokens * (a + b * concurrency)` and their waits. Waits are taken to be in step, because turns that began
+    together end at about the same time; the more latencies scatter, the more of them hides behind others' decoding.
+
+    Update: three forward passes' work per trained token, per rank, and over several ranks what they exchange
+    (docs/scaling.md); then the optimizer. Weights: bytes over bandwidth.
+    """
+    a, b, concurrency = _step_costs(model, work, machine)
+    last = min(concurrency, work.trajectories)
+    x = a + b * last * work.sampled_tokens / work.longest_tokens
+    paths = work.last or ((work.longest_tokens, work.calls),)
+    rollout, waiting = max((t * x + waits * work.tool_latency_s, waits * work.tool_latency_s) for t, waits in paths)
+    period = work.sampled_tokens * (a + b * concurrency) + work.calls * work.tool_latency_s
+    rollout += (work.trajectories - last) / concurrency * period
+    waiting += (work.trajectories - last) / concurrency * work.calls * work.tool_latency_s
+    flops = model.flops(work.prompt_tokens + work.response_tokens / 2)
+    compute = 3 * flops / machine.train_flops
+    compute += model.layers * model.attention_width / machine.train_activation_rate
+    compute *= work.trained_tokens / work.ranks
+    exchanged = 3 * work.passes * model.parameters * model.bytes_per_parameter * (work.ranks - 1) / work.ranks
+    update = compute + work.passes * model.layers * machine.train_layer_overhead_s
+    update += exchanged / machine.network_bandwidth
+    update += work.updates * model.parameters / work.ranks / machine.optimizer_bandwidth
+    batch_tokens = work.trajectories * (work.prompt_tokens + work.response_tokens)
+    return StepTime(
+        rollout_s=rollout,
+        ref_s=batch_tokens / work.ranks * flops / machine.train_flops if work.ref else 0.0,
+        update_s=update,
+        weights_s=machine.sync_overhead_s + model.parameters * model.bytes_per_parameter / machine.sync_bandwidth,
+        rest_s=machine.rest_overhead_s + batch_tokens * machine.rest_token_s,
+        waiting_s=waiting,
+    )
+
+
+def decoding_steps(work: Work) -> float:
+    """How often the engine steps, if nobody waits for tools."""
+    concurrency = work.concurrency or work.trajectories
+    return work.longest_tokens + max(0, work.trajectories - concurrency) * work.sampled_tokens / concurrency
+
+
+def engine_flops(model: Model, work: Work) -> float:
+    """All multiplications and additions of a rollout: what is sampled and what is read in."""
+    prefill = work.prompt_tokens / work.samples_per_prompt + work.observation_tokens
+    sampled = work.sampled_tokens * model.flops(work.context)
+    return work.trajectories * (sampled + prefill * model.flops(work.prompt_tokens / 2))
+
+
+def _step_costs(model: Model, work: Work, machine: Machine) -> tuple[float, float, int]:
+    a = machine.step_overhead_s + model.layers * machine.layer_overhead_s
+    a += model.matmul_parameters * model.bytes_per_parameter / machine.memory_bandwidth
+    per_trajectory = engine_flops(model, work) / work.trajectories / machine.engine_flops
+    per_trajectory += work.turns * machine.turn_overhead_s
+    b = machine.token_overhead_s + model.kv_bytes * work.context / machine.memory_bandwidth
+    b += per_trajectory / max(1.0, work.sampled_tokens)
+    return a, b, work.concurrency or work.trajectories
+
+
+def load_machine(path: Path) -> Machine:
+    """From JSON; what is absent costs nothing.
+
+    Raises:
+        SystemExit: a name that is none of `Machine`.
+    """
+    given = json.loads(path.read_text())
+    known = {field.name for field in dataclasses.fields(Machine)}
+    if unknown := sorted(set(given) - known):
+        raise SystemExit(f"{path}: {', '.join(unknown)} not known; it takes {', '.join(sorted(known))}")
+    return Machine(**{name: math.inf if value is None else float(value) for name, value in given.items()})
+
+
+def save_machine(machine: Machine, path: Path) -> None:
+    """As JSON; null = infinitely fast."""
+    values = dataclasses.asdict(machine)
+    path.write_text(json.dumps({k: None if math.isinf(v) else v for k, v in values.items()}, indent=2) + "\n")
