@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_mt.data import batch as columns
+from verl_mt.workers.critic import CriticWorker
+
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 FEW = [
     "data.train_batch_size=4",
@@ -54,6 +57,22 @@ def test_what_a_critic_can_explain_at_the_most_is_measured(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["critic_ceiling.py", "trainer.num_threads=1", "--prompts", "17", "--samples", "8"])
     critic_ceiling.main()
     assert "136 answers to 17 prompts" in capsys.readouterr().out
+
+
+def test_a_critic_learns_from_batches_of_earlier_steps_and_is_measured_on_the_new_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    import critic_replay
+
+    learned = []
+    update = CriticWorker.update
+    monkeypatch.setattr(CriticWorker, "update", lambda self, batch: learned.append(batch) or update(self, batch))
+    words = ["data.train_batch_size=8", *FEW[1:3], "trainer.total_training_steps=3", "data.val_max_samples=4"]
+    monkeypatch.setattr("sys.argv", ["x", *words, "--out", str(tmp_path), "--seeds", "0", "--earlier", "1"])
+    critic_replay.main()
+    prompts = [len(batch[columns.PROMPT_INDEX].unique()) for batch in learned]
+    assert prompts[1] == prompts[2] == 2 * prompts[0], "the new batch and one earlier"
+    found = json.loads((tmp_path / "earlier_1/seed_0/result.json").read_text())
+    assert len(found["explained"]) == 3 and "last 10 steps" in capsys.readouterr().out
 
 
 def test_what_is_known_explains_the_variance_between_its_values_whatever_their_length(monkeypatch):
