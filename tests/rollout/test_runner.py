@@ -261,6 +261,15 @@ def test_an_engine_that_goes_away_makes_the_trajectory_start_again():
     assert engine.requests == []
 
 
+def test_a_trajectory_that_started_again_keeps_nothing_of_the_lost_attempt():
+    turns = iter([call("a"), EngineGoneError("gone"), call("b"), "yes"])
+    (group,) = roll_out(make_runner(ScriptedEngine(lambda request: _next(turns))), prompts_of(["q"]))
+    (trajectory,) = group.trajectories
+    assert [c["arguments"] for c in trajectory.tool_calls] == [{"key": "b"}]
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert len(trajectory.records) == 1
+
+
 def test_after_the_last_retry_the_trajectory_is_aborted_and_not_trained():
     engine = ScriptedEngine(lambda request: _next(iter([EngineGoneError("gone")])))
     (group,) = roll_out(make_runner(engine, max_retries=1), prompts_of(["q"]))

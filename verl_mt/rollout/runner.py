@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -121,8 +122,8 @@ class RolloutRunner:
         runs = []
         for sample, own in enumerate(contexts):
             name, place = f"{prompt_id}.{sample:02d}", Place(position, first + sample, plan.evaluation)
-            blank = Trajectory(name, prompt_id, prompt_id, name, row.data_source, row.index, source=row.source)
-            runs.append(self._run_one(own, blank, prompt, gate, place))
+            begin = partial(Trajectory, name, prompt_id, prompt_id, name, row.data_source, row.index, source=row.source)
+            runs.append(self._run_one(own, name, begin, prompt, gate, place))
         outcomes = await asyncio.gather(*runs)
         finished = [t for outcome in outcomes for t in outcome]
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
@@ -132,10 +133,16 @@ class RolloutRunner:
         return group
 
     async def _run_one(
-        self, context: SessionContext, blank: Trajectory, prompt: Prompt, gate: _Gate, place: Place
+        self,
+        context: SessionContext,
+        session_id: str,
+        begin: Callable[..., Trajectory],
+        prompt: Prompt,
+        gate: _Gate,
+        place: Place,
     ) -> list[Trajectory]:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
-        session_id, engine, order = blank.trajectory_id, context.engine, place.sample
+        engine, order = context.engine, place.sample
         arrived = time.monotonic()
         await gate.enter(order, lambda: engine.open_session(session_id, order))
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
@@ -145,7 +152,7 @@ class RolloutRunner:
                 # has no cache, tools hold what the lost attempt did to them, and tokens of two attempts in one record
                 # would have log-probs of histories that never were. The gate's place and the engine's session stay, so
                 # that a deterministic engine does not go on without this conversation.
-                trajectory = _copy_of(blank, waited)
+                trajectory = begin(time_spans=list(waited))
                 session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
                 if all(t is not trajectory for t in outcome):
@@ -297,24 +304,6 @@ class RolloutRunner:
             return item
         decode, row = self.context.chat.decode, prompt.row
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
-
-
-def _copy_of(blank: Trajectory, waited: Sequence[TimeSpan]) -> Trajectory:
-    """A trajectory with the same ids that shares no list with other attempts."""
-    return replace(
-        blank,
-        messages=[],
-        turn_texts=[],
-        tools=[],
-        records=[],
-        tool_rewards={},
-        tool_reward_turns={},
-        turn_scores=[],
-        counters={},
-        time_spans=list(waited),
-        info={},
-        media={},
-    )
 
 
 class _Gate:
