@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 import yaml
 from mypy import build
@@ -28,6 +29,7 @@ from verl_mt.config_paths import configs_root
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "verl_mt"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 7
+SMALL_FILE, SMALL_NEIGHBOUR = 60, 120
 PYTHON_FILES = sorted(
     file for room in ("verl_mt", "recipes", "examples", "benchmarks", "tests") for file in (REPO / room).rglob("*.py")
 )
@@ -73,14 +75,66 @@ def over_budget() -> Iterator[tuple[str, str]]:
                 yield f"{name}::{node.name}", f"{number} parameters, at most {MAX_PARAMETERS}"
 
 
+@functools.cache
+def imports() -> grimp.ImportGraph:
+    """Who imports whom, imports inside functions and under TYPE_CHECKING included."""
+    return grimp.build_graph("verl_mt")
+
+
+def file_of(module: str) -> Path:
+    path = REPO / Path(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def too_small() -> Iterator[tuple[str, str]]:
+    """Files that a reader opens for little: short, with one reader, or not so short and beside their only reader."""
+    for module in sorted(imports().modules):
+        file = file_of(module)
+        lines, readers = file.read_text().count("\n"), imports().find_modules_that_directly_import(module)
+        if file.name in ("__init__.py", "__main__.py") or len(readers) != 1:
+            continue
+        reader = file_of(next(iter(readers)))
+        if lines < SMALL_FILE or (lines < SMALL_NEIGHBOUR and reader.parent == file.parent):
+            yield file.relative_to(REPO).as_posix(), f"{lines} lines, read by {reader.relative_to(REPO)} alone"
+
+
 def test_files_functions_and_signatures_keep_their_budgets():
     allowed = allow_list()
-    found = list(over_budget())
+    found = [*over_budget(), *too_small()]
     over = [f"{name}: {what}" for name, what in found if name not in allowed]
-    assert not over, "split it, or give a reason in tests/budget_allowlist.txt:\n" + "\n".join(over)
+    assert not over, "split or merge it, or give a reason in tests/budget_allowlist.txt:\n" + "\n".join(over)
     stale = set(allowed) - {name for name, _ in found}
-    assert not stale, f"no longer over budget, remove from tests/budget_allowlist.txt: {sorted(stale)}"
+    assert not stale, f"within the budget by now, remove from tests/budget_allowlist.txt: {sorted(stale)}"
     assert all(reason.strip() for reason in allowed.values())
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, directly or through others (Tarjan's strongly connected components)."""
+    graph, found, index, low, stack = imports(), [], {}, {}, []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph.find_modules_directly_imported_by(module):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            ring = [stack.pop()]
+            while ring[-1] != module:
+                ring.append(stack.pop())
+            found.append(sorted(ring))
+
+    for module in sorted(graph.modules):
+        if module not in index:
+            visit(module)
+    return [ring for ring in found if len(ring) > 1]
+
+
+def test_no_modules_import_each_other():
+    assert circles() == []
 
 
 def test_no_error_is_swallowed():

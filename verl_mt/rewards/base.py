@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
-from verl_mt.rewards import arithmetic, exact_match, gsm8k, llm_judge, math_answer
+from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
 from verl_mt.rewards.adapters import ORM, adapt
 from verl_mt.rewards.contract import (
     InvalidScore,
@@ -46,7 +46,7 @@ rewards: Registry[Any] = Registry(
         "accuracy": math_answer.MathAccuracy,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
-        "llm_judge": llm_judge.LLMJudge,
+        "llm_judge": "verl_mt.rewards.llm_judge:LLMJudge",
     },
 )
 orms = rewards
@@ -119,7 +119,7 @@ def _find(path: str, name: str | None) -> tuple[Any, str]:
     if path in rewards:
         if name is not None:
             raise ConfigError(f"reward.name is {name!r}, but reward.path {path!r} is a registered reward; remove one")
-        return rewards[path], path
+        return rewards.find(path), path
     if path.endswith(".py"):
         target: Any = import_file(path)
     elif name is not None:
