@@ -100,7 +100,7 @@ def test_ranks_divide_the_computation_and_add_the_exchange(formula, model):
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)
 def test_a_fit_to_times_that_follow_the_formula_predicts_other_work_exactly(formula, seed):
-    module, fitting = formula
+    module, fitting, _ = formula
     rng = np.random.default_rng(seed)
     truth = module.Machine(
         engine_flops=1e9, step_overhead_s=rng.uniform(0.001, 0.01), token_overhead_s=rng.uniform(1e-4, 1e-3),
