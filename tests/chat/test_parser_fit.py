@@ -72,7 +72,7 @@ def test_a_parser_that_cannot_read_the_templates_calls_is_refused_by_the_name_of
         TemplateError, match=r"tool_parser=hermes cannot read .*<function=.*set .*tool_parser=qwen3_coder"
     ):
         require_parser(chat, "hermes", get_parser("hermes"))
-    with pytest.raises(TemplateError, match=r"tool_parser=qwen25 .*verl_mt\.chat\.parsers\.hermes\.HermesParser"):
+    with pytest.raises(TemplateError, match=r"tool_parser=qwen25 .*verl_mt\.chat\.parsers\.HermesParser"):
         require_parser(chat, "qwen25", get_parser("qwen25"))
 
 

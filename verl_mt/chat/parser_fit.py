@@ -113,7 +113,7 @@ def require_parser(chat: ChatTemplate, name: str, parser: ToolParser) -> str | N
         return f"{problem} {fitting} can"
     raise TemplateError(
         f"{problem} {fitting} can: set {key}={fitting}. If your prompts teach the model the form of {name}, give the "
-        f"parser as a dotted path ({type(parser).__module__}.{type(parser).__qualname__}); then this is only a note"
+        f"parser as a dotted path ({_path_of(type(parser))}); then this is only a note"
     )
 
 
@@ -125,3 +125,10 @@ def _model_text(chat: ChatTemplate, text: str) -> str:
 
 
 __all__ = ["WrittenCall", "require_parser", "suggest_parser", "written_call"]
+
+
+def _path_of(kind: type) -> str:
+    """The path that a configuration may give; a shipped parser is named by its room, not by the file of its family."""
+    room = "verl_mt.chat.parsers"
+    module = room if kind.__module__.startswith(f"{room}.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
