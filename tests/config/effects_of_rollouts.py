@@ -14,7 +14,13 @@ def late() -> str:
 
 
 ROLLOUT = {
-    "name": Effect("scripted", "no engine from a command", probes.printed, NOT_VALIDATED, refused="pass engine=ScriptedEngine(turns)"),
+    "name": Effect(
+        "scripted",
+        "no engine from a command",
+        probes.printed,
+        NOT_VALIDATED,
+        refused="pass engine=ScriptedEngine(turns)",
+    ),
     "mode": Effect("sync", "turns in lock step", talk("answers")),
     "n": Effect("2", "samples of a prompt", metric("rollout/trajectories"), NOT_VALIDATED),
     "temperature": Effect("0.3", "what is sampled", probes.rows, NOT_VALIDATED),
