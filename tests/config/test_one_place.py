@@ -34,8 +34,9 @@ OTHER: dict[str, Any] = {
     "actor_rollout_ref.actor.ppo_max_token_len": 20000,
     "critic.ppo_max_token_len": 20000,
     "trainer.resume_mode": "disable",
+    "trainer.debug_rollout_data": "rollouts/{rollout_id}.pt",
 }
-"""Where what `key_effects.py` sets does not go with config/tiny.yaml."""
+"""Where what `key_effects.py` sets does not go with config/tiny.yaml, or is quoted for a shell."""
 NOT_WITH_THE_DEFAULT_TASK = {
     **dict.fromkeys((f"{ROLLOUT}.{name}" for name in ("top_p", "top_k", "min_p")), "training needs all tokens"),
     **dict.fromkeys((f"{ROLLOUT}.agent_function_path", f"{ROLLOUT}.multi_turn.enable"), "it has tools"),
@@ -74,7 +75,7 @@ def with_default(init: Any, name: str, value: Any) -> Any:
 def other_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
     key: str = request.param
     text = EFFECTS[key].value if isinstance(EFFECTS[key].value, str) else EFFECTS[key].value()
-    value = OTHER.get(key, OverridesParser.create().parse_override(f"{key}={text}").value())
+    value = OTHER[key] if key in OTHER else OverridesParser.create().parse_override(f"{key}={text}").value()
     field = declared(key)
     if field.default_factory is not dataclasses.MISSING:
         monkeypatch.setattr(field, "default_factory", lambda: type(value)(value))
