@@ -74,13 +74,14 @@ def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
 def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(3, 6))
     rows = supervised.load_demonstrations(file, chat, "--data").trajectories
-    trainer = trainer_of(["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"], 6)
+    words = ["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    trainer = trainer_of(words, 6)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)
     assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
-    optim = trainer.config.actor_rollout_ref.actor.optim
+    optim = sft._config("x.jsonl", words).actor_rollout_ref.actor.optim
     torch.optim.AdamW(other.parameters(), lr=1e-3, betas=tuple(optim.betas), weight_decay=optim.weight_decay).step()
     (metrics,) = trainer.fit(rows)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
