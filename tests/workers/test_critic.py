@@ -213,7 +213,7 @@ def test_a_last_mini_batch_of_fewer_prompts_weighs_less_for_the_critic_too():
     found = gradients(critic(lr=0.0, grad_clip=0.0, ppo_mini_batch_size=2, loss_agg_mode="seq-mean-token-mean"), batch)
     (whole,) = gradients(critic(lr=0.0, grad_clip=0.0, loss_agg_mode="seq-mean-token-mean"), batch)
     for name, gradient in whole.items():
-        torch.testing.assert_close((found[0][name] + found[1][name]) * 2 / 3, gradient, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close((found[0][name] + found[1][name]) * 2 / 3, gradient, rtol=1e-3, atol=5e-6)
 
 
 def test_trajectories_that_a_limit_cut_teach_the_critic_as_little_as_the_policy():
