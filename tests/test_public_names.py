@@ -31,6 +31,7 @@ def test_an_unknown_name_is_refused_as_python_does():
         _ = verl_mt.BaseTol
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "absent"),
     [

@@ -156,6 +156,7 @@ def test_a_door_is_a_line_in_the_registry(monkeypatch):
     assert type(build_door(compose([]), parts)) is OwnDoor
 
 
+@pytest.mark.slow
 def test_a_run_imports_no_door_of_another_family():
     code = (
         "import sys; import verl_mt.trainer.build; from verl_mt.rollout.doors import *; from verl_mt.config.schema "

@@ -55,6 +55,7 @@ def file(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_class_derived_from_the_local_engine_trains_to_the_same_numbers(file, tmp_path):
     from verl_mt.plugins import import_file
 
@@ -86,6 +87,7 @@ def test_the_engine_of_the_page_trains_by_the_command_and_gets_every_new_version
         assert versions == {step - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "error", "message"),
     [
