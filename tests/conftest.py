@@ -19,6 +19,8 @@ from reference_data import SHARED_DATA
 settings.register_profile("verl_mt", max_examples=40, deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("verl_mt")
 
+gc.disable()  # until all tests are imported: nothing of that can be freed
+
 REPO = Path(__file__).resolve().parent.parent
 HANG_S = 1500
 
@@ -44,9 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no garbage collection has to look through it again."""
+    """What is imported by now stays: no garbage collection looks through it again, nor after every 700 objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20000, 50, 100)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from capability_table import CAPABILITIES, PAGE, REPO, page, proofs
 
 
@@ -16,5 +17,6 @@ def test_what_a_row_names_is_there():
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_page_is_made_from_the_tests():
     assert PAGE.read_text() == page(), "run: python tests/capability_table.py"

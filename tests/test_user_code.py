@@ -245,6 +245,7 @@ def quick(monkeypatch):
     release.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("waits", "nested"), [(True, False), slow(False, False), slow(True, True)])
 def test_of_nine_calls_of_which_three_block_three_fail_and_none_is_made_twice(quick, caplog, waits, nested):
     plugin = ThirdBlocks(waits, quick, nested=nested)
@@ -258,6 +259,7 @@ def test_of_nine_calls_of_which_three_block_three_fail_and_none_is_made_twice(qu
     assert nine_calls(code, plugin)[:2] == [0, 1] and len(plugin.loops) > 9  # each call has a loop of its own now
 
 
+@pytest.mark.slow
 def test_calls_that_may_be_repeated_are_made_again_where_another_never_ends(quick):
     plugin = ThirdBlocks(True, quick)
     results = nine_calls(UserCode(plugin, Base, "plug-in", repeatable=True))
@@ -274,6 +276,7 @@ def test_a_call_that_was_under_way_beside_one_that_never_ends_is_late_and_not_ma
     assert sorted(plugin.begun) == list(range(9))
 
 
+@pytest.mark.slow
 def test_a_call_gets_the_time_back_that_another_took_which_ended_when_its_deadline_fired(quick, monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 20.0)
     begun = threading.Event()

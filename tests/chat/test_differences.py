@@ -85,6 +85,7 @@ def edited(conversation):
     return left, right
 
 
+@pytest.mark.slow
 @given(messages)
 @settings(max_examples=300)
 def test_messages_align_as_a_search_for_the_longest_equal_runs_would_align_them(conversation):

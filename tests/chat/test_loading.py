@@ -126,6 +126,7 @@ def test_a_tokenizer_that_contradicts_its_file_is_seen(folder):
     assert any("Hello world" in text for text in contradictions(tokenizer, file))
 
 
+@pytest.mark.slow
 @pytest.mark.cap("P23")
 def test_a_class_that_rebuilds_the_tokenizer_is_replaced_with_a_warning(shared_data, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):

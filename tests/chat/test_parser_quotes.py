@@ -37,6 +37,7 @@ def test_what_stands_between_the_brackets_of_a_broken_llama_call_is_not_run(argu
         assert [action.name for action in turn.actions] == ["write", "now"] and turn.calls == [ToolCall("now", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -364,6 +364,7 @@ def render(content: str, calls: list[ToolCall], *, ascii_only: bool) -> str:
     return "\n".join(parts)
 
 
+@pytest.mark.slow
 @given(content=_plain, calls=st.lists(_calls, max_size=3), reasoning=st.none() | _plain, ascii_only=st.booleans())
 @settings(max_examples=80, deadline=None)
 @example(content="", calls=[ToolCall("f", {"</tool_call>": "</think>"})], reasoning="a", ascii_only=False)

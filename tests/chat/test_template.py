@@ -243,6 +243,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_template_that_does_not_end_is_refused_and_named(name, in_thread, monkeypatch):
@@ -365,6 +366,7 @@ def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monk
     assert len(swallowed) == 3
 
 
+@pytest.mark.slow
 def test_one_slow_conversation_takes_no_time_from_the_others(monkeypatch):
     """The short limit after a refusal is for probes alone."""
     monkeypatch.setattr(render, "_LIMIT_S", 0.4)

@@ -58,6 +58,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     assert still_tiny.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from verl_mt.config.checks import refuse_idle_keys
@@ -30,6 +31,7 @@ def test_given_is_what_was_changed_in_python_too():
     assert given_keys(made) == {"reward.overlong_buffer.len"}
 
 
+@pytest.mark.slow
 def test_what_a_run_has_written_gives_nothing_but_the_overrides_on_top(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text("defaults: [tiny, _self_]\ndata:\n  val_files: null\n  val_seed: 7\n")

@@ -40,6 +40,7 @@ def module(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_the_three_kinds_of_files_give_the_same_rows(tmp_path):
     rows = [ROW | {"reward_model": {"style": "rule", "ground_truth": str(i)}} for i in range(3)]
     (tmp_path / "a.json").write_text(json.dumps(rows))

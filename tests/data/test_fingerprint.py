@@ -66,6 +66,7 @@ def test_more_rows_or_fewer_are_said_with_what_is_the_same(tmp_path, count, same
     assert f"{count} rows, then 16): the first {same} are the same" in changed(tmp_path, rows(count))
 
 
+@pytest.mark.slow
 def test_of_many_rows_the_block_is_named(tmp_path):
     one = of(write(tmp_path / "data.jsonl", rows(9000)))
     content = rows(9000)

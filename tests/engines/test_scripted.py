@@ -88,6 +88,7 @@ def test_each_turn_takes_its_own_time(run_async):
     run_async(go())
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C56")
 def test_abort_and_deadline_keep_the_share_that_was_sampled(run_async):
     async def go():

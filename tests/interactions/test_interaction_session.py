@@ -191,6 +191,7 @@ def test_whatever_an_interaction_raises_is_its_own_error(method, name):
     assert wrong.life.count("finalize") == (method != "start")
 
 
+@pytest.mark.slow
 def test_of_nine_answers_of_which_three_block_in_async_code_three_fail(monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
     over = [threading.Event() for _ in range(9)]

@@ -69,6 +69,7 @@ def test_the_start_depends_on_the_seed_alone_and_nothing_else_that_is_random_on_
     assert a.shape == (4, 24) and 0.8 * 24**-0.5 < a.detach().abs().max().item() <= 24**-0.5
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     rank=st.integers(1, 9),

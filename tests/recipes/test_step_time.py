@@ -97,6 +97,7 @@ def test_ranks_divide_the_computation_and_add_the_exchange(formula, model):
     assert four == pytest.approx(one / 4 + 3 * 1000 * 4 * 3 / 4 / 1e4)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)
 def test_a_fit_to_times_that_follow_the_formula_predicts_other_work_exactly(formula, seed):

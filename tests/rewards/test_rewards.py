@@ -113,6 +113,7 @@ def test_a_reward_that_raises_fails_its_item_only_and_keeps_the_traceback():
         assert "raised SystemExit" in exit_.error
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_fails_its_item_only_and_in_time():
     def compute_score(solution_str, extra_info):
         time.sleep(30 if extra_info["index"] == 1 else 0)
@@ -458,7 +459,8 @@ def test_what_cannot_be_read_or_shown_fails_its_item_only():
     assert "a Unshowable whose __repr__ raised AttributeError" in found[1].error
 
 
-@pytest.mark.parametrize("form", ["verl", pytest.param("swift", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["verl", "swift"])
 def test_of_nine_async_rewards_of_which_three_block_three_fail(form, monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
     over = threading.Event()

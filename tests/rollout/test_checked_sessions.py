@@ -58,6 +58,7 @@ def ended(chat, *, deterministic, mode=SanityMode.STRICT) -> RolloutSession:
     return session
 
 
+@pytest.mark.slow
 def test_other_conversations_go_on_while_one_is_checked(tokenizer):
     session = ended(Slow(tokenizer), deterministic=False)
 

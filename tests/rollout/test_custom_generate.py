@@ -353,6 +353,7 @@ def test_a_conversation_whose_time_is_over_is_told_so_by_an_abort():
     assert (trajectory.status, trajectory.reward) == (Status.ABORTED, None)
 
 
+@pytest.mark.slow
 def test_a_function_that_never_ends_costs_its_time_and_no_other_sample():
     trajectory, _ = run_one("never_ends", limits=Limits(response_length=9, max_model_len=99, max_seconds=0.1))
     assert trajectory.status is Status.FAILED and "gave no Sample within 0.31 s" in trajectory.error

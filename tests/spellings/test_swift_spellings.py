@@ -63,6 +63,7 @@ def test_flags_with_several_values_and_without_one():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -37,6 +37,7 @@ def outcome_of(key: str, value: Any) -> Outcome:
     return normalize_items([(key, value)], "test")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", RENAMED)
 def test_another_name_of_a_key_sets_it(row: Spelling):
     assert row.to in leaves() or open_parent(row.to) or (row.covers_below and row.to in sections())
@@ -114,6 +115,7 @@ def test_every_converter_is_named_by_a_row():
     assert made - apart == cells - {""}
 
 
+@pytest.mark.slow
 def test_a_command_in_our_own_names_reads_no_table():
     text = "import sys; from verl_mt.config.compose import compose; compose(['data.seed=1', 'trainer.logger=[file]'])"
     done = subprocess.run(

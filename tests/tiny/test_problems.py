@@ -54,6 +54,7 @@ def test_a_question_says_every_number_of_its_expression_and_no_other(seed):
         assert sorted(said) == sorted(needed)
 
 
+@pytest.mark.slow
 def test_splits_share_neither_questions_nor_expressions():
     made = {split: rows(3000, 0, split) + rows(1000, 1, split) for split in SPLITS}
     for key in (expression_of, lambda row: row["prompt"][1]["content"]):

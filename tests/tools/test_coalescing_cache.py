@@ -82,6 +82,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled_and_not_joined():
     assert service.cancelled == 1 and answer == ("answer 2", False)
 
 
+@pytest.mark.slow
 @given(keys=st.lists(st.integers(0, 5), max_size=40), size=st.integers(0, 4))
 @settings(max_examples=50, deadline=None)
 def test_it_is_the_least_recently_used_answer_that_goes(keys, size):

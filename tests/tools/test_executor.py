@@ -252,6 +252,7 @@ def test_a_tool_that_calls_itself_through_the_session_does_not_deadlock_at_limit
     assert [r.text for r in asyncio.run(main())] == ["inner"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
 def test_a_sleeping_tool_blocks_nobody(kind):
     class Sync(Tool):
@@ -278,7 +279,7 @@ def test_a_sleeping_tool_blocks_nobody(kind):
         return ticks, work.result()
 
     ticks, results = asyncio.run(main())
-    assert results[0].text == "slept" and ticks >= 10
+    assert results[0].text == "slept" and ticks >= 4  # a loop that is blocked ticks once or twice
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
@@ -643,7 +644,8 @@ def test_whatever_the_close_of_a_tool_raises_stops_no_other(name):
     assert closed == ["other"]
 
 
-@pytest.mark.parametrize("method", ["execute", pytest.param("release", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["execute", "release"])
 def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(method, monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
     tool, begun, over = Tool(), [], [threading.Event() for _ in range(9)]
@@ -675,6 +677,7 @@ def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(metho
     assert sorted(begun) == [f"{n}/tool" for n in range(9)]
 
 
+@pytest.mark.slow
 def test_a_trajectory_that_begins_while_another_blocks_the_tool_has_its_whole_time(monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
     blocks, over = threading.Event(), threading.Event()

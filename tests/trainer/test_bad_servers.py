@@ -104,6 +104,7 @@ def test_a_url_that_does_not_answer(refusal):
     assert "is an SGLang server running there" in text
 
 
+@pytest.mark.slow
 def test_a_server_that_lacks_a_call(refusal, serve):
     server = serve(resolve_model_path("verl_mt://tiny"), tuple(c for c in _CALLS if c != "/begin_weight_update"))
     text = refusal(server.servers)
@@ -119,6 +120,7 @@ def test_a_server_that_was_started_with_another_model(refusal, serve, tmp_path):
     assert "start the server with that model" in text
 
 
+@pytest.mark.slow
 def test_a_good_server_beside_a_bad_one_does_not_hide_it(refusal, serve, tmp_path):
     good = serve(resolve_model_path("verl_mt://tiny"))
     text = refusal(f"actor_rollout_ref.rollout.servers=[http://127.0.0.1:{good.server_port},http://127.0.0.1:9]")

@@ -326,6 +326,7 @@ def test_a_curriculum_begins_with_what_is_easy(tmp_path):
     assert max(by_step[2]) > 1
 
 
+@pytest.mark.slow
 def test_secrets_never_reach_the_run_directory(tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(solution_str, api_key=''):\n    return 0.0\n")

@@ -100,6 +100,7 @@ def test_log_probs_stay_those_of_the_trainer_whatever_a_scheduler_does_to_the_co
     assert float((own - batch[ROLLOUT_LOG_PROBS])[batch[SAMPLED]].abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -25,6 +25,7 @@ def roll_out(policy):
     return trajectories, columns.build_batch(trajectories, pad_token_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C15")
 def test_a_script_of_what_the_local_engine_said_gives_the_same_batch():
     config = compose(list(CONFIG))

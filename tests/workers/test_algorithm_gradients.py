@@ -48,6 +48,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C65")
 def test_on_a_fixed_off_policy_batch_the_gradients_of_six_algorithms_differ_pairwise():
     """In direction too: none is another one with a different learning rate."""

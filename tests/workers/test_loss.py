@@ -26,6 +26,7 @@ def drifted(shift: float):
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C65")
 @pytest.mark.parametrize(("shift", "weight"), [(0.0, 1.0), (0.5, 1.6487213), (2.0, 2.0), (-1.0, 0.3678794)])
 def test_a_drifting_sampler_scales_the_gradient_by_its_truncated_weight(shift, weight):
@@ -89,6 +90,7 @@ def test_on_a_fixed_off_policy_batch_the_gradients_differ_pairwise():
         assert difference > 0.01, (one, other, difference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ACTOR_OF)
 def test_no_split_into_micro_batches_changes_the_gradient(mode):
     """With trajectories of two records, that then pass through the model one by one."""
@@ -210,6 +212,7 @@ def test_losses_of_sequences_weigh_every_trajectory_the_same_unless_told_otherwi
     assert not torch.allclose(default, by_token, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["vanilla", "cispo", "gpg", "clip_cov", "kl_cov"])
 def test_other_losses_weigh_every_token_the_same(mode):
     batch = drifting(1)

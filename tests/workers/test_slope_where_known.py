@@ -28,6 +28,7 @@ def update_in_tiles(monkeypatch, **kwargs):
     return plain, tiled, len(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_on_policy_no_loss_needs_its_logits_twice(monkeypatch, mode):
     plain, tiled, again = update_in_tiles(monkeypatch, policy_loss={"loss_mode": mode})

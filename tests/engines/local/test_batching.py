@@ -182,6 +182,7 @@ mixes = given(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @mixes
 def test_any_mix_of_turns_tools_aborts_and_updates_keeps_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):

@@ -43,6 +43,7 @@ def test_what_would_kill_sglang_or_be_ignored_by_it_is_refused(given, message):
         verify(given, EXPECTED)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8),

@@ -219,6 +219,7 @@ def test_what_one_scheduler_call_raises_does_not_touch_the_other_trajectories():
     assert "no mood" in bad.error
 
 
+@pytest.mark.slow
 def test_async_hooks_and_a_late_hook():
     class Slow(AskAgain):
         async def step(self, infer_request, response_choice, current_turn):

@@ -81,6 +81,7 @@ def test_no_depth_of_folders_outlives_the_next_start(left, caplog, levels):
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.slow
 def test_code_that_nests_folders_leaves_none(temporary):
     interpreter = Sandbox(SandboxLimits(memory_mb=256, disk_mb=64)).open()
     result = interpreter.run("import os\nfor k in range(3000):\n    os.mkdir('a')\n    os.chdir('a')")
@@ -88,6 +89,7 @@ def test_code_that_nests_folders_leaves_none(temporary):
     assert result.ending == "ok" and not os.path.exists(interpreter.folder)
 
 
+@pytest.mark.slow
 def test_files_are_counted_at_any_depth_and_beside_it(left):
     nest(left, 5_000)
     for k in range(300):
