@@ -44,3 +44,17 @@ def test_importing_costs_no_more_than_what_is_asked_for(words, absent):
     program = f"{words}; import sys; print([name for name in {absent!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "home"),
+    [
+        ("verl_mt.config.reference", "reference", "verl_mt.config.write_reference"),
+        ("verl_mt.tools.search_settings", "SearchSettings", "verl_mt.tools.search_client"),
+    ],
+)
+def test_a_path_that_moved_still_leads_there_and_says_so(path, name, home):
+    sys.modules.pop(path, None)
+    with pytest.warns(DeprecationWarning, match=home):
+        module = import_module(path)
+    assert getattr(module, name) is getattr(import_module(home), name)

@@ -187,6 +187,15 @@ def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
     with pytest.raises(ConfigError, match=r"reads no reward.path, actor_rollout_ref.actor.ppo_epochs; it reads"):
         sft._config("x.jsonl", ["reward.path=a.py", "actor_rollout_ref.actor.ppo_epochs=2"])
+    with pytest.raises(ConfigError, match=r"lora_alpha is 64, which means something only with .*lora_rank \(it is 0"):
+        sft._config("x.jsonl", ["actor_rollout_ref.model.lora_alpha=64"])
+
+
+def test_what_the_file_of_a_run_says_of_its_validation_is_left_alone(tmp_path):
+    own = tmp_path / "mine.yaml"
+    own.write_text("defaults: [ppo_trainer, _self_]\ndata: {val_files: null, val_batch_size: 4, val_seed: 7}\n")
+    config = sft._config("x.jsonl", ["--config-name", str(own), "actor_rollout_ref.model.lora_rank=4"])
+    assert config is not None and config.data.val_batch_size == 4
 
 
 def test_a_folder_that_is_taken_and_a_missing_file_are_one_line(tmp_path, capsys):

@@ -16,10 +16,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verl_mt.config.checks import refuse_idle_keys
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import TINY_MODEL
 from verl_mt.errors import ConfigError, VerlMTError
+
+_READ = (
+    "actor_rollout_ref.model.",
+    "actor_rollout_ref.rollout.custom_generate_",
+    "actor_rollout_ref.rollout.multi_turn.",
+    "reward.",
+)
+"""Beginnings of the keys that mean the same here as in training, whatever the data: given for nothing, they are refused
+as there."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +82,10 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
         "actor_rollout_ref.rollout.val_kwargs.n": args.n,
     }
     # Ours first: an override of the user's own wins.
-    return compose([*(f"{k}={_quoted(v)}" for k, v in named.items() if v is not None), *overrides], config_name=base)
+    words = [*(f"{k}={_quoted(v)}" for k, v in named.items() if v is not None), *overrides]
+    config = compose(words, config_name=base)
+    refuse_idle_keys(config, among=_READ)
+    return config
 
 
 def _quoted(value: Any) -> str:

@@ -17,6 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from verl_mt.config.checks import refuse_idle_keys
 from verl_mt.config.compose import config_of_command
 from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
 from verl_mt.config.schema import Config
@@ -102,7 +103,10 @@ def _config(data: str, words: list[str]) -> Config | None:
         )
     quoted = "'" + data.replace("'", "\\'") + "'"
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
-    return config_of_command(given, "ppo_trainer", "verl_mt.sft")
+    config = config_of_command(given, "ppo_trainer", "verl_mt.sft")
+    if config is not None:
+        refuse_idle_keys(config, among=_READ)
+    return config
 
 
 if __name__ == "__main__":

@@ -153,3 +153,25 @@ def test_numbers_that_the_run_would_stumble_over_are_refused(override, reason, t
         with pytest.raises(ConfigError) as caught:
             compose(overrides, name, folder)
         assert key in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["tool_parser=glm45", "run_calls_in_unclosed_reasoning=True"])
+def test_how_calls_are_read_means_something_to_an_agent_which_has_no_tools_of_ours(key):
+    look(
+        changed(
+            [
+                f"{ROLLOUT}.agent_function_path=my.agent",
+                f"{ROLLOUT}.tool_kwargs.tools_config_file=null",
+                f"{ROLLOUT}.multi_turn.{key}",
+            ]
+        )
+    )
+    without = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=x", f"{ROLLOUT}.multi_turn.{key}"]
+    with pytest.raises(ConfigError, match="agent_function_path"):
+        refuse_idle_keys(compose(without))
+
+
+def test_the_weights_of_several_rewards_reach_no_estimator_of_the_users():
+    words = ["algorithm.adv_estimator=my.estimators.f", "algorithm.gdpo_reward_weights={score: 1}"]
+    with pytest.raises(ConfigError, match=r"adv_estimator=gdpo \(it is my.estimators.f\)"):
+        look(changed(words))

@@ -59,13 +59,16 @@ def check_once(config: Config) -> None:
         check(config)
 
 
-def refuse_idle_keys(config: Config) -> None:
+def refuse_idle_keys(config: Config, among: tuple[str, ...] = ("",)) -> None:
     """At the start of a run: what somebody gave means something in it, or is said to rest.
+
+    Args:
+        among: beginnings of the keys that a command reads, where it is not training; the others it leaves alone.
 
     Raises:
         ConfigError: lists every such key with what it is for.
     """
-    _raise(list(_idle_keys(config, contradictions=False)))
+    _raise(list(_idle_keys(config, contradictions=False, among=among)))
 
 
 def means_nothing(config: Config) -> set[str]:
@@ -86,18 +89,21 @@ def _contradictions(config: Config) -> Iterator[str]:
     return _idle_keys(config, contradictions=True)
 
 
-def _idle_keys(config: Config, *, contradictions: bool) -> Iterator[str]:
+def _idle_keys(config: Config, *, contradictions: bool, among: tuple[str, ...] = ("",)) -> Iterator[str]:
     """A text for keys that were given, with other values than their defaults, and mean nothing here; of those with the
     same condition together.
 
     Args:
         contradictions: those beside which something else was chosen, else those whose switch is off.
+        among: beginnings of the keys to look at.
     """
     of, given = partial(value_of, config), given_keys(config)
     found: dict[str, list[str]] = defaultdict(list)
     for key, leaf in leaves().items():
         when = leaf.when
-        if key not in given or when is None or when.holds(of) or when.contradicts(of) != contradictions:
+        if key not in given or not key.startswith(among) or when is None or when.holds(of):
+            continue
+        if when.contradicts(of) != contradictions:
             continue
         if said := [] if when.rests(given) else list(_idle_values(leaf, of(key))):
             found[when.missing(of)] += said

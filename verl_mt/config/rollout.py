@@ -16,11 +16,14 @@ _HAS_SCHEDULER = given(f"{_ROLLOUT}.multi_turn.scheduler")
 # verl's launch scripts say with `multi_turn.enable` alone whether its neighbours are to rest.
 _OF_TOOLS = (given(f"{_ROLLOUT}.tool_kwargs.tools_config_file", said_by=(f"{_TURNS}.enable",)), GENERATES)
 _HAS_TOOLS = any_of(*_OF_TOOLS)
+_HAS_AGENT = given(f"{_ROLLOUT}.agent_function_path")
+# An agent runs its calls itself, but they are read from the model's text here.
+_READS_CALLS = any_of(*_OF_TOOLS, _HAS_AGENT)
 _SEVERAL_TURNS = any_of(
     *_OF_TOOLS,
     _HAS_INTERACTION,
     _HAS_SCHEDULER,
-    given(f"{_ROLLOUT}.agent_function_path"),
+    _HAS_AGENT,
     switched_on(f"{_TURNS}.enable"),
     text="tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
 )
@@ -105,13 +108,13 @@ class MultiTurnConfig(Section):
     tool_parser: str = knob(
         "hermes",
         "How tool calls are read from the model's text; a registered name or a dotted path.",
-        when=_HAS_TOOLS,
+        when=_READS_CALLS,
     )
     run_calls_in_unclosed_reasoning: bool | None = knob(
         None,
         "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
         "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
-        when=_HAS_TOOLS,
+        when=_READS_CALLS,
     )
     tokenization_sanity_check_mode: Any = knob(
         "strict",

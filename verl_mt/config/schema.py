@@ -189,7 +189,7 @@ class AlgorithmConfig(Section):
     gdpo_reward_weights: dict[str, float] = knob(
         {},
         "Name -> weight of the numbers that the reward function returns; each is normalised by itself.",
-        when=only(ESTIMATOR, "gdpo"),
+        when=only(ESTIMATOR, "gdpo", own=False),
     )
     norm_adv_by_std_in_grpo: bool = knob(
         True,
