@@ -159,6 +159,7 @@ SPOILS = {
     "truncated": _set(status=lambda s: Sample.Status.TRUNCATED),
     "aborted": _set(status=lambda s: Sample.Status.ABORTED, loss_mask=lambda m: m[:1]),
     "failed": _set(status=lambda s: Sample.Status.FAILED),
+    "failed_short": _set(status=lambda s: Sample.Status.FAILED, loss_mask=lambda m: m[:1]),
     "scored": _set(reward=lambda r: {"score": 0.25, "style": 3.0}),
 }
 

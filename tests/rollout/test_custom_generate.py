@@ -312,7 +312,16 @@ def test_a_sample_that_is_given_up_is_neither_scored_nor_trained_and_keeps_its_t
     assert trajectory.reward is None and not trajectory.trainable
     assert len(trajectory.sample.tokens) == len(PROMPT) + 4 == len(PROMPT) + trajectory.sample.response_length
     assert "gave it up (aborted)" in caplog.text
-    assert run_one("spoiled", turn("all"), settings={"spoil": "failed"})[0].status is Status.FAILED
+
+
+@pytest.mark.cap("C56", "L6")
+def test_a_failed_sample_is_scored_and_trained_as_in_slime_unless_its_tokens_are_not_the_engines():
+    trajectory, _ = run_one("spoiled", turn("all"), settings={"spoil": "failed"})
+    assert (trajectory.status, trajectory.reward, trajectory.trainable) == (Status.COMPLETED, 1.0, True)
+    assert sum(trajectory.records[0].loss_mask) == 4
+    assert trajectory.sample.status is Status.FAILED and trajectory.counters["failed_samples_trained"] == 1
+    broken, _ = run_one("spoiled", turn("all"), settings={"spoil": "failed_short"})
+    assert (broken.status, broken.reward, broken.trainable) == (Status.FAILED, None, False)
 
 
 # ---- failures stay where they happen

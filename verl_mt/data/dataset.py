@@ -95,6 +95,7 @@ class _Columns:
 
     prompt: str
     label: str | None
+    as_it_is: bool = False
 
 
 def load_rows(
@@ -105,6 +106,7 @@ def load_rows(
     seed: int = 0,
     prompt_key: str = "prompt",
     label_key: str | None = None,
+    as_it_is: bool = False,
 ) -> list[DataSource]:
     """Load and check all rows of `data.train_files` or `data.val_files`.
 
@@ -117,6 +119,7 @@ def load_rows(
         seed: for generators.
         prompt_key: column of the messages.
         label_key: column of the label; rows may then do without `data_source`, which is the entry's name.
+        as_it_is: a generate function reads the prompt column itself; it may hold a number (of a task, say).
 
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
@@ -130,7 +133,7 @@ def load_rows(
             )
         read_at_s = time.time()
         raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        columns = _Columns(prompt_key, label_key)
+        columns = _Columns(prompt_key, label_key, as_it_is)
         rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
@@ -303,7 +306,10 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
         )
     if raw.get("audios"):
         raise DataError(f"{where}: column audios holds {len(raw['audios'])} items; audio is not offered, leave it out")
-    prompt = _messages(_column(raw, columns.prompt, where), f"{where}, column {columns.prompt}")
+    shown = _column(raw, columns.prompt, where)
+    if columns.as_it_is and isinstance(shown, int | float):
+        shown = str(shown)
+    prompt = _messages(shown, f"{where}, column {columns.prompt}")
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")

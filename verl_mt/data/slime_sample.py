@@ -7,7 +7,7 @@ that a reward function, a dump and the trainer see the same numbers (docs/migrat
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,10 +19,57 @@ from verl_mt.errors import LedgerError, key_text, value_text
 
 
 @dataclass
+class Speculation:
+    """Speculative decoding of a sample's turns, summed; all 0 where the engine does none."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add one reply's `meta_info`."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Share of the drafted tokens that were accepted; 0.0 without any."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Tokens per verification; 0.0 without any."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+
+@dataclass
+class PrefixCache:
+    """How many prompt tokens of a sample's turns needed no prefill, and of how many."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add one reply's `meta_info`."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """0.0 before the first turn."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+
+@dataclass
 class Sample:
     """One prompt and what came of it. Further attributes may be set; `to_dict` and `from_dict` keep them."""
 
     Status = _Status
+    SpecInfo = Speculation
+    PrefixCacheInfo = PrefixCache
 
     group_index: int | None = None
     """Number of the prompt in its batch; the samples of one prompt share it."""
@@ -53,10 +100,18 @@ class Sample:
     session_id: str | None = None
     """The trajectory's id."""
     rollout_id: int | None = None
-    """The rollout step, from 0."""
+    """Number of the execution that it came from: the Samples that one call of a generate function returns may share
+    it. At first the sample's own `index`."""
     train_metadata: dict[str, Any] | None = None
     """Kept with the sample, not read by training."""
     multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    generate_function_path: str | None = None
+    """Kept with the sample; the run has one generate function."""
+    non_generation_time: float = 0.0
+    """Seconds that the function spent outside of the engine, as it says itself."""
+    spec_info: Speculation = field(default_factory=Speculation)
+    prefix_cache_info: PrefixCache = field(default_factory=PrefixCache)
     teacher_log_probs: list[float] | None = None
     turn_texts: list[str] = field(default_factory=list)
     """What the model itself wrote, turn by turn: no observation is in it. Filled from the ledger."""
@@ -70,6 +125,70 @@ class Sample:
     def model_text(self) -> str:
         """What the model wrote, its turns joined by a newline: the part of the response that may be scored."""
         return "\n".join(self.turn_texts) if self.turn_texts else self.response
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or its entry `args.reward_key` where that is set."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key and isinstance(self.reward, dict) else self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Put tokens behind the response, and keep `tokens`, `loss_mask`, `rollout_log_probs` and lengths in step.
+
+        Args:
+            args: of the generate function; not needed.
+            tokens: ids. `sample.tokens` must hold the prompt's before the first call.
+            log_probs: the engine's, one per token, for tokens that it sampled; None for others, which get 0.0.
+            trainable: True = sampled, in the loss; False = text of a tool or an environment.
+            meta_info: of the engine's reply; sets status and counts.
+            text: appended to `response`.
+            update_terminal_info: False leaves status and counts as they are.
+
+        Raises:
+            ValueError: sampled tokens without log-probs, others with them, or as many as there are not tokens.
+        """
+        ids = ids_of(tokens if tokens is not None else [], "tokens")
+        known = None if log_probs is None else numbers_of(log_probs, "log_probs")
+        if known is not None and len(known) != len(ids):
+            raise ValueError(f"append_response_tokens: {len(known)} log_probs for {len(ids)} tokens")
+        if ids and trainable and known is None:
+            raise ValueError(
+                "append_response_tokens: sampled tokens need log_probs; take both from meta_info.output_token_logprobs "
+                "(return_logprob: True), or say trainable=False"
+            )
+        if ids and not trainable and known is not None:
+            raise ValueError("append_response_tokens: tokens that are not trainable have no log_probs; leave them out")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.loss_mask = [*self.loss_mask, *([int(trainable)] * len(ids))]
+        self.rollout_log_probs = [*self.rollout_log_probs, *(known if known is not None else [0.0] * len(ids))]
+        if text is not None:
+            self.response += text
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        """Status, weight version and cache counts of one reply of the engine."""
+        self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if "weight_version" in meta_info:
+            self.weight_versions.append(str(meta_info["weight_version"]))
+        kinds = {"length": _Status.TRUNCATED, "abort": _Status.ABORTED, "stop": _Status.COMPLETED}
+        reason = (meta_info.get("finish_reason") or {}).get("type")
+        self.status = kinds.get(str(reason), self.status)
 
     def check_types(self) -> None:
         """Verify what a generate function set; arrays become lists, and a status may be given by its value.
@@ -116,7 +235,8 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every further attribute; the status by its value."""
-        return {**vars(self), "status": plain(self.status)}
+        counts = {"spec_info": vars(self.spec_info).copy(), "prefix_cache_info": vars(self.prefix_cache_info).copy()}
+        return {**vars(self), "status": plain(self.status), **counts}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
@@ -126,6 +246,10 @@ class Sample:
             LedgerError: a status that does not exist.
         """
         names = {f.name for f in fields(cls)}
+        data = {**data}
+        for name, kind in (("spec_info", Speculation), ("prefix_cache_info", PrefixCache)):
+            if isinstance(data.get(name), Mapping):
+                data[name] = kind(**data[name])
         sample = cls(**{k: v for k, v in data.items() if k in names})
         sample.status = _status(sample.status)
         for name, value in data.items():
@@ -233,6 +357,6 @@ def check_unsupported(sample: Sample) -> None:
     Raises:
         LedgerError: names the field.
     """
-    for name in ("multimodal_inputs", "teacher_log_probs"):
+    for name in ("multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs"):
         if getattr(sample, name) is not None:
             raise LedgerError(f"sample.{name} is set, but training does not use it; leave it None")

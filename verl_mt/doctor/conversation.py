@@ -118,7 +118,9 @@ def reward(subject: Subject) -> Iterator[Finding]:
 def rows(subject: Subject) -> Iterator[Finding]:
     """The files are there and every row has the columns that it needs."""
     data = subject.config.data
-    columns: dict[str, Any] = {"prompt_key": data.prompt_key, "label_key": data.label_key}
+    columns: dict[str, Any] = {
+        "prompt_key": data.prompt_key, "label_key": data.label_key, "as_it_is": not data.apply_chat_template
+    }  # fmt: skip
     subject.train = load_rows(
         data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **columns
     )

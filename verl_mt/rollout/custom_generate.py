@@ -7,7 +7,15 @@ The function runs as it was written; only its imports change::
 
 from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.generate.args import GenerateArgs, GenerateState
-from verl_mt.rollout.generate.door import CustomGenerateDoor, async_rm, batched_async_rm, call_tools, post
+from verl_mt.rollout.generate.door import (
+    CustomGenerateDoor,
+    async_rm,
+    batched_async_rm,
+    call_tools,
+    get,
+    load_function,
+    post,
+)
 from verl_mt.rollout.generate.row_tools import RowTools
 
 __all__ = [
@@ -19,5 +27,7 @@ __all__ = [
     "async_rm",
     "batched_async_rm",
     "call_tools",
+    "get",
+    "load_function",
     "post",
 ]

@@ -201,6 +201,7 @@ def settle_verl(outcome: Outcome, where: str) -> None:
 def settle_slime(outcome: Outcome, where: str) -> None:
     _place_ranks_on_ray(outcome, where, "actor_num_gpus_per_node")
     outcome.items = _off_policy_mask(_truncated_sampling(outcome.items))
+    _prompt_as_it_is(outcome, where)
 
 
 def settle_swift(outcome: Outcome, where: str) -> None:
@@ -217,6 +218,20 @@ def _place_ranks_on_ray(outcome: Outcome, where: str, spelling: str) -> None:
             outcome.notes.append(
                 f"{spelling}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it"
             )
+
+
+def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
+    """slime's command renders prompts only with `--apply-chat-template`; a generate function gets the column as it
+    is without it."""
+    given = {item.key for item in outcome.items}
+    names = {item.spelling for item in outcome.items}
+    generates = "actor_rollout_ref.rollout.custom_generate_function_path" in given
+    if "prompt_data" in names and generates and "data.apply_chat_template" not in given:
+        outcome.items.append(Item("data.apply_chat_template", False, "prompt_data"))
+        outcome.notes.append(
+            f"prompt_data ({where}) without apply_chat_template -> also data.apply_chat_template=False: the function "
+            "gets the column as it is"
+        )
 
 
 def _truncated_sampling(items: list[Item]) -> list[Item]:

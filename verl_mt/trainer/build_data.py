@@ -115,7 +115,7 @@ def _rendered(sources: Sequence[DataSource], prompts: PromptBuilder) -> list[Pro
 
 
 def _columns(data: DataConfig) -> dict[str, Any]:
-    return {"prompt_key": data.prompt_key, "label_key": data.label_key}
+    return {"prompt_key": data.prompt_key, "label_key": data.label_key, "as_it_is": not data.apply_chat_template}
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
+import json
 import threading
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.normalize import families
 from verl_mt.config.schema import Config
+from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import listing, suggest
@@ -21,6 +26,18 @@ ROUTER_HOST = "rollout-session.invalid"
 """The router's address in `args`. `post` knows it and hands the request to the session; a name under `.invalid` never
 resolves (RFC 2606), so a client of another kind, whose tokens nobody would record, fails at once."""
 ROUTER_PORT = 30000
+
+
+@dataclass(frozen=True)
+class SlimeMeanings:
+    """What slime means otherwise than the rest of verl_mt; it holds inside this door and nowhere else."""
+
+    trains_failed: bool = True
+    """A Sample that its function marks FAILED holds a partial answer: it is scored and trained like any other, as long
+    as its tokens are the engine's."""
+
+
+COMPAT = SlimeMeanings()
 
 
 class Runtime:
@@ -51,7 +68,8 @@ class Runtime:
 class GenerateArgs:
     """slime's `args`: the router's address, the config (by section, and under slime's names), the user's own kwargs.
 
-    A function may set further attributes; each call has its own copy.
+    Every flag of slime's parser has a value: our setting where it has one, else slime's default. A function may set
+    further attributes; each call has its own copy.
     """
 
     def __init__(self, config: Config, runtime: Runtime):
@@ -63,14 +81,17 @@ class GenerateArgs:
                 f"actor_rollout_ref.rollout.custom_generate_kwargs: {listing(taken)} would hide what args holds under "
                 "that name; choose another"
             )
-        vars(self).update(names, **own, _runtime=runtime)
+        vars(self).update(names, **own, _runtime=runtime, _flags=_flags(config))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_runtime" not in vars(self):
             raise AttributeError(name)
+        flags = vars(self)["_flags"]
+        if name in flags:
+            return copy.deepcopy(flags[name])
         known = [n for n in vars(self) if not n.startswith("_")]
         raise AttributeError(
-            f"args has no {name!r}{suggest(name, known)}. Own settings of a function go into "
+            f"args has no {name!r}{suggest(name, [*known, *flags])}. Own settings of a function go into "
             f"actor_rollout_ref.rollout.custom_generate_kwargs; there is: {listing(known)}"
         )
 
@@ -146,7 +167,7 @@ def _slime_names(config: Config) -> dict[str, Any]:
     return {
         "sglang_router_ip": ROUTER_HOST,
         "sglang_router_port": ROUTER_PORT,
-        "hf_checkpoint": config.actor_rollout_ref.model.path,
+        "hf_checkpoint": resolve_model_path(config.actor_rollout_ref.model.path),
         "rollout_batch_size": data.train_batch_size,
         "n_samples_per_prompt": rollout.n,
         "rollout_max_prompt_len": data.max_prompt_length,
@@ -162,3 +183,48 @@ def _slime_names(config: Config) -> dict[str, Any]:
         "apply_chat_template": data.apply_chat_template,
         "custom_rm_path": config.reward.path,
     }
+
+
+@functools.cache
+def flag_defaults() -> Mapping[str, Any]:
+    """slime's flags and what its parser gives them where a command says nothing."""
+    lines = Path(__file__).with_name("flags.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(" = ", 1) for line in lines if line and not line.startswith("#")]
+    return {name: json.loads(value) for name, value in pairs}
+
+
+def _flags(config: Config) -> dict[str, Any]:
+    """slime's flags: the value of our key where the table of names has one, else slime's default."""
+    found = dict(flag_defaults())
+    for name, row in families()["slime"].rows.items():
+        if row.meaning == "renamed" and row.convert is None and "." not in name:
+            value = _setting(config, row.to)
+            found[name] = found.get(name) if value is None else value
+        elif name not in found:
+            found[name] = row.values[0] if row.values else False if row.switch else None
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    estimator = config.algorithm.adv_estimator
+    delta = "algorithm.rollout_correction.off_policy_sequence_mask_delta"
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or config.data.train_batch_size
+    return found | {
+        "advantage_estimator": "ppo" if estimator == "gae" else estimator,
+        "global_batch_size": mini * rollout.n,
+        "over_sampling_batch_size": config.data.train_batch_size,
+        "rollout_num_gpus": trainer.nnodes * trainer.n_workers_per_node,
+        "lr_decay_style": config.actor_rollout_ref.actor.optim.lr_scheduler_type,
+        "use_tis": _setting(config, "algorithm.rollout_correction.rollout_is") is not None,
+        "use_opsm": _setting(config, delta) is not None,
+        "use_wandb": "wandb" in trainer.logger,
+        "use_tensorboard": "tensorboard" in trainer.logger,
+        "debug_rollout_only": trainer.debug_mode == "rollout_only",
+        "debug_train_only": trainer.debug_mode == "train_only",
+        "eval_max_response_len": rollout.response_length,
+    }
+
+
+def _setting(config: Config, key: str) -> Any:
+    """The value at a key of ours; None where a mapping on the way does not hold it."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value

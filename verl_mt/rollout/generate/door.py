@@ -98,6 +98,21 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     return reply
 
 
+async def get(url: str) -> Any:
+    """The JSON (else the text) of a server of your own.
+
+    Raises:
+        UserCodeError: no answer, or not a good one.
+    """
+    try:
+        response = await _client().get(url, timeout=DEADLINE_S)
+    except httpx.HTTPError as error:
+        raise UserCodeError(f"GET {url}: {type(error).__name__}: {error}") from error
+    if not response.is_success:
+        raise UserCodeError(f"GET {url}: HTTP {response.status_code}: {response.text[:300]}")
+    return _content(response)
+
+
 async def http_post(
     url: str,
     payload: Any,
@@ -173,6 +188,15 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float]:
 async def async_rm(args: Any, sample: Sample) -> float:
     """Score one sample with the run's reward function."""
     return (await batched_async_rm(args, [sample]))[0]
+
+
+def load_function(path: str) -> Any:
+    """The object at a dotted path, or `file.py:name`.
+
+    Raises:
+        PluginError: nothing there.
+    """
+    return load_object(path, what="load_function")
 
 
 async def call_tools(text: str) -> tuple[Message, list[Message]]:
@@ -281,6 +305,7 @@ class CustomGenerateDoor:
             label=copy.deepcopy(row.label),
             metadata=copy.deepcopy(row.metadata),
             session_id=episode.session.trajectory.trajectory_id,
+            rollout_id=place.sample,
         )
 
 

@@ -11,6 +11,7 @@ from verl_mt.data.slime_sample import Sample, check_unsupported, fill_from_recor
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.contract import InvalidScore, as_scores
+from verl_mt.rollout.generate.args import COMPAT
 from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
 from verl_mt.rollout.reconcile import Alignment
 from verl_mt.rollout.session import RolloutSession
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4
 """Between a log-prob as the engine gave it and as the function hands it back (it may have gone through float32)."""
-_LOST = (Status.ABORTED, Status.FAILED)
+_LOST = (Status.ABORTED,) if COMPAT.trains_failed else (Status.ABORTED, Status.FAILED)
 
 
 async def settle(result: Any, conversations: CallConversations, path: str) -> list[Trajectory]:
@@ -40,7 +41,9 @@ async def settle(result: Any, conversations: CallConversations, path: str) -> li
     for position, sample in enumerate(samples):
         where = f"generate function {path}{_which(position, samples)}"
         match = conversations.match(sample, unmatched)
-        if match is None and sample.status in _LOST:
+        if match is None and sample.status in (*_LOST, Status.FAILED):
+            if not isinstance(result, list):
+                return [_lost(sample, conversations.main.trajectory)]
             lost += 1
             continue
         if match is None:
@@ -53,6 +56,9 @@ async def settle(result: Any, conversations: CallConversations, path: str) -> li
         try:
             _adopt(sample, conversation.session, found)
         except LedgerError as error:
+            if sample.status is Status.FAILED:  # it gave up somewhere in the middle
+                outcome.append(_lost(sample, conversation.session.trajectory))
+                continue
             raise LedgerError(f"{where}: {error}") from error
         if conversation.session is not conversations.main:
             await conversation.session.finish()
@@ -109,7 +115,8 @@ def _place(sample: Sample, trajectory: Trajectory) -> None:
     role = sample.metadata.get("role")
     if role is not None:
         trajectory.group_id = f"{trajectory.prompt_id}/{role}"
-    sample.status = trajectory.status
+    if sample.status is not Status.FAILED:  # a reward function may look at that; the trajectory is trained all the same
+        sample.status = trajectory.status
     sample.session_id = trajectory.trajectory_id
     trajectory.sample = sample
 
@@ -189,6 +196,8 @@ def _adopt(sample: Sample, session: RolloutSession, found: Alignment) -> None:
             raise LedgerError(f"sample.reward: {error}") from None
         trajectory.reward = trajectory.reward_parts["score"]
     trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
+    if sample.status is Status.FAILED:
+        session.count("failed_samples_trained", 1)
     _place(sample, trajectory)
 
 

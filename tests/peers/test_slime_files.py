@@ -1,0 +1,307 @@
+"""slime's own example files, after the documented replacement: a search agent and a team of agents."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps, loads
+from pathlib import Path
+
+import conformance
+import pytest
+from command_lab import NO_VALIDATION, metrics_of, rows_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
+
+from generate_support import CHAT, EOS, roll_out, rows, runner_of, turn
+
+from verl_mt.config.compose import compose
+from verl_mt.config.schema import Config
+from verl_mt.data.slime_sample import Sample
+from verl_mt.data.trajectory import Status
+from verl_mt.rollout.context import Limits
+from verl_mt.rollout.custom_generate import GenerateState, post
+from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
+from verl_mt.trainer.build import build_trainer
+
+REVISIONS = ["2026-06", "2026-08"]
+SEARCH = "examples/search-r1"
+
+# The example's own client of a retrieval server lies beside it and is no file of ours; the same request in short.
+CLIENT = """
+import asyncio, json, urllib.request
+
+def _ask(url, payload):
+    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return json.load(answer)["result"][0]
+
+async def local_search(url, query, topk, proxy=None):
+    return await asyncio.to_thread(_ask, url, {"queries": [query], "topk": topk, "return_scores": True})
+"""
+
+
+@contextmanager
+def retrieval_server():
+    """A retrieval server on this machine; yields its URL and the queries that it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.extend(body["queries"])
+            found = [{"document": {"contents": '"Paris"\\nParis is the capital.'}, "score": 1.0}]
+            answer = dumps({"result": [found for _ in body["queries"]]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/retrieve", asked
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def search_r1(revision, tmp_path):
+    """The search agent's module, its searches answered on this machine."""
+    folder = conformance.copy_replaced("slime", conformance.peer("slime", revision, SEARCH), tmp_path)
+    (folder / "local_search_server.py").write_text(CLIENT)
+    with conformance.imported(folder / "generate_with_search.py") as module, retrieval_server() as (url, asked):
+        module.SEARCH_R1_CONFIGS["local"]["search_url"] = url
+        yield module, asked
+
+
+def search(script, *, revision, tmp_path, label, question="Give <answer> text </answer>"):
+    with search_r1(revision, tmp_path) as (module, asked):
+        said = iter(script)
+        runner = runner_of(
+            "generate_with_search.generate", lambda request: next(said), reward="generate_with_search.reward_func"
+        )
+        [group] = roll_out(runner, rows(question, label=label))
+        return group.trajectories[0], asked, module
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_search_r1_runs_unmodified_with_the_engines_ids_and_without_training_what_was_found(revision, tmp_path):
+    script = [
+        turn("<think>where</think> <search>capital</search>"),
+        turn("<think>I know</think> <answer>Paris</answer>"),
+    ]
+    label = {"ground_truth": {"target": ["Paris"]}}
+    trajectory, asked, module = search(script, revision=revision, tmp_path=tmp_path, label=label)
+    assert trajectory.error is None and asked == ["capital"]
+    record = trajectory.records[0]
+    response = CHAT.decode(record.token_ids[record.num_prompt_tokens :])
+    assert "<information>" in response and "Paris is the capital." in response
+    trained = [i for i, bit in zip(record.token_ids, record.loss_mask) if bit]
+    said = [i for ids, *_ in script for i in ids if i != EOS]  # it asks the engine to stop at its tags
+    assert trained == said == [i for i, s in zip(record.token_ids, record.sampled) if s]
+    assert "information" not in CHAT.decode(trained)
+    sample = trajectory.sample
+    assert isinstance(sample, Sample) and sample.tokens == record.token_ids
+    assert sample.rollout_log_probs == record.rollout_log_probs[record.num_prompt_tokens :]
+    score = module.compute_score_em(sample.prompt + sample.response, label["ground_truth"], format_score=0.2)
+    assert trajectory.reward == pytest.approx(score) and score > 0.2
+    assert sample.status is Status.COMPLETED and sample.rollout_id == sample.index
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_search_r1_tells_of_an_invalid_action_and_a_cut_turn_ends_it(revision, tmp_path):
+    script = [turn("hm"), turn("<sea", reason="length")]
+    label = {"ground_truth": {"target": ["Paris"]}}
+    trajectory, asked, _ = search(script, revision=revision, tmp_path=tmp_path, label=label)
+    assert (trajectory.error, asked, trajectory.status) == (None, [], Status.TRUNCATED)
+    assert "My previous action is invalid" in trajectory.sample.response
+    assert sum(trajectory.records[0].loss_mask) == len(script[0][0]) + len(script[1][0])
+
+
+def test_args_answer_every_flag_of_slimes_parser_and_refuse_unknown_names():
+    config = Config()
+    config.actor_rollout_ref.actor.ppo_max_token_len = 4321
+    config.data.label_key = "answer"
+    args = GenerateArgs(config, None)
+    assert not args.partial_rollout and args.reward_key is None and args.ci_test is False
+    assert (args.max_tokens_per_gpu, args.label_key) == (4321, "answer")
+    for name in flag_defaults():
+        getattr(args, name)
+    args.train_env_vars["x"] = 1
+    assert args.train_env_vars == {}, "a default may be edited without changing the next one"
+    with pytest.raises(AttributeError, match=r"partial_rolout.*did you mean 'partial_rollout'"):
+        _ = args.partial_rolout
+
+
+def test_appended_tokens_keep_a_samples_columns_in_step():
+    sample = Sample(tokens=[1, 2], prompt="p")
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "cached_tokens": 1, "prompt_tokens": 2}
+    sample.append_response_tokens(None, tokens=[3, 4], log_probs=[-0.1, -0.2], meta_info=meta, text="ab")
+    sample.append_response_tokens(None, tokens=[5], trainable=False)
+    assert (sample.tokens, sample.response_length, sample.response) == ([1, 2, 3, 4, 5], 3, "ab")
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 1, 0], [-0.1, -0.2, 0.0])
+    assert (sample.status, sample.weight_versions) == (Status.TRUNCATED, ["3"])
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
+    again = Sample.from_dict(sample.to_dict())
+    assert again == sample
+    for wrong in ({"tokens": [1]}, {"tokens": [1], "log_probs": [0.1, 0.2]}):
+        with pytest.raises(ValueError, match="log_probs"):
+            sample.append_response_tokens(None, **wrong)
+    with pytest.raises(ValueError, match="not trainable"):
+        sample.append_response_tokens(None, tokens=[1], log_probs=[0.1], trainable=False)
+
+
+TEAM = "examples/multi_agent"
+
+
+@contextmanager
+def team(tmp_path, monkeypatch):
+    """The team's module under the dotted name that its own settings use."""
+    source = conformance.peer("slime", "2026-08", TEAM)
+    conformance.copy_replaced("slime", source, tmp_path / "examples")
+    (tmp_path / "examples" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n == "examples" or n.startswith("examples.")]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        yield "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents"
+    finally:
+        for name in [n for n in sys.modules if n == "examples" or n.startswith("examples.")]:
+            del sys.modules[name]
+
+
+def right(args, sample, **kwargs):
+    return float("right" in sample.response)
+
+
+def test_multi_agent_fans_out_into_solvers_rewriters_and_a_selector_with_weighted_rewards(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: CHAT.tokenizer)
+    script = [*(turn(f"<think>s{k}</think>{'right' if k < 3 else 'bad'}") for k in range(5))]
+    script += [turn("<think>r</think>right")] * 5
+    script += [turn("<think>j</think>Judgment: 1")]
+    said = iter(script)
+    config = Config()
+    config.data.apply_chat_template = False
+    config.actor_rollout_ref.rollout.max_model_len = 40_000  # the tests' tokens are characters
+    limits = Limits(response_length=2000, max_model_len=40_000)
+    with team(tmp_path, monkeypatch) as path:
+        runner = runner_of(path, lambda request: next(said), config=config, limits=limits, reward=f"{__name__}.right")
+        [group] = roll_out(runner, rows("two", label="2"))
+    assert [t.error for t in group.trajectories] == [None] * 11
+    solved = sorted(round(t.reward, 6) for t in group.trajectories)
+    assert solved == [0.0, 0.0, *[1.2] * 9], "all are weighted by the selected answer"
+    assert (
+        len({t.episode_id for t in group.trajectories}) == 1
+        and len({t.sample.rollout_id for t in group.trajectories}) == 1
+    )
+    for trajectory in group.trajectories:
+        [record] = trajectory.records
+        assert record.loss_mask == record.sampled and sum(record.loss_mask) == trajectory.sample.response_length
+        assert trajectory.sample.rollout_log_probs == record.rollout_log_probs[record.num_prompt_tokens :]
+    prompts = {CHAT.decode(t.records[0].token_ids[: t.records[0].num_prompt_tokens])[:40] for t in group.trajectories}
+    assert len(prompts) == 3, "each role is asked in its own words"
+
+
+COMMAND = (
+    "input_key=prompt", "label_key=label", "rollout_batch_size=2", "n_samples_per_prompt=2", "num_rollout=2",
+    "rollout_max_response_len=96", "trainer.num_threads=1", "rollout_temperature=1", "optimizer=adam", "lr=1e-6",
+    "actor_rollout_ref.rollout.max_model_len=2048", "data.max_prompt_length=512", "trainer.progress=off",
+)  # fmt: skip
+
+
+def questions(folder, label):
+    """A prompt file in slime's manner."""
+    file = folder / "train.jsonl"
+    lines = [{"prompt": f"What is {k} + 1? Give <answer> number </answer>.", "label": label} for k in range(4)]
+    file.write_text("\n".join(map(dumps, lines)))
+    return file
+
+
+def two_steps(run, *overrides):
+    """Train twice; the metrics, and every sample's row."""
+    build_trainer(compose([*NO_VALIDATION, f"save={run}", *COMMAND, *overrides])).fit()
+    lines = metrics_of(run)
+    assert len(lines) == 2
+    return lines, [row for step in (1, 2) for row in rows_of(run, step)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_search_r1_trains_two_steps_with_the_tiny_model(revision, tmp_path):
+    data = questions(tmp_path, {"ground_truth": {"target": ["3"]}})
+    with search_r1(revision, tmp_path):
+        words = (
+            f"prompt_data={data}", "apply_chat_template=True", "custom_rm_path=generate_with_search.reward_func",
+            "custom_generate_function_path=generate_with_search.generate",
+        )  # fmt: skip
+        lines, rows_read = two_steps(tmp_path / "run", *words)
+    assert [line.get("rollout/failed", 0) for line in lines] == [0, 0]
+    assert len(rows_read) == 8 and all(row["stop_reason"] != "error" for row in rows_read)
+    for row in rows_read:
+        assert all(mask <= sampled for r in row["records"] for mask, sampled in zip(r["loss_mask"], r["sampled"]))
+
+
+@pytest.mark.slow
+def test_multi_agent_trains_two_steps_with_the_tiny_model(tmp_path, monkeypatch):
+    data = questions(tmp_path, "3")
+    with team(tmp_path, monkeypatch) as path:
+        words = (f"prompt_data={data}", "apply_chat_template=True", f"custom_generate_function_path={path}")
+        lines, rows_read = two_steps(tmp_path / "run", *words, f"custom_rm_path={__name__}.right")
+    assert [line.get("rollout/failed", 0) for line in lines] == [0, 0]
+    episodes = {row["episode_id"] for row in rows_read}
+    assert len(episodes) == 8 and len(rows_read) >= 5 * len(episodes), (
+        "each episode fans out into five solvers at least"
+    )
+
+
+INDEXED: list[object] = []
+
+
+async def by_index(args, sample, sampling_params):
+    """A function that looks its task up by the number in its row."""
+    INDEXED.append(sample.prompt)
+    state = GenerateState(args)
+    text = f"Task {sample.prompt + 1}: add."
+    ids = state.tokenizer(text, add_special_tokens=False)["input_ids"]
+    payload = {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+    reply = await post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload)
+    items = reply["meta_info"]["output_token_logprobs"]
+    sample.tokens = list(ids)
+    sample.append_response_tokens(
+        args,
+        tokens=[i[1] for i in items],
+        log_probs=[i[0] for i in items],
+        meta_info=reply["meta_info"],
+        text=reply["text"],
+    )
+    return sample
+
+
+@pytest.mark.slow
+def test_rows_that_hold_a_number_reach_the_function_as_it_is_without_apply_chat_template(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(dumps({"prompt": k, "label": "3"}) for k in range(4)))
+    INDEXED.clear()
+    words = (
+        f"prompt_data={file}",
+        f"custom_generate_function_path={__name__}.by_index",
+        f"custom_rm_path={__name__}.right",
+    )
+    lines, rows_read = two_steps(tmp_path / "run", *words)
+    assert [line.get("rollout/failed", 0) for line in lines] == [0, 0]
+    assert set(INDEXED) <= {0, 1, 2, 3} and len(rows_read) == 8
+
+
+def test_a_prompt_file_without_apply_chat_template_is_shown_as_it_is_only_to_a_generate_function():
+    words = ["prompt_data=a.jsonl", "custom_generate_function_path=a.b"]
+    assert not compose(words).data.apply_chat_template
+    assert compose([*words, "apply_chat_template=True"]).data.apply_chat_template
+    assert compose(words[:1]).data.apply_chat_template, "the default loop always renders"
