@@ -27,8 +27,8 @@ T = TypeVar("T")
 class Registry(dict[str, T], Generic[T]):
     """A dict of named plug-ins of one kind; assignment registers: `rewards['mine'] = MyReward`.
 
-    A value may be a dotted path as text, which `find` and `load_object` import when it is asked for: so the core names
-    adapters that it never imports.
+    A value may be a dotted path as text, which is imported when it is asked for by its name (`registry[name]`, `find`,
+    `load_object`): so the core names adapters that it never imports.
 
     Raises:
         PluginError: on assigning another object to a name that is taken (assigning the same object again,
@@ -48,6 +48,10 @@ class Registry(dict[str, T], Generic[T]):
             )
         super().__setitem__(name, value)
 
+    def __getitem__(self, name: str) -> T:
+        value = super().__getitem__(name)
+        return load_object(value, what=f"{self.kind} {name}") if isinstance(value, str) else value
+
     def find(self, name: str) -> T:
         """The plug-in of that name.
 
@@ -55,8 +59,7 @@ class Registry(dict[str, T], Generic[T]):
             PluginError: unknown name; lists what exists.
         """
         if name in self:
-            value = self[name]
-            return load_object(value, what=f"{self.kind} {name}") if isinstance(value, str) else value
+            return self[name]
         raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
 
 

@@ -493,3 +493,16 @@ def test_a_reward_of_the_inner_form_fails_its_items_and_nothing_else(name):
     found = asyncio.run(score_all(Own(), [item(0), item(1)]))
     assert [isinstance(f, RewardFailure) for f in found] == [name != "NaN", True]
     assert "Own" in found[1].error and "row 1" in found[1].error
+
+
+def test_a_reward_that_is_imported_late_is_its_class_by_every_way_to_ask_for_it(monkeypatch):
+    from verl_mt.rewards.llm_judge import LLMJudge
+
+    class Sterner(rewards["llm_judge"]):
+        """A plug-in file may build on a shipped one."""
+
+    assert issubclass(Sterner, LLMJudge)
+    assert rewards["llm_judge"] is rewards.find("llm_judge") is LLMJudge
+    monkeypatch.setitem(rewards, "llm_judge", LLMJudge)  # registering what is registered is no conflict
+    with pytest.raises(KeyError):
+        rewards["absent"]

@@ -466,6 +466,13 @@ def test_the_prompt_column_as_it_is_without_the_template():
     assert trajectory.records[0].num_prompt_tokens == len(CHAT.tokenizer.encode("Say a"))
 
 
+def test_the_states_sampling_params_are_those_that_a_call_is_given():
+    run_one("once", turn("a"))
+    seen = generate_functions.SEEN[0]
+    assert GenerateState(seen["args"]).sampling_params == {**seen["params"], "max_new_tokens": 512}
+    assert seen["params"]["min_p"] == 0.0
+
+
 def test_args_hold_the_config_by_section_by_slimes_names_and_the_users_own():
     run_one("once", turn("a"), settings={"num_parallel": 3})
     args = generate_functions.SEEN[0]["args"]

@@ -13,6 +13,7 @@ from verl_mt.trainer.build import build_trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "your_own_engine.md"
 NAME = "actor_rollout_ref.rollout.name"
+KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 COUNTING = """
 from verl_mt.engines.base import Capabilities, InferenceEngine
 from verl_mt.engines.local import LocalEngine
@@ -40,6 +41,24 @@ class WrongDevice(InferenceEngine):
 
 def nothing(setup):
     return None
+
+class HalfAnEngine(InferenceEngine):
+    def __init__(self, setup):
+        pass
+
+class SaysNothing(WrongDevice):
+    check_config = InferenceEngine.check_config
+    __abstractmethods__ = frozenset()
+    def __init__(self, setup):
+        pass
+
+class Pigeons(SaysNothing):
+    def __init__(self, setup):
+        self.capabilities = Capabilities(transports=frozenset({"pigeon", "disk"}), deterministic=False)
+
+class Sounds(SaysNothing):
+    def __init__(self, setup):
+        self.capabilities = Capabilities(frozenset({"disk"}), False, media=frozenset({"audios"}))
 
 class Loose(LocalEngine):
     def __init__(self, *args, **kwargs):
@@ -91,9 +110,18 @@ def test_the_engine_of_the_page_trains_by_the_command_and_gets_every_new_version
 @pytest.mark.parametrize(
     ("name", "words", "error", "message"),
     [
-        ("make", ["actor_rollout_ref.rollout.engine_kwargs={speed: 3}"], RuntimeError, "made with speed 3"),
+        (
+            "make",
+            ["actor_rollout_ref.rollout.engine_kwargs={speed: 3}"],
+            PluginError,
+            "making .* RuntimeError: made with speed 3",
+        ),
         ("NoEngine", [], PluginError, "NoEngine is no InferenceEngine"),
         ("WrongDevice", [], ConfigError, "for Tuesdays"),
+        ("HalfAnEngine", [], PluginError, "HalfAnEngine: making it .* TypeError: Can't instantiate abstract class"),
+        ("SaysNothing", [], PluginError, r"name=.*:SaysNothing: its `capabilities` must be a Capabilities .*got None"),
+        ("Pigeons", [], PluginError, "capabilities.transports names pigeon; there is: broadcast, disk, in_place, "),
+        ("Sounds", [], PluginError, "capabilities.media names audios; there is: images, videos"),
         ("nothing", [], PluginError, "made NoneType, expected an InferenceEngine"),
         ("Counted", [], PluginError, r"has no 'Counted'; did you mean 'Counting'\?"),
         ("Loose", ["trainer.deterministic=True"], ConfigError, "trainer.deterministic needs an engine that gives"),

@@ -10,9 +10,9 @@ from typing import Any
 
 from verl_mt.config.rollout import ENGINES
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
-from verl_mt.engines.base import EngineSetup, InferenceEngine
-from verl_mt.errors import ConfigError, PluginError
-from verl_mt.plugins import load_object
+from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, InferenceEngine
+from verl_mt.errors import ConfigError, PluginError, VerlMTError, error_text, value_text
+from verl_mt.plugins import listing, load_object
 
 __all__ = ["build", "check", "samples_from_policy"]
 
@@ -52,23 +52,44 @@ def build(setup: EngineSetup) -> InferenceEngine:
     """The engine that the config names.
 
     Raises:
-        PluginError: there is no such engine.
+        PluginError: there is no such engine; one of the user's raised when it was made, or does not say what it can do.
         ConfigError: it does not take an option, or cannot be deterministic and is to be.
     """
     name = setup.config.rollout.name
     made = _find(name)
-    if isinstance(made, type) and issubclass(made, InferenceEngine):
-        engine = made.from_setup(setup)
-    else:
-        engine = made(setup)
+    make = made.from_setup if isinstance(made, type) and issubclass(made, InferenceEngine) else made
+    try:
+        engine = make(setup)
+    except (VerlMTError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if name in ENGINES:
+            raise
+        text = error_text(error, named=True)
+        raise PluginError(f"{_KEY}={name}: making it from an EngineSetup (engines/base.py) failed: {text}") from error
     if not isinstance(engine, InferenceEngine):
         raise PluginError(f"{_KEY}={name} made {type(engine).__name__}, expected an InferenceEngine (engines/base.py)")
+    _check_capabilities(name, getattr(engine, "capabilities", None))
     if setup.deterministic and not engine.capabilities.deterministic:
         raise ConfigError(
             f"trainer.deterministic needs an engine that gives the same bits whatever the timing, which {_KEY}={name} "
             "does not (its capabilities.deterministic is False); use local"
         )
     return engine
+
+
+def _check_capabilities(name: str, can: Any) -> None:
+    if not isinstance(can, Capabilities):
+        raise PluginError(
+            f"{_KEY}={name}: its `capabilities` must be a Capabilities (engines/base.py), got {value_text(can, 80)}; "
+            "set it in the constructor"
+        )
+    for field, known in (("transports", TRANSPORTS), ("media", MEDIA)):
+        unknown = set(getattr(can, field)) - set(known)
+        if unknown:
+            raise PluginError(
+                f"{_KEY}={name}: capabilities.{field} names {listing(map(str, unknown))}; there is: {listing(known)}"
+            )
 
 
 def _find(name: str) -> Any:

@@ -17,6 +17,9 @@ from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.stop_strings import Decode
 from verl_mt.errors import EngineError
 
+TRANSPORTS = ("in_place", "tensor_buckets", "broadcast", "disk")
+MEDIA = ("images", "videos")
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -60,7 +63,11 @@ class TensorBuckets:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A collective over a process group (gloo, NCCL) that trainer and engine joined."""
+    """A collective over a process group (gloo, NCCL) that trainer and engine joined.
+
+    For programs that drive an engine themselves: the trainer sends `InPlace`, `TensorBuckets` or `Disk`, and no shipped
+    engine but the scripted one takes it (SGLang's broadcasts are how that engine passes `TensorBuckets` on).
+    """
 
     version: int
     names: tuple[str, ...]

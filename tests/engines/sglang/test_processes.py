@@ -3,6 +3,7 @@ work with is refused before anything is loaded."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from live import processes_of_group
 
-from verl_mt.engines.sglang import processes
-from verl_mt.engines.sglang.clients import ColocatedClient
+from verl_mt.engines.sglang import clients, processes
+from verl_mt.engines.sglang.clients import ColocatedClient, LaunchedServer
+from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.engines.sglang.processes import ChildProcess
 from verl_mt.errors import ConfigError
 
@@ -125,3 +127,23 @@ def test_a_process_that_fails_leaves_its_last_exception_and_its_child_does_not_o
 def test_it_does_not_belong_to_our_terminal(start):
     process, _ = start("wait")
     assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+
+
+@pytest.mark.slow
+def test_watching_a_launched_server_leaves_no_waiting_tasks_behind(start, run_async):
+    async def go():
+        server = LaunchedServer(SGLangOptions(model_path="none", max_model_len=8))
+        server._process, _ = start("wait")
+        watching = asyncio.ensure_future(server.wait_gone())
+        before = len(asyncio.all_tasks())
+        await asyncio.sleep(4 * clients._POLL_S)
+        after = len(asyncio.all_tasks())
+        server._process.end(0.0, keep_log=True)
+        reason = await watching
+        await server.stop()
+        server._process.log.unlink()
+        return before, after, reason
+
+    before, after, reason = run_async(go())
+    assert after <= before + 1, "one wait at a time, however long the run"
+    assert "killed by signal 9" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import base64
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable
@@ -335,7 +336,8 @@ class LaunchedServer(HttpClient):
     async def wait_gone(self) -> str:
         assert self._process is not None
         while not self._process.ended and self._reason is None:
-            await asyncio.wait({asyncio.ensure_future(self._gone.wait())}, timeout=_POLL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), _POLL_S)
         await asyncio.to_thread(self._process.end, 0.0, keep_log=True)
         self.give_up(self._process.describe())
         return await super().wait_gone()

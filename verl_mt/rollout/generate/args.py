@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.normalize import families
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
@@ -131,30 +132,20 @@ class GenerateState:
         """Schemas of the configured tools, for the prompt; `call_tools` runs them."""
         self.semaphore = runtime.semaphore
         config = args.actor_rollout_ref.rollout
-        self.sampling_params = {
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "max_new_tokens": config.max_tokens_per_turn or config.response_length,
-        } | _texts(config.stop, config.stop_token_ids)
+        self.sampling_params = sampling_dict(config, config)
 
 
-def sampling_dict(sampling: SamplingParams, limits: Limits) -> dict[str, Any]:
-    """`sampling_params` as a generate function gets them: a dict of its own for every call."""
+def sampling_dict(sampling: SamplingParams | RolloutConfig, limits: Limits | RolloutConfig) -> dict[str, Any]:
+    """`sampling_params` as a generate function gets them: a dict of its own for every call. Control tokens and stop
+    strings stay in texts, as slime looks at them."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "max_new_tokens": limits.max_tokens_per_turn or limits.response_length,
-    } | _texts(sampling.stop, sampling.stop_token_ids)
-
-
-def _texts(stop: Any, stop_token_ids: Any) -> dict[str, Any]:
-    """slime's way to look at texts: control tokens and stop strings stay in them."""
-    return {
-        "stop": list(stop) or None,
-        "stop_token_ids": list(stop_token_ids) or None,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
         "skip_special_tokens": False,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
