@@ -87,6 +87,16 @@ def test_a_clip_range_that_the_loss_does_not_read_has_no_reader_and_is_said(mode
     assert sorted(text.split()[0] for text in said) == sorted(f"actor.{name}" for name in idle)
 
 
+@pytest.mark.parametrize("driver", ["multi_turn.scheduler", "agent_function_path", "custom_generate_function_path"])
+def test_several_turns_without_tools_are_one_turn_unless_something_else_answers(driver):
+    rollout = "actor_rollout_ref.rollout"
+    config, prompts = Config(), SimpleNamespace(num_filtered=0, num_truncated=0, rows=list)
+    config.actor_rollout_ref.rollout.multi_turn.enable = True
+    assert any("every trajectory is one assistant turn" in text for text in notes(config, prompts))
+    config = compose([*OWN, f"{rollout}.{driver}=my.code"])
+    assert not any("one assistant turn" in text for text in notes(config, prompts))
+
+
 @pytest.mark.parametrize(
     ("key", "switch"),
     [
@@ -124,7 +134,7 @@ def test_what_is_declared_to_be_read_later_is_read_then_and_nothing_else(tmp_pat
 def test_a_read_is_noted_with_the_module_that_made_it():
     config = Config()
     with recording(config) as reads:
-        Limits.from_config(config)
+        Limits.from_config(config.actor_rollout_ref.rollout, max_prompt_length=8)
         assert config.trainer.seed == 0
     assert "verl_mt.rollout.context" in reads["actor_rollout_ref.rollout.response_length"]
     assert reads["trainer.seed"] == [__name__]

@@ -88,7 +88,7 @@ def tool_calls(subject: Subject) -> Iterator[Finding]:
     """A call as the template writes it is read back by the parser."""
     rollout, chat = subject.rollout, subject.known_chat
     driven = rollout.custom_generate_function_path or rollout.agent_function_path
-    if subject.tools is None or driven or not is_multi_turn(subject.config):
+    if subject.tools is None or driven or not is_multi_turn(rollout):
         yield ok("no calls to read" if driven is None else "the function of your own reads them")
         return
     name = rollout.multi_turn.tool_parser

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.schema import Config
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.base import InferenceEngine
@@ -40,15 +40,15 @@ class Limits:
     keep_text: Keep = "both"
 
     @classmethod
-    def from_config(cls, config: Config) -> Limits:
-        """Without several turns there is one assistant turn."""
-        rollout = config.actor_rollout_ref.rollout
+    def from_config(cls, rollout: RolloutConfig, max_prompt_length: int) -> Limits:
+        """Those of a run whose prompts have at most `max_prompt_length` tokens; without several turns there is one
+        assistant turn."""
         multi_turn = rollout.multi_turn
         return cls(
             response_length=rollout.response_length,
-            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.response_length,
+            max_model_len=rollout.max_model_len or max_prompt_length + rollout.response_length,
             max_tokens_per_turn=rollout.max_tokens_per_turn,
-            max_assistant_turns=multi_turn.max_assistant_turns if is_multi_turn(config) else 1,
+            max_assistant_turns=multi_turn.max_assistant_turns if is_multi_turn(rollout) else 1,
             max_user_turns=multi_turn.max_user_turns,
             max_seconds=rollout.max_seconds,
             request_timeout_s=rollout.request_timeout_s,
@@ -102,9 +102,8 @@ class SessionContext:
     """Assistant messages of the data set's prompt are trained too."""
 
 
-def is_multi_turn(config: Config) -> bool:
-    """The one switch: `multi_turn.enable`, or (null) whether tools or an interaction are configured."""
-    rollout = config.actor_rollout_ref.rollout
+def is_multi_turn(rollout: RolloutConfig) -> bool:
+    """The one switch: `multi_turn.enable`, or (null) whether anything is configured that can answer the model."""
     if rollout.multi_turn.enable is not None:
         return rollout.multi_turn.enable
     return bool(

@@ -15,7 +15,6 @@ from verl_mt.data.dataset import DataSource, load_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
-from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.tools.registry import ToolSet
 
@@ -143,7 +142,9 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
     named = sum("name" in row.interaction_kwargs for row in prompts.rows())
     if named and not interaction:
         yield f"{named} row(s) name an interaction (interaction_kwargs.name): ignored, without interaction_config_file"
-    if is_multi_turn(config) and not tools and not interaction:
+    turns = rollout.multi_turn
+    drivers = (turns.scheduler, rollout.agent_function_path, rollout.custom_generate_function_path)
+    if turns.enable and not tools and not interaction and not any(drivers):
         yield (
             "multi_turn.enable is True, but neither tools nor an interaction are configured: "
             "every trajectory is one assistant turn"

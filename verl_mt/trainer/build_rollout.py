@@ -89,7 +89,7 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
         TemplateError: it cannot read the calls that the chat template writes, and another one can.
     """
     rollout = config.actor_rollout_ref.rollout
-    if tools is None or not is_multi_turn(config) or rollout.custom_generate_function_path is not None:
+    if tools is None or not is_multi_turn(rollout) or rollout.custom_generate_function_path is not None:
         return
     name = rollout.multi_turn.tool_parser
     note = require_parser(chat, name, get_parser(name))
@@ -99,8 +99,9 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
 
 def loss_scale_of(config: Config) -> LossScale:
     """The run's loss scale; with none named, `default` where there are several turns and `last_round` where not."""
-    named = config.actor_rollout_ref.rollout.multi_turn.loss_scale
-    return load_loss_scale(named or ("default" if is_multi_turn(config) else "last_round"))
+    rollout = config.actor_rollout_ref.rollout
+    usual = "default" if is_multi_turn(rollout) else "last_round"
+    return load_loss_scale(rollout.multi_turn.loss_scale or usual)
 
 
 def build_runner(
@@ -113,13 +114,13 @@ def build_runner(
     """Engine, parser, tool executor, interactions and reward around one session context."""
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
-    limits = Limits.from_config(config)
+    limits = Limits.from_config(rollout, config.data.max_prompt_length)
     engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len)
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
     media = chat.media_kinds & engine.capabilities.media
     executor = None
-    if tools is not None and is_multi_turn(config):
+    if tools is not None and is_multi_turn(rollout):
         count_tokens = partial(chat.encode_text, neutral=True)
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     scored = config.reward
@@ -144,7 +145,7 @@ def build_runner(
         reward=reward,
         door=build_door(config, DoorParts(args, _parser(config), media)),
         tools=executor,
-        interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(config) else {},
+        interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
         max_concurrent=rollout.max_concurrent,
         max_retries=rollout.max_retries,
@@ -211,7 +212,7 @@ def _parser_stops(config: Config) -> tuple[str, ...]:
     """Where the tool parser's grammar ends a turn that goes on in the model's mind (ReAct, Search-R1)."""
     rollout = config.actor_rollout_ref.rollout
     used = rollout.tool_kwargs.tools_config_file and rollout.custom_generate_function_path is None
-    return get_parser(rollout.multi_turn.tool_parser).stop_strings if used and is_multi_turn(config) else ()
+    return get_parser(rollout.multi_turn.tool_parser).stop_strings if used and is_multi_turn(rollout) else ()
 
 
 def validation_sampling(config: Config) -> SamplingParams:

@@ -154,7 +154,7 @@ def sampling_dict(sampling: SamplingParams | RolloutConfig, limits: Limits | Rol
 
 def _slime_names(config: Config) -> dict[str, Any]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    longest = Limits.from_config(config).max_model_len
+    longest = Limits.from_config(rollout, data.max_prompt_length).max_model_len
     return {
         "sglang_router_ip": ROUTER_HOST,
         "sglang_router_port": ROUTER_PORT,
