@@ -107,6 +107,9 @@ def test_the_formulas_written_out(tokens):
     ess = sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)) if ratios else 1.0
     weights = c.importance_weights(train, rollout, mask)
     assert c.effective_sample_size(weights, mask).item() == pytest.approx(ess, rel=1e-9)
+    chosen = c.bounded_ratio((train - rollout)[mask.bool()])
+    assert torch.equal(chosen, weights[mask.bool()])
+    assert c.effective_sample_size(chosen).item() == pytest.approx(ess, rel=1e-9)
 
 
 def test_no_gradient_flows_through_a_weight():

@@ -52,7 +52,12 @@ def importance_weights(
         sums_B, counts_B = _per_sequence(log_ratio, mask, trajectory_index_B)
         of_sequence = sums_B if level == "sequence" else sums_B / counts_B.clamp(min=1)
         log_ratio = of_sequence.unsqueeze(-1).expand_as(log_ratio)
-    return masked_fill_zero(log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask)
+    return masked_fill_zero(bounded_ratio(log_ratio), mask)
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), within [exp(-20), exp(20)]: finite, and a ratio beyond it says no more."""
+    return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
 
 
 def truncate(weights: Tensor, upper: float, lower: float = 0.0) -> Tensor:
@@ -126,7 +131,7 @@ def divergences(
     if over == "token":
         return masked_fill_zero(values, mask)
     if over == "seq_max":
-        largest_B = masked_fill_zero(values, mask).amax(-1)
+        largest_B = values.amax(-1)  # k2 and k3 are never negative, and 0 where masked out
         if trajectory_index_B is not None:
             _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
             zeros = torch.zeros_like(largest_B)
@@ -149,7 +154,7 @@ def within(divergences_BT: Tensor, mask: Tensor, *, estimator: str, lower: float
         mask: [B, T] the sampled tokens.
     """
     if estimator == "k1":
-        return inside((-divergences_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp(), mask, lower, upper)
+        return inside(bounded_ratio(-divergences_BT), mask, lower, upper)
     return mask.bool() & (divergences_BT <= upper)
 
 
@@ -209,15 +214,16 @@ def off_policy_sequences(
     return mask.bool() & ~(drifted_B.unsqueeze(-1) & (advantages < 0))
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """(sum w)^2 / (n sum w^2) in (0, 1]: the share of tokens that a weighted mean is worth (Kong 1992); 1 for none.
 
     Args:
-        weights, mask: any one shape.
+        weights, mask: any one shape; no mask = all of them.
     """
-    squares = masked_sum(weights**2, mask)
-    count = mask.bool().to(weights.dtype).sum()
-    share = masked_sum(weights, mask) ** 2 / (count * squares).clamp(min=1e-30)
+    count = (torch.ones_like(weights) if mask is None else mask.bool().to(weights.dtype)).sum()
+    weights = weights if mask is None else masked_fill_zero(weights, mask)
+    squares = (weights**2).sum()
+    share = weights.sum() ** 2 / (count * squares).clamp(min=1e-30)
     return torch.where(squares > 0, share, torch.ones_like(share))
 
 

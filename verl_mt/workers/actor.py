@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_mt.algorithms.corrections import effective_sample_size, importance_weights
+from verl_mt.algorithms.corrections import bounded_ratio, effective_sample_size
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
@@ -313,7 +313,7 @@ class UpdateMetrics:
         both = both & ~torch.isnan(own)
         log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[both].float()
         if len(log_ratio):
-            ratio = importance_weights(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio))
+            ratio = bounded_ratio(log_ratio)
             ordered = ratio.sort().values
             self._difference = {
                 "rollout/logprob_diff_max": log_ratio.abs().max().item(),
@@ -324,7 +324,7 @@ class UpdateMetrics:
                 "rollout/ratio_p50": ordered[round(0.5 * (len(ordered) - 1))].item(),
                 "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
                 "rollout/ratio_max": ordered[-1].item(),
-                "rollout/ratio_ess": effective_sample_size(ratio, torch.ones_like(ratio)).item(),
+                "rollout/ratio_ess": effective_sample_size(ratio).item(),
             }
 
     def add_final(self, numbers: dict[str, float]) -> None:
