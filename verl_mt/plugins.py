@@ -12,9 +12,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import logging
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -22,6 +23,8 @@ from typing import Any, Generic, TypeVar, cast
 from verl_mt.errors import PluginError, error_text
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Registry(dict[str, T], Generic[T]):
@@ -52,6 +55,13 @@ class Registry(dict[str, T], Generic[T]):
         value = super().__getitem__(name)
         return load_object(value, what=f"{self.kind} {name}") if isinstance(value, str) else value
 
+    def replace(self, name: str, value: T) -> None:
+        """Register it whether or not the name is taken; what gives way is logged."""
+        old = self.get(name)
+        if old is not None and old is not value and _identity(old) != _identity(value):
+            log.warning("%s %r: %s takes the place of %s", self.kind, name, _identity(value), _identity(old))
+        super().__setitem__(name, value)
+
     def find(self, name: str) -> T:
         """The plug-in of that name.
 
@@ -61,6 +71,34 @@ class Registry(dict[str, T], Generic[T]):
         if name in self:
             return self[name]
         raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
+
+
+class ReplacingNames(MutableMapping[str, T]):
+    """A registry as a library shows it to its plug-ins whose registries are plain dicts: `names['mine'] = C` registers,
+    and takes the place of what had that name before (`Registry.replace`)."""
+
+    def __init__(self, registry: Registry[T]):
+        self.registry = registry
+        self.kind = registry.kind
+
+    def find(self, name: str) -> T:
+        """As `Registry.find`."""
+        return self.registry.find(name)
+
+    def __getitem__(self, name: str) -> T:
+        return self.registry[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self.registry.replace(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self.registry[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.registry)
+
+    def __len__(self) -> int:
+        return len(self.registry)
 
 
 def names_code(value: Any) -> bool:
@@ -79,7 +117,7 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "(none)"
 
 
-def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) -> Any:
+def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingNames[Any] | None = None) -> Any:
     """The object that a config names.
 
     Args:

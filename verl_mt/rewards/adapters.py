@@ -82,6 +82,16 @@ class ORM:
         raise NotImplementedError(f"{type(self).__name__} must implement __call__(completions, **kwargs)")
 
 
+class AsyncORM:
+    """Base of ms-swift's outcome rewards whose `__call__` is async; subclassing it is not required."""
+
+    def __init__(self, args: Any = None, **kwargs: Any):
+        self.args = args
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        raise NotImplementedError(f"{type(self).__name__} must implement async __call__(completions, **kwargs)")
+
+
 def adapt(function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float) -> Reward:
     """A user's function or callable object as a `Reward`, told apart by the names of its parameters.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
 from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
-from verl_mt.rewards.adapters import ORM, adapt
+from verl_mt.rewards.adapters import ORM, AsyncORM, adapt
 from verl_mt.rewards.contract import (
     InvalidScore,
     Reward,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ORM",
+    "AsyncORM",
     "Reward",
     "RewardFailure",
     "RewardInput",
@@ -94,6 +95,10 @@ def load_reward(
         return DataSourceReward(default_scorers, timeout_s=timeout_s)
     target, label = _find(path, name)
     if isinstance(target, type):
+        if issubclass(target, ORM | AsyncORM) and "args" not in kwargs:
+            kwargs["args"] = None  # ms-swift hands its own settings in, and its classes may ask for the argument
+        if issubclass(target, ORM | AsyncORM) and not _takes(target, "args"):
+            del kwargs["args"]
         try:
             target = target(**kwargs)
         except (VerlMTError, KeyboardInterrupt):
@@ -112,6 +117,11 @@ def load_reward(
     if not callable(target):
         raise PluginError(f"reward {label}: expected a function or a class, got {value_text(target, 80)}")
     return adapt(target, label=label, kwargs=kwargs, timeout_s=timeout_s)
+
+
+def _takes(kind: type, name: str) -> bool:
+    parameters = inspect.signature(kind).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _find(path: str, name: str | None) -> tuple[Any, str]:

@@ -27,7 +27,7 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
-from verl_mt.plugins import Registry, load_object
+from verl_mt.plugins import Registry, ReplacingNames, load_object
 from verl_mt.rollout.token_text import first_token_at
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,19 @@ class LossScale:
     loss_scale_config: str | None = None
     """A JSON file with such patterns, beside the file that defines the class."""
 
-    def __init__(self) -> None:
+    def __init__(self, base_strategy: str = "default") -> None:
+        self.base_strategy = base_strategy
         if self.loss_scale_config is not None:
             self.patterns = _read_patterns(self.loss_scale_config, type(self))
 
     def get_loss_scale(
-        self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: Any
+        self,
+        context: str,
+        context_type: ContextType = ContextType.RESPONSE,
+        is_last_round: bool = False,
+        **kwargs: Any,
     ) -> tuple[list[str], list[float]]:
-        """Pieces of `context`, and their weights.
+        """Pieces of `context`, and their weights. A subclass may also take `(context, **kwargs)`, ms-swift's form now.
 
         Args:
             context: the text.
@@ -81,6 +86,10 @@ class LossScale:
         if context_type is ContextType.RESPONSE and self.patterns:
             return split_by_patterns(context, self.patterns)
         return [context], [1.0]
+
+
+ConfigLossScale = LossScale
+"""ms-swift's name of a scale with a file of patterns."""
 
 
 class LastRound(LossScale):
@@ -138,8 +147,8 @@ loss_scales: Registry[Any] = Registry(
         "ignore_think_prefix": IgnoreThinkPrefix,
     },
 )
-loss_scale_map = loss_scales
-"""The same registry under ms-swift's name."""
+loss_scale_map = ReplacingNames(loss_scales)
+"""The same registry under ms-swift's name; there a name that is taken gets the newer scale."""
 
 
 class Joined(LossScale):
@@ -155,7 +164,7 @@ class Joined(LossScale):
         self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: Any
     ) -> tuple[list[str], list[float]]:
         for part in self.parts:
-            weights = part.get_loss_scale(context, context_type, is_last_round, **kwargs)[1]
+            weights = _ask(part, context, context_type, is_last_round, kwargs.get("query"))[1]
             if not part.patterns and not any(weights):
                 return [context], [0.0]
         return super().get_loss_scale(context, context_type, is_last_round, **kwargs)
@@ -185,7 +194,7 @@ def zero_stretches(
         UserCodeError: pieces that joined are not the text, or not as many weights.
     """
     name = type(scale).__name__
-    pieces, weights = scale.get_loss_scale(text, kind, last, query=_last_query(messages))
+    pieces, weights = _ask(scale, text, kind, last, _last_query(messages))
     if len(pieces) != len(weights):
         raise UserCodeError(f"loss scale {name} returned {len(pieces)} pieces and {len(weights)} weights")
     if "".join(pieces) != text:
@@ -204,6 +213,25 @@ def zero_stretches(
             stretches.append((edge, edge + len(piece)))
         edge += len(piece)
     return stretches
+
+
+def _ask(scale: LossScale, text: str, kind: ContextType, last: bool, query: str | None) -> tuple[Any, Any]:
+    """The scale's answer, in ms-swift's older form of the method or in today's."""
+    parameters = list(inspect.signature(scale.get_loss_scale).parameters.values())
+    if (
+        any(p.name == "context_type" for p in parameters)
+        or sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) > 2
+    ):
+        return scale.get_loss_scale(text, kind, last, query=query)
+    # Today's: the base strategy has decided which contexts are asked for, and only they are.
+    base = getattr(scale, "base_strategy", "default")
+    if base == "last_round" and not last:
+        return [text], [0.0]
+    takes = {p.name for p in parameters}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    offered = {"query": query, "context_type": kind, "is_last_round": last}
+    taken: dict[str, Any] = {k: v for k, v in offered.items() if any_name or k in takes}
+    return scale.get_loss_scale(text, **taken)
 
 
 def split_by_patterns(text: str, patterns: Mapping[str, Sequence[float]]) -> tuple[list[str], list[float]]:

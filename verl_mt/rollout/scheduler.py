@@ -20,13 +20,15 @@ from verl_mt.data.requests import (
     RolloutOutput,
     RolloutResponseChoice,
 )
-from verl_mt.rewards.base import ORM, orms
-from verl_mt.rollout.loss_scale import ContextType, LossScale, loss_scale_map
+from verl_mt.rewards.base import ORM, AsyncORM
+from verl_mt.rewards.math_answer import MathAccuracy
+from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale, loss_scale_map
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler
 from verl_mt.rollout.schedulers.door import NotAScheduler, load_scheduler
 from verl_mt.rollout.schedulers.hooks import TrajectoryOver
 from verl_mt.rollout.schedulers.shipped import (
     Env,
+    GYMScheduler,
     GymScheduler,
     MathTipsMultiTurnScheduler,
     MathTipsScheduler,
@@ -34,31 +36,61 @@ from verl_mt.rollout.schedulers.shipped import (
     ToolCallScheduler,
     envs,
     multi_turns,
+    orms,
 )
+from verl_mt.rollout.schedulers.swift_names import (
+    DefaultRMPlugin,
+    Messages,
+    PtEngine,
+    Template,
+    TransformersEngine,
+    get_logger,
+    remove_response,
+    rm_plugins,
+    to_device,
+)
+
+InferRequest = RolloutInferRequest
+RolloutScheduler = MultiTurnScheduler
 
 __all__ = [
     "ORM",
+    "AsyncORM",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",
     "ChatMessage",
+    "ConfigLossScale",
     "ContextType",
+    "DefaultRMPlugin",
     "Env",
+    "GYMScheduler",
     "GymScheduler",
+    "InferRequest",
     "LossScale",
+    "MathAccuracy",
     "MathTipsMultiTurnScheduler",
     "MathTipsScheduler",
+    "Messages",
     "MultiTurnScheduler",
     "NotAScheduler",
+    "PtEngine",
     "RequestConfig",
     "RolloutInferRequest",
     "RolloutOutput",
     "RolloutResponseChoice",
+    "RolloutScheduler",
+    "Template",
     "ThinkingModelTipsScheduler",
     "ToolCallScheduler",
     "TrajectoryOver",
+    "TransformersEngine",
     "envs",
+    "get_logger",
     "load_scheduler",
     "loss_scale_map",
     "multi_turns",
     "orms",
+    "remove_response",
+    "rm_plugins",
+    "to_device",
 ]

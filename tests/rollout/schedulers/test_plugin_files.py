@@ -14,6 +14,7 @@ from verl_mt.plugins import import_plugins
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.doors import DoorParts, build_door
 from verl_mt.rollout.scheduler import load_scheduler, multi_turns, orms
+from verl_mt.rollout.schedulers.shipped import schedulers
 
 # What the authors of such files import; the one line that changes is the line of imports.
 THEIR_IMPORTS = {
@@ -221,11 +222,16 @@ def test_a_plug_in_file_is_imported_once_however_often_it_is_named(tmp_path):
 
 
 @pytest.mark.cap("C12")
-def test_a_name_that_is_taken_is_an_error(tmp_path):
+def test_a_name_that_is_taken_gets_the_newer_plug_in_with_a_note_and_our_own_registry_refuses_it(
+    tmp_path, request, caplog
+):
+    request.addfinalizer(lambda ours=schedulers["math_tip_trick"]: schedulers.replace("math_tip_trick", ours))
     file = tmp_path / "again.py"
     file.write_text(f"{OURS}\nclass C(MultiTurnScheduler):\n    pass\nmulti_turns['math_tip_trick'] = C\n")
-    with pytest.raises(PluginError, match=r"'math_tip_trick' is already registered as .*MathTipsScheduler"):
-        import_plugins([str(file)])
+    import_plugins([str(file)])
+    assert multi_turns["math_tip_trick"].__name__ == "C" and "takes the place of" in caplog.text
+    with pytest.raises(PluginError, match=r"'math_tip_trick' is already registered as .*C"):
+        schedulers["math_tip_trick"] = dict
 
 
 @pytest.mark.cap("C12")

@@ -30,6 +30,7 @@ class MultiTurnScheduler:
     runs_inline = False
     """True: the hooks never block, and are called without a thread."""
     infer_engine: InferEngine
+    _tokenizer: Any = None
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any):
         """
@@ -40,6 +41,32 @@ class MultiTurnScheduler:
         if max_turns is None and args and isinstance(args[0], int):
             max_turns = args[0]
         self.max_turns = max_turns
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's, whose `encode` makes no control tokens of foreign text; a subclass may set another."""
+        return self._tokenizer if self._tokenizer is not None else self.infer_engine.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self._tokenizer = value
+
+    def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
+        """Called by the default `run` before a trajectory's first turn. May be async.
+
+        Args:
+            requests: a list of one; edit its `messages` in place to begin with another prompt.
+        """
+
+    def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> Any:
+        """Called by the default `run` after every turn, before `check_finished`. May be async.
+
+        Returns:
+            None, or a dict: `done` (True or False) instead of what `check_finished` says, `rollout_infos` as of `step`.
+            `max_turns` holds all the same.
+        """
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
@@ -76,9 +103,10 @@ class MultiTurnScheduler:
         """Called exactly once per trajectory, whatever ended it. May be async.
 
         Args:
-            infer_request: as the last hook left it.
+            infer_request: as the last hook left it. A parameter named `requests` gets a list of it instead.
             reason: the stop reason; `error` where something raised, `engine` where the engine went away (the
-                trajectory then starts again), `cancelled` where the run ended.
+                trajectory then starts again), `cancelled` where the run ended. A parameter named `error` gets the
+                exception, or None.
         """
 
     async def run(
@@ -94,6 +122,8 @@ class MultiTurnScheduler:
             TrajectoryOver: the very first turn had no room.
         """
         conversation, output, turn = current(), None, 0
+        if type(self).on_trajectory_start is not MultiTurnScheduler.on_trajectory_start:
+            await conversation.hook("on_trajectory_start", [infer_request])
         while True:
             turn += 1
             try:
@@ -113,7 +143,11 @@ class MultiTurnScheduler:
     async def _is_over(
         self, infer_request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
     ) -> bool:
+        done = None
+        if type(self).on_turn_end is not MultiTurnScheduler.on_turn_end:
+            done = current().take_turn_end(await current().hook("on_turn_end", infer_request, choice, turn))
         over = current().is_over(await current().hook("check_finished", infer_request, choice, turn))
+        over = over if done is None else done
         # A subclass's check that forgets `max_turns` does not lift it.
         return over or bool(self.max_turns and turn >= self.max_turns)
 

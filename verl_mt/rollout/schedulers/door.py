@@ -43,7 +43,7 @@ from verl_mt.rollout.schedulers.hooks import (
     request_config,
     running,
 )
-from verl_mt.rollout.schedulers.shipped import multi_turns
+from verl_mt.rollout.schedulers.shipped import schedulers
 from verl_mt.user_code import CallTimeout, user_code_of
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def load_scheduler(path: str, *, max_turns: int | None = None, kwargs: Mapping[s
         PluginError: nothing there, no scheduler, or its constructor raised.
         NotAScheduler: it has neither `step` nor `run`.
     """
-    kind = load_object(path, what=CONFIG_KEY, registry=multi_turns)
+    kind = load_object(path, what=CONFIG_KEY, registry=schedulers)
     if not isinstance(kind, type) or not issubclass(kind, MultiTurnScheduler):
         raise PluginError(f"{CONFIG_KEY}: {path} is no subclass of MultiTurnScheduler, got {kind!r:.100}")
     if kind.step is MultiTurnScheduler.step and kind.run is MultiTurnScheduler.run:
@@ -135,18 +135,18 @@ class SchedulerDoor:
         conversation.request = make_request(episode)
         token = running.set(conversation)
         reason = "error"
+        raised: BaseException | None = None
         try:
             await self._drive(conversation)
             conversation.conclude(self.scheduler.max_turns)
             reason = str(session.trajectory.stop_reason)
-        except EngineGoneError:
-            reason = "engine"
-            raise
-        except asyncio.CancelledError:
-            reason = "cancelled"
+        except BaseException as error:
+            raised = error
+            if isinstance(error, EngineGoneError | asyncio.CancelledError):
+                reason = "engine" if isinstance(error, EngineGoneError) else "cancelled"
             raise
         finally:
-            await self._end(conversation, reason)
+            await self._end(conversation, reason, raised)
             running.reset(token)
 
     async def _drive(self, conversation: SchedulerConversation) -> None:
@@ -188,14 +188,16 @@ class SchedulerDoor:
         finally:
             task.cancel()
 
-    async def _end(self, conversation: SchedulerConversation, reason: str) -> None:
+    async def _end(self, conversation: SchedulerConversation, reason: str, raised: BaseException | None) -> None:
         """Goes on in the background if the rollout is cancelled."""
         request = conversation.request
         if type(self.scheduler).on_trajectory_end is MultiTurnScheduler.on_trajectory_end:
             return
         takes = inspect.signature(self.scheduler.on_trajectory_end).parameters.values()
         positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        args = (reason,) if len(positional) == 1 else (copy.copy(request), reason)
+        args: tuple[Any, ...] = (reason,) if len(positional) == 1 else (copy.copy(request), reason)
+        if positional and positional[0].name == "requests":  # ms-swift's own form
+            args = ([request], raised)[: len(positional)]
         call = conversation.hook("on_trajectory_end", *args)
         try:
             await asyncio.shield(asyncio.ensure_future(call))

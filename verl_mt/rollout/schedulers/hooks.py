@@ -236,6 +236,29 @@ class SchedulerConversation:
         self.add_infos(result.get("rollout_infos"), "step")
         return request
 
+    def take_turn_end(self, result: Any) -> bool | None:
+        """What `on_turn_end` returned: whether the conversation is over, None where it leaves that open.
+
+        Raises:
+            UserCodeError: it is not what `on_turn_end` may return.
+        """
+        if result is None:
+            return None
+        if not isinstance(result, Mapping):
+            raise self.error("on_turn_end", f"it must return a dict or None, got {value_text(result)}")
+        known = ("done", "rollout_infos")
+        for key in result:
+            if key not in known:
+                raise self.error(
+                    "on_turn_end",
+                    f"it returned an unknown key {key!r}{suggest(str(key), known)}. Known: {listing(known)}",
+                )
+        self.add_infos(result.get("rollout_infos"), "on_turn_end")
+        try:
+            return user_values.bool_of(result["done"], "done") if result.get("done") is not None else None
+        except user_values.WrongValue as error:
+            raise self.error("on_turn_end", str(error)) from None
+
     def hand_in(self, ids: Any, mask: Any, log_probs: Any = None) -> None:
         """Ids and mask of the last turn, as the scheduler wants them recorded."""
         if ids is None:

@@ -14,13 +14,15 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.data.user_values import bool_of, number_of
 from verl_mt.errors import DataError, ToolCallError
-from verl_mt.plugins import Registry, load_object
+from verl_mt.plugins import Registry, ReplacingNames, load_object
+from verl_mt.rewards.base import rewards
 from verl_mt.rewards.math_answer import is_right
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler
 from verl_mt.tools.calculator import calculate
@@ -28,7 +30,24 @@ from verl_mt.user_code import in_daemon_thread
 
 _ENV_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs.env"
 
-envs: Registry[Any] = Registry("environment")
+
+@dataclass(frozen=True)
+class SwiftMeanings:
+    """What ms-swift means otherwise than the rest of verl_mt; it holds for what its plug-ins import."""
+
+    names_are_replaced: bool = True
+    """Its registries are plain dicts: a name that is taken gets the newer plug-in, with a note."""
+
+
+COMPAT = SwiftMeanings()
+
+
+def _names(registry: Registry[Any]) -> Any:
+    return ReplacingNames(registry) if COMPAT.names_are_replaced else registry
+
+
+environments: Registry[Any] = Registry("environment")
+envs = _names(environments)
 """`envs['mine'] = MyEnv` registers an environment by name."""
 
 _CALL = re.compile(r"Action:[ \t]*(?P<tool>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>[^\n]*)")
@@ -216,12 +235,14 @@ class Env:
         """Called exactly once, whatever ended the episode."""
 
 
-class GymScheduler(MultiTurnScheduler):
+class GYMScheduler(MultiTurnScheduler):
     """Plays episodes. The first observation is the prompt; each of the model's turns is an action.
 
     An action that a length limit cut is not taken. The last allowed turn's is: it may earn the reward. What the
     environment gave is in `rollout_infos`: `total_reward`, `step_rewards`, `gym_done`, `trajectory_info`
     (`reward.path=gym` scores by the first).
+
+    A subclass may replace `_create_env`, or any of the hooks.
 
     Args:
         env: registered name, dotted path or `file.py:Name` of the environment; None = the row's `env_config.name`.
@@ -240,49 +261,68 @@ class GymScheduler(MultiTurnScheduler):
         self.env_config = dict(env_config or {})
         self.env = env
         if env is not None:
-            load_object(env, what=_ENV_KEY, registry=envs)
-        self._open: dict[str, Any] = {}
+            load_object(env, what=_ENV_KEY, registry=environments)
+        self._envs: dict[str, Any] = {}
+        self._pending_obs: dict[str, str] = {}
+        self._total_rewards: dict[str, float] = {}
+        self._step_rewards: dict[str, list[float]] = {}
+        self._trajectory_infos: dict[str, list[dict[str, Any]]] = {}
 
-    async def run(
-        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
-    ) -> RolloutOutput:
-        """One episode."""
-        env = self._open[str(infer_request.uuid)] = self._make(infer_request)
-        infer_request.messages, infos = await self._reset(env, infer_request)
-        info: dict[str, Any] = {"total_reward": 0.0, "step_rewards": [], "gym_done": False, "trajectory_info": [infos]}
-        turn = 0
-        while True:
-            turn += 1
-            response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
-            choice = response.choices[0]
-            infer_request.messages.append({"role": "assistant", "content": choice.message.content})
-            output = RolloutOutput(response, rollout_infos=info, whole=True)
-            if choice.finish_reason != "stop":
-                return output
-            observation, reward, done, step_info = await self._step(env, infer_request.messages)
-            info["total_reward"] += reward
-            info["step_rewards"].append(reward)
-            info["trajectory_info"].append(step_info)
-            info["gym_done"] = done
-            if done or await self._is_over(infer_request, choice, turn):
-                return output
-            infer_request.messages.append({"role": "user", "content": observation})
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Make the environments; their first observations are the prompts."""
+        for request in requests:
+            name = str(request.uuid)
+            own = request.data_dict.get("env_config") or {}
+            if not isinstance(own, dict):
+                raise DataError(f"column env_config must be a mapping, got {own!r:.100}")
+            env = self._envs[name] = self._create_env(own)
+            request.messages, info = await self._reset(env, request)
+            self._total_rewards[name], self._step_rewards[name], self._trajectory_infos[name] = 0.0, [], [info]
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """Take the action."""
+        name = str(infer_request.uuid)
+        done = False
+        if response_choice.finish_reason == "stop":
+            observation, reward, done, info = await self._step(self._envs[name], infer_request.messages)
+            self._pending_obs[name] = observation
+            self._total_rewards[name] += reward
+            self._step_rewards[name].append(reward)
+            self._trajectory_infos[name].append(info)
+        infos = {
+            "total_reward": self._total_rewards[name],
+            "step_rewards": list(self._step_rewards[name]),
+            "gym_done": done,
+            "trajectory_info": list(self._trajectory_infos[name]),
+        }
+        return {"rollout_infos": infos} | ({"done": True} if done else {})
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """The next observation is a user's turn."""
+        observation = self._pending_obs.pop(str(infer_request.uuid), "")
+        infer_request.messages.append({"role": "user", "content": observation})
+        return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:
         """Close the environment."""
-        env = self._open.pop(str(infer_request.uuid), None)
+        name = str(infer_request.uuid)
+        env = self._envs.pop(name, None)
+        for kept in (self._pending_obs, self._total_rewards, self._step_rewards, self._trajectory_infos):
+            kept.pop(name, None)  # type: ignore[attr-defined]
         if env is not None:
             await _call(env.close)
 
-    def _make(self, infer_request: RolloutInferRequest) -> Any:
-        own = infer_request.data_dict.get("env_config") or {}
-        if not isinstance(own, dict):
-            raise DataError(f"column env_config must be a mapping, got {own!r:.100}")
-        name = own.get("name", self.env)
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        """An environment for a row's `env_config`."""
+        name = env_config.get("name", self.env)
         if name is None:
             raise DataError(f"no environment: give {_ENV_KEY}, or the column env_config with a name")
-        kind = load_object(name, what="env_config.name", registry=envs)
-        config = {**self.env_config, **{k: v for k, v in own.items() if k != "name"}}
+        kind = load_object(name, what="env_config.name", registry=environments)
+        config = {**self.env_config, **{k: v for k, v in env_config.items() if k != "name"}}
         return kind(config) if issubclass(kind, Env) else kind(**config)
 
     async def _reset(self, env: Any, request: RolloutInferRequest) -> tuple[list[Message], dict[str, Any]]:
@@ -301,11 +341,15 @@ class GymScheduler(MultiTurnScheduler):
 
     async def _step(self, env: Any, messages: list[Message]) -> tuple[str, float, bool, dict[str, Any]]:
         if isinstance(env, Env):
-            observation, reward, done, info = await _call(env.step, messages)
+            observation, reward, done, info = await _call(env.step, copy.deepcopy(messages))
         else:
             observation, reward, terminated, truncated, info = await _call(env.step, messages[-1]["content"])
             done = bool_of(terminated, "terminated") or bool_of(truncated, "truncated")
         return str(observation), number_of(reward, "the reward"), bool_of(done, "done"), dict(info or {})
+
+
+GymScheduler = GYMScheduler
+"""The same under the name that the library's pages use."""
 
 
 async def _call(method: Any, *args: Any) -> Any:
@@ -315,14 +359,17 @@ async def _call(method: Any, *args: Any) -> Any:
     return await in_daemon_thread(method, *args)
 
 
-multi_turns: Registry[Any] = Registry(
+schedulers: Registry[Any] = Registry(
     "multi-turn scheduler",
     {
         "math_tip_trick": MathTipsScheduler,
         "math_tip_trick_multi_turn": MathTipsMultiTurnScheduler,
         "thinking_tips_scheduler": ThinkingModelTipsScheduler,
         "tool_call_scheduler": ToolCallScheduler,
-        "gym_scheduler": GymScheduler,
+        "gym_scheduler": GYMScheduler,
     },
 )
+multi_turns = _names(schedulers)
 """`multi_turns['mine'] = MyScheduler` registers a scheduler by name."""
+orms = _names(rewards)
+"""The rewards of `verl_mt.rewards` as ms-swift's plug-ins see them."""

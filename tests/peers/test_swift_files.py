@@ -1,0 +1,229 @@
+"""ms-swift's own plug-in files, after the documented replacement: schedulers, environments, rewards."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import contextmanager
+from json import dumps, loads
+
+import conformance
+import pytest
+from command_lab import NO_VALIDATION, metrics_of, rows_of
+from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, trained
+
+from verl_mt.config.compose import compose
+from verl_mt.errors import PluginError
+from verl_mt.rewards.base import load_reward, rewards
+from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
+from verl_mt.rollout.scheduler import (
+    ContextType,
+    LossScale,
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    load_scheduler,
+    loss_scale_map,
+)
+from verl_mt.rollout.schedulers.shipped import environments, schedulers
+from verl_mt.trainer.build import build_trainer
+
+PLUGIN = "examples/train/grpo/plugin/plugin.py"
+GSM8K = "examples/train/grpo/plugin/gsm8k/gsm8k_plugin.py"
+LAKE = "examples/megatron/grpo/multi_turn/frozen_lake_plugin.py"
+
+
+@pytest.fixture
+def registries():
+    """What a file registers is forgotten afterwards."""
+    kept = [(names, dict(names)) for names in (rewards, schedulers, environments, loss_scales)]
+    yield
+    for names, items in kept:
+        names.clear()
+        dict.update(names, items)
+
+
+@contextmanager
+def plugin(file, tmp_path):
+    copy = conformance.copy_replaced("ms-swift", conformance.peer("ms-swift", "2026-08", file), tmp_path)
+    with conformance.imported(copy, f"swift_{copy.stem}") as module:
+        yield module
+
+
+@pytest.mark.parametrize("file", [PLUGIN, GSM8K, LAKE])
+def test_a_plug_in_file_loads_whole(file, tmp_path, registries):
+    with plugin(file, tmp_path) as module:
+        assert module.__name__ in sys.modules
+
+
+def test_its_tool_call_scheduler_takes_the_place_of_ours_and_trains_only_what_was_sampled(tmp_path, registries, caplog):
+    with plugin(PLUGIN, tmp_path) as module:
+        assert "takes the place of" in caplog.text
+        scheduler = load_scheduler("tool_call_scheduler", max_turns=3)
+        assert type(scheduler) is module.ToolCallScheduler
+        turns = [said("Action: calculator\nAction Input: 2+3\n"), said("Final Answer: 5")]
+        run = converse(scheduler, turns)
+    assert run.trajectory.error is None and run.trajectory.num_turns == 2
+    ids, mask, _ = response(run.record)
+    assert CHAT.decode(ids).startswith("Action: calculator\nAction Input: 2+3\nResult: 5Final Answer: 5")
+    assert trained(run.record) == ids_of("Action: calculator\nAction Input: 2+3\n") + turns[1][0]
+    assert len(mask) - sum(mask) == len("Result: 5")
+    assert run.trajectory.info["tool_results"] == "Result: 5"
+
+
+def test_its_rewards_score_what_their_texts_say(tmp_path, registries):
+    with plugin(PLUGIN, tmp_path) as module:
+        countdown = module.CountdownORM()(["<answer>1 + 2</answer>", "<answer>3</answer>"], [3, 3], [[1, 2], [1, 2]])
+        assert countdown == [1.0, 0.0]
+        solution = '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>'
+        state = type("State", (), {"global_step": 3})()
+        one = f"<think>t</think> {solution}"
+        assert module.ToolUseFormatReward()([one, "x"], [solution] * 2, trainer_state=state) == [1.0, 0.0]
+        assert module.ToolUseCorrectnessReward()([one, "x"], [solution] * 2, trainer_state=state) == [3.0, -3.0]
+        assert load_reward("external_countdown") is not None
+        with pytest.raises(PluginError, match="JUDGE0_ENDPOINT"):
+            load_reward("external_code_reward_by_judge0")
+        with pytest.raises(PluginError, match="a reward model is a server"):
+            module.QwenLongPlugin(None, None)
+    with plugin(GSM8K, tmp_path) as module:
+        texts = ["so \\boxed{1,234}", "#### 7", "no"]
+        assert module.GSM8KAccuracy()(texts, ["#### 1234", "#### 8", "#### 1"]) == [1.0, 0.0, 0.0]
+        assert module.GSM8KFormat()(texts) == [1.0, 1.0, 0.0]
+
+
+def lake_rows(count):
+    file = conformance.peer("ms-swift", "2026-08", LAKE).with_name("frozen_lake.jsonl")
+    return [loads(line) for line in file.read_text().splitlines()[:count]]
+
+
+def test_its_frozen_lake_is_played_to_an_end_with_the_environments_reward(tmp_path, registries):
+    with plugin(LAKE, tmp_path) as module:
+        scheduler = load_scheduler("gym_scheduler", max_turns=4, kwargs={"env": "frozen_lake"})
+        [row] = lake_rows(1)
+        prompt = prompt_of(prompt=row["messages"], env_config=row["env_config"])
+        run = converse(
+            scheduler, [said(f"<action>{way}</action>") for way in ("up", "up", "left", "left")], prompt=prompt
+        )
+        told = module.SYSTEM_PROMPT
+    trajectory = run.trajectory
+    assert trajectory.error is None
+    info = trajectory.info
+    assert len(info["step_rewards"]) == trajectory.num_turns and info["total_reward"] == sum(info["step_rewards"])
+    assert info["trajectory_info"][0] == {"seed": 0, "size": 4}
+    roles = [m["role"] for m in trajectory.messages]
+    assert roles[:3] == ["system", "user", "assistant"] and trajectory.messages[0]["content"] == told
+    assert "FrozenLake 4x4" in trajectory.messages[1]["content"]
+    assert run.record.loss_mask == run.record.sampled and scheduler._envs == {}
+
+
+class Hooked(MultiTurnScheduler):
+    """Counts its hooks, and says in `on_turn_end` when it is over."""
+
+    def __init__(self, max_turns=None, *args, last=2, done=True, **kwargs):
+        super().__init__(max_turns, *args, **kwargs)
+        self.calls, self.last, self.done = [], last, done
+
+    def on_trajectory_start(self, requests):
+        self.calls.append("start")
+        for request in requests:
+            assert isinstance(request, RolloutInferRequest)
+            request.messages = [{"role": "user", "content": "begin"}]
+
+    async def on_turn_end(self, infer_request, response_choice, current_turn):
+        self.calls.append(f"end {current_turn} {infer_request.messages[-1]['content']}")
+        over = {"done": self.done} if current_turn == self.last else {}
+        return {**over, "rollout_infos": {"seen": current_turn}}
+
+    def check_finished(self, infer_request, response_choice, current_turn):
+        self.calls.append(f"check {current_turn}")
+        return not self.done
+
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages.append({"role": "user", "content": "more"})
+        return {"infer_request": infer_request}
+
+    def on_trajectory_end(self, requests, error=None):
+        self.calls.append(f"over {len(requests)} {error}")
+
+
+def test_the_documented_hooks_are_called_in_order_and_done_overrides_check_finished():
+    scheduler = Hooked()
+    run = converse(scheduler, [said("one"), said("two"), said("three")])
+    assert run.trajectory.error is None
+    assert scheduler.calls == ["start", "end 1 one", "check 1", "end 2 two", "check 2", "over 1 None"]
+    assert CHAT.decode(run.record.token_ids).count("begin") == 1 and run.trajectory.info["seen"] == 2
+    goes_on = Hooked(max_turns=2, last=1, done=False)
+    assert converse(goes_on, [said("one"), said("two"), said("three")]).trajectory.num_turns == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "must return a dict or None"), ({"dune": True}, "unknown key 'dune'.*'done'"), ({"done": "x"}, "done")],
+)
+def test_a_wrong_answer_of_on_turn_end_fails_its_trajectory_with_the_hooks_name(value, text):
+    class Wrong(Hooked):
+        async def on_turn_end(self, infer_request, response_choice, current_turn):
+            return value
+
+    trajectory = converse(Wrong(), [said("one")]).trajectory
+    assert "on_turn_end" in trajectory.error
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(trajectory.error)
+
+
+class Today(LossScale):
+    """In the form that ms-swift's scales have today."""
+
+    def get_loss_scale(self, context, *, query=None):
+        head, found, tail = context.partition("Observation:")
+        return ([head, found + tail], [1.0, 0.0]) if found else super().get_loss_scale(context)
+
+
+def test_a_loss_scale_in_todays_form_clears_what_it_weighs_zero(registries):
+    loss_scale_map["today"] = Today
+    scale = load_loss_scale("today")
+    assert list(inspect.signature(scale.get_loss_scale).parameters) == ["context", "query"]
+    stretches = zero_stretches(scale, "I say Observation: x", ContextType.RESPONSE, last=True, messages=[])
+    assert stretches == [(6, 20)]
+    joined = load_loss_scale("last_round+today")
+    assert zero_stretches(joined, "abc", ContextType.RESPONSE, last=False, messages=[]) == [(0, 3)]
+    last = Today(base_strategy="last_round")
+    assert zero_stretches(last, "abc", ContextType.RESPONSE, last=False, messages=[]) == [(0, 3)]
+
+
+def two_steps(tmp_path, file, rows, *overrides):
+    """Train twice with the file as an external plug-in; metrics, and every sample's row."""
+    copy = conformance.copy_replaced("ms-swift", conformance.peer("ms-swift", "2026-08", file), tmp_path)
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(map(dumps, rows)))
+    words = (
+        f"dataset={data}", f"external_plugins=[{copy}]", "data.prompt_key=messages", "data.train_batch_size=2",
+        "num_generations=2", "max_completion_length=96", "max_steps=2", "data.max_prompt_length=512",
+        f"output_dir={tmp_path / 'run'}", "trainer.progress=off", "trainer.num_threads=1",
+    )  # fmt: skip
+    build_trainer(compose([*NO_VALIDATION, *words, *overrides])).fit()
+    lines = metrics_of(tmp_path / "run")
+    assert len(lines) == 2 and [line.get("rollout/failed", 0) for line in lines] == [0, 0]
+    return lines, [row for step in (1, 2) for row in rows_of(tmp_path / "run", step)]
+
+
+@pytest.mark.slow
+def test_its_tool_call_scheduler_trains_two_steps_with_the_tiny_model(tmp_path, registries):
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {k}+1?"}], "target": 1, "nums": [k, 1]} for k in range(4)
+    ]
+    rows = [{**row, "solution": "2"} for row in rows]
+    words = ("multi_turn_scheduler=tool_call_scheduler", "max_turns=3", "reward_funcs=external_countdown")
+    _, read = two_steps(tmp_path, PLUGIN, rows, "data.label_key=solution", *words)
+    assert len(read) == 8 and all(row["stop_reason"] != "error" for row in read)
+
+
+@pytest.mark.slow
+def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registries):
+    rows = [{**row, "solution": ""} for row in lake_rows(4)]
+    words = (
+        "multi_turn_scheduler=gym_scheduler", "max_turns=3", "reward_funcs=gym",
+        "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs={env:frozen_lake}",
+    )  # fmt: skip
+    _, read = two_steps(tmp_path, LAKE, rows, "data.label_key=solution", *words)
+    assert len(read) == 8 and all(row["stop_reason"] != "error" for row in read)
+    assert all("FrozenLake 4x4" in row["messages"][1]["content"] for row in read)

@@ -1,0 +1,87 @@
+"""Helpers that ms-swift's plug-in files import beside schedulers and rewards, by way of `verl_mt.rollout.scheduler`.
+
+What needs the other library's own engine or template is a class here too, so that a file with such a plug-in loads
+whole; using it says what to use instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from verl_mt.data.conversation import Message
+from verl_mt.errors import PluginError
+from verl_mt.plugins import Registry, ReplacingNames
+
+Messages = list[Message]
+
+_REWARD_MODEL = "a reward model is a server that a reward asks (reward.path=llm_judge, or an async reward of your own)"
+
+rm_plugins = ReplacingNames(Registry[Any]("reward model plug-in"))
+"""`rm_plugins['mine'] = C` is taken; no run uses one: `--reward_model_plugin` is refused with the reason."""
+
+
+def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
+    """The logger of plug-in code."""
+    return logging.getLogger("verl_mt.plugin")
+
+
+def to_device(data: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Tensors on `device`, in the mappings, lists and tuples that hold them; everything else as it is."""
+    if isinstance(data, Mapping):
+        return type(data)({k: to_device(v, device, non_blocking) for k, v in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple | list):
+        return type(data)(to_device(v, device, non_blocking) for v in data)
+    return data.to(device=device, non_blocking=non_blocking) if hasattr(data, "to") else data
+
+
+def remove_response(messages: Messages) -> Any:
+    """Take a last assistant message off, in place; its content, or None."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages.pop()["content"]
+    return None
+
+
+class Template:
+    """Names the type in annotations. Prompts are rendered by the model's own chat template.
+
+    Raises:
+        PluginError: on making one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise PluginError(
+            "ms-swift's Template is not offered: the run renders prompts by the model's chat template; a scheduler's "
+            "self.tokenizer encodes text"
+        )
+
+
+class DefaultRMPlugin:
+    """Base of reward-model plug-ins; `__call__` says what to use instead.
+
+    Raises:
+        PluginError: on being called.
+    """
+
+    def __init__(self, model: Any, template: Any):
+        self.model = model
+        self.template = template
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        raise PluginError(f"{type(self).__name__}: {_REWARD_MODEL}")
+
+
+class TransformersEngine:
+    """ms-swift's engine for judges.
+
+    Raises:
+        PluginError: on making one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise PluginError(f"{type(self).__name__} is not offered: {_REWARD_MODEL}")
+
+
+class PtEngine(TransformersEngine):
+    """The older name."""
