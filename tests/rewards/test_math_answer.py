@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from verl_mt.rewards.math_answer import MathAccuracy, final_answer, is_right, same_answer
+from verl_mt.errors import PluginError
+from verl_mt.rewards.base import load_reward
+from verl_mt.rewards.math_answer import FinalAnswer, MathAccuracy, final_answer, is_right, same_answer
 
 
 @pytest.mark.parametrize(
@@ -48,5 +52,31 @@ def test_a_worked_solution_is_a_truth_too():
 
 
 @pytest.mark.cap("C39")
-def test_the_accuracy_reward_reads_a_column():
-    assert MathAccuracy()(["it is 4", "it is 5"], solution=["4", 4]) == [1.0, 0.0]
+def test_the_answer_reward_reads_a_column():
+    assert FinalAnswer()(["it is 4", "it is 5"], solution=["4", 4]) == [1.0, 0.0]
+
+
+def test_accuracy_without_math_verify_is_refused_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PluginError, match=r"pip install 'verl_mt\[math\]'.*math_answer"):
+        load_reward("accuracy")
+
+
+@pytest.mark.parametrize(
+    ("said", "solution", "score"),
+    [
+        (r"<answer>$\frac12$</answer>", "$0.5$", 1.0),
+        (r"\boxed{\frac12}", "$0.5$", 0.0),  # without the tags ms-swift asks for well-formed LaTeX
+        (r"\boxed{\sqrt{12}}", r"$2\sqrt{3}$", 1.0),
+        (r"\boxed{x=3}", "$3$", 1.0),
+        (r"\boxed{5\text{ cm}}", "$5$", 1.0),
+        (r"\boxed{\{1,2\}}", r"$\{2,1\}$", 1.0),
+        (r"<answer>\frac{1}{2}</answer>", "<answer>1/2</answer>", 1.0),
+        ("it is 4", "$4$", 0.0),
+        (r"\boxed{5}", "$4$", 0.0),
+    ],
+)
+def test_accuracy_is_what_math_verify_says_also_in_a_thread(said, solution, score):
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(MathAccuracy(), [said], [solution]).result() == [score]

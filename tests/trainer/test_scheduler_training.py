@@ -53,7 +53,7 @@ def test_records_of_rewritten_histories_are_trained(tmp_path):
         [
             f"{MULTI_TURN}.scheduler=forgets", f"{MULTI_TURN}.max_assistant_turns=5",
             f"{MULTI_TURN}.loss_scale=default",
-            "reward.path=accuracy", "data.train_batch_size=4", "data.train_max_samples=16", "data.val_files=null",
+            "reward.path=math_answer", "data.train_batch_size=4", "data.train_max_samples=16", "data.val_files=null",
             "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "trainer.total_training_steps=2", "trainer.logger=[]", "trainer.export_at_end=False",
             f"trainer.default_local_dir={tmp_path / 'run'}",

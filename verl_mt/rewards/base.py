@@ -45,6 +45,7 @@ rewards: Registry[Any] = Registry(
         "exact_match": exact_match.compute_scores,
         "arithmetic": arithmetic.compute_score,
         "accuracy": math_answer.MathAccuracy,
+        "math_answer": math_answer.FinalAnswer,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
         "llm_judge": "verl_mt.rewards.llm_judge:LLMJudge",

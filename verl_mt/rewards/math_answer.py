@@ -7,11 +7,13 @@ texts without white space, `$`, and a final period.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from verl_mt.errors import PluginError
 from verl_mt.rewards.adapters import ORM
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -54,13 +56,62 @@ def is_right(text: str, solution: Any) -> bool:
     return answer is not None and same_answer(answer, target if truth is None else truth)
 
 
-class MathAccuracy(ORM):
-    """ms-swift's `accuracy`: 1.0 where the completion ends in the answer of the column `solution`."""
+class FinalAnswer(ORM):
+    """`math_answer`: 1.0 where the completion ends in the answer of the column `solution`, by this file's own rule."""
 
     def __call__(  # type: ignore[override]
         self, completions: list[str], solution: list[Any], **kwargs: Any
     ) -> list[float]:
         return [float(is_right(text, truth)) for text, truth in zip(completions, solution)]
+
+
+class MathAccuracy(ORM):
+    r"""`accuracy`, ms-swift's: 1.0 where math-verify finds the completion's answer equal to the solution's.
+
+    Both are looked for in `<answer>...</answer>`, else in the whole text; a completion without the tags must mark its
+    answer as LaTeX (`\boxed{...}`, `$...$`). A solution that math-verify cannot read gives 0.0.
+
+    Raises:
+        PluginError: on making one where the package math-verify is not installed.
+    """
+
+    def __init__(self, args: Any = None, **kwargs: Any):
+        super().__init__(args, **kwargs)
+        if importlib.util.find_spec("math_verify") is None:
+            raise PluginError(
+                "reward accuracy compares answers with the package math-verify, which is not installed: "
+                "pip install 'verl_mt[math]'. Without it, reward.path=math_answer compares numbers and texts"
+            )
+
+    def __call__(  # type: ignore[override]
+        self, completions: list[str], solution: list[Any], **kwargs: Any
+    ) -> list[float]:
+        return [self._score(text, str(truth)) for text, truth in zip(completions, solution)]
+
+    def _score(self, text: str, solution: str) -> float:
+        from math_verify import parse, verify
+
+        # Its own deadlines are signals, which only a main thread may set; the reward's deadline is around all of it.
+        gold = parse(_tagged(solution) or solution, extraction_mode="first_match", parsing_timeout=None)
+        if not gold:
+            return 0.0
+        answer = _tagged(text)
+        if answer is not None:
+            found = parse(answer, extraction_mode="first_match", parsing_timeout=None)
+        else:
+            found = parse(text, [self._latex()], extraction_mode="first_match", parsing_timeout=None)
+        return float(verify(gold, found, timeout_seconds=None))
+
+    @staticmethod
+    def _latex() -> Any:
+        """Answers that are marked as LaTeX, a box before anything else."""
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig
+
+        normal = NormalizationConfig(nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True)
+        return LatexExtractionConfig(
+            normalization_config=normal, boxed_match_priority=0, try_extract_without_anchor=False
+        )
 
 
 class MultiTurnThinkingTips(ORM):
@@ -85,6 +136,12 @@ class GymReward(ORM):
         self, completions: list[str], rollout_infos: list[Mapping[str, Any]], **kwargs: Any
     ) -> list[float]:
         return [float(infos["total_reward"]) for infos in rollout_infos]
+
+
+def _tagged(text: str) -> str | None:
+    """What stands in the first `<answer>...</answer>`."""
+    found = _ANSWER.search(text)
+    return None if found is None else found.group(1).strip()
 
 
 def _last_boxed(text: str) -> str | None:

@@ -96,7 +96,11 @@ class LastRound(LossScale):
     """The last assistant message only, its end of turn included."""
 
     def get_loss_scale(
-        self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: Any
+        self,
+        context: str,
+        context_type: ContextType = ContextType.RESPONSE,
+        is_last_round: bool = False,
+        **kwargs: Any,
     ) -> tuple[list[str], list[float]]:
         return [context], [float(is_last_round)]
 
@@ -161,7 +165,11 @@ class Joined(LossScale):
             self.patterns = {**self.patterns, **part.patterns}
 
     def get_loss_scale(
-        self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: Any
+        self,
+        context: str,
+        context_type: ContextType = ContextType.RESPONSE,
+        is_last_round: bool = False,
+        **kwargs: Any,
     ) -> tuple[list[str], list[float]]:
         for part in self.parts:
             weights = _ask(part, context, context_type, is_last_round, kwargs.get("query"))[1]

@@ -312,7 +312,7 @@ class GYMScheduler(MultiTurnScheduler):
         name = str(infer_request.uuid)
         env = self._envs.pop(name, None)
         for kept in (self._pending_obs, self._total_rewards, self._step_rewards, self._trajectory_infos):
-            kept.pop(name, None)  # type: ignore[attr-defined]
+            kept.pop(name, None)
         if env is not None:
             await _call(env.close)
 
