@@ -30,8 +30,8 @@ def test_the_page_lists_every_flag_with_the_key_or_the_reason_that_the_table_has
 
 
 def command_of_page() -> list[str]:
-    text = PAGE.read_text().partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
-    words = text.split()
+    text = PAGE.read_text().partition("```bash\npython")[2].partition("```")[0].replace("\\\n", " ")
+    words = ["python", *text.split()]
     assert words[:3] == ["python", "-m", "verl_mt.trainer"]
     return words[3:]
 
