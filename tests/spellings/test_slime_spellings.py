@@ -9,8 +9,9 @@ import pytest
 
 from verl_mt.config.checks import refuse_idle_keys
 from verl_mt.config.compose import compose, config_of_command
-from verl_mt.config.normalize import families, normalize_overrides, split_argv
+from verl_mt.config.normalize import normalize_overrides, split_argv
 from verl_mt.config.options import read_rollout_correction
+from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations

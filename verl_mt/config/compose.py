@@ -23,11 +23,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.checks import check
-from verl_mt.config.hydra_source import Composition, composing, register
+from verl_mt.config.hydra_source import Composition, composing, has_groups, is_choice, plain_tree, register
 from verl_mt.config.knob import check_knob
-from verl_mt.config.normalize import Problem, normalize_overrides, normalize_tree, raise_problems, spellings, split_argv
+from verl_mt.config.normalize import (
+    Problem,
+    as_overrides,
+    normalize_items,
+    normalize_overrides,
+    normalize_tree,
+    on_purpose,
+    raise_problems,
+    split_argv,
+)  # fmt: skip
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, leaves, sections, set_given, whole_keys
+from verl_mt.config.spelling_tables import spellings
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -202,7 +212,9 @@ def config_of_command(argv: list[str], config_name: str | None, module: str) -> 
 def _compose(
     overrides: Sequence[str], config_name: str | None, folder: str | Path | None, extra: tuple[Path, ...]
 ) -> Config:
-    lines, outcome = normalize_overrides(list(overrides))
+    own_file = config_name is not None and _locate(config_name, folder, extra)
+    choices = [word for word in overrides if own_file and is_choice(word, (own_file[0], *extra))]
+    lines, outcome = normalize_overrides([word for word in overrides if word not in choices])
     notes = list(outcome.notes)
     if config_name is None:
         own = {item.key for item in outcome.items}
@@ -212,15 +224,35 @@ def _compose(
             notes.append(
                 "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
             )
-    base, name = _locate(config_name, folder, extra)
+    base, name = own_file or _locate(config_name, folder, extra)
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
+    if own_file and base != shipped_config_dir() and has_groups(base / f"{name}.yaml"):
+        lines, choices = _with_groups(base, name, choices, composition) + lines, []
+        base, name = shipped_config_dir(), GENERAL
     with composing(composition):
-        tree, failure = _hydra_compose(base, name, lines)
+        tree, failure = _hydra_compose(base, name, choices + lines)
     if failure is not None:
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
     _say_once(notes + composition.notes)
     return _checked(tree, {item.key for item in outcome.items}.union(_given_in_file(composition.given)))
+
+
+def _with_groups(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
+    """A file with config groups, as verl's own, as overrides of the shipped base.
+
+    Its files are written for places that only Hydra knows, so that names are changed behind Hydra and not while it
+    reads; the same file may stand in two places.
+    """
+    try:
+        tree = plain_tree(base, name, choices)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(str(error).split())} (config {name!r} of {base})") from None
+    outcome = normalize_items(tree.items(), str(base / f"{name}.yaml"))
+    composition.problems += outcome.problems
+    composition.notes += outcome.notes
+    composition.given |= on_purpose(outcome)
+    return as_overrides(outcome.items)
 
 
 def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig, str | None]:

@@ -7,12 +7,13 @@ into every other Hydra program on the machine). They act only inside `composing(
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from verl_mt.config.normalize import Outcome, Problem, normalize_tree, raise_problems
+from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError
@@ -41,6 +42,8 @@ class Composition:
     extra_dirs: tuple[Path, ...] = ()
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    plain: bool = False
+    """Files are read as Hydra reads them: no names are changed, and only their own folder is searched."""
     given: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
 
@@ -135,11 +138,41 @@ class VerlMTConfigSource(FileConfigSource):
             composition.notes += outcome.notes
             is_primary = config_path.removesuffix(".yaml") == composition.primary
             if is_primary and file.parent != config_dir().resolve():
-                composition.given |= {item.key for item in outcome.items}
+                composition.given |= on_purpose(outcome)
             if "defaults" not in special and is_primary:
                 special["defaults"] = [BASE, "_self_"]
         config = OmegaConf.create({**special, **nested})
         return ConfigResult(config=config, path=f"{_SCHEME}://{self.path}", provider=self.provider, header=header)
+
+
+def is_choice(override: str, folders: Sequence[Path]) -> bool:
+    """Whether an override chooses a file of a config group: `optim@actor_rollout_ref.actor.optim=fsdp`."""
+    key, equals, _ = override.lstrip("+").partition("=")
+    group = key.partition("@")[0]
+    return bool(equals and group) and any((folder / group).is_dir() for folder in folders)
+
+
+def has_groups(file: Path) -> bool:
+    """Whether a YAML file takes others out of config groups: `- actor@actor_rollout_ref.actor: dp_actor`."""
+    content = read_yaml(file)
+    entries = content.get("defaults") or [] if isinstance(content, dict) else []
+    return any(isinstance(entry, dict) for entry in entries)
+
+
+def plain_tree(folder: Path, name: str, choices: list[str]) -> dict[str, Any]:
+    """A file and the config groups that it names, merged by Hydra alone; interpolations are kept.
+
+    Args:
+        choices: overrides of its groups.
+
+    Raises:
+        HydraException: a group, or a file in it, is missing.
+    """
+    files = hydra.initialize_config_dir(config_dir=str(folder), version_base="1.3")
+    with composing(Composition(primary=name, plain=True)), files:
+        tree = OmegaConf.to_container(hydra.compose(config_name=name, overrides=choices), resolve=False)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
 
 
 def _hydra_block(special: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
@@ -170,7 +203,7 @@ class VerlMTSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         composition = _CURRENT.get()
-        if composition is None and not _REGISTERED:
+        if (composition is None and not _REGISTERED) or (composition is not None and composition.plain):
             return
         for element in search_path.get_path():
             if element.provider != "hydra" and "://" not in element.path.removeprefix("file://"):

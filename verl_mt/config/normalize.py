@@ -11,14 +11,12 @@ turns up that is not ours: a command in our own names loads none of them.
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -28,24 +26,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.knob import check_knob
 from verl_mt.config.schema import Config, leaves, open_parent, sections
+from verl_mt.config.spelling_tables import Spelling, at_default, default_kinds, families, fits_default, same, spellings
 from verl_mt.errors import ConfigError, UnknownKeyError
-from verl_mt.plugins import Registry, load_object
-
-FAMILIES: Registry[str] = Registry(
-    "library whose names are understood",
-    {
-        "verl": "verl_mt.spellings.converters:VERL",
-        "slime": "verl_mt.spellings.converters:SLIME",
-        "ms-swift": "verl_mt.spellings.converters:MS_SWIFT",
-    },
-)
-"""Name -> dotted path of its `Family`."""
 
 COMMAND_LINE = "command line"
+WHOLE = 50
+"""A file with so many keys at defaults of another library is a whole configuration (verl's has about 500 keys, half of
+them without a counterpart), not one that says what differs."""
 DROP = object()
 """A converter returns it where the value adds nothing."""
 _OPENED = ("actor_rollout_ref.rollout.engine_kwargs", "algorithm.rollout_correction")
 """Free mappings in which other names of our keys may stand."""
+_FOLLOWS = {"actor_rollout_ref.actor.loss_agg_mode", "trainer.device"}
+"""Keys whose default here depends on something else: on the loss, on the machine."""
 _FLAGS_WITH_VALUE = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c"}
 _FLAGS = _FLAGS_WITH_VALUE | {"--help", "--resolve"}
 
@@ -75,55 +68,23 @@ class Outcome:
     items: list[Item] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)
+    """Keys of another library that are at its own default and have no counterpart: nobody asked for anything."""
+    said_of_defaults: dict[str, str] = field(default_factory=dict)
+    """Note -> the key at its default that it is about: of a whole configuration too many to print."""
+    stand_ins: dict[str, Item] = field(default_factory=dict)
+    """Text of a problem -> what stands instead of that value in a whole configuration, which nobody wrote by hand."""
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """One row of a table: what a name of another library means here."""
-
-    name: str
-    meaning: Literal["renamed", "fixed", "refused"]
-    to: str = ""
-    """Our key, where it is another name of one."""
-    values: tuple[Any, ...] | None = None
-    """Of a fixed key: values that agree; None = every value, because no result depends on it."""
-    why: str = ""
-    convert: Callable[[Any], Any] | None = None
-    covers_below: bool = False
-    """What holds for it holds for every key below it."""
-    switch: bool = False
-    """A flag that takes no value."""
-
-    def value_of(self, value: Any) -> Any:
-        """Raises:
-        ValueError: with the reason: the value has no counterpart.
-        """
-        try:
-            return self.convert(value) if self.convert else value
-        except ValueError as error:
-            raise ValueError(str(error) or self.why) from None
+def _is_whole(outcome: Outcome) -> bool:
+    return len(outcome.unset) + len(outcome.said_of_defaults) >= WHOLE
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is known of another library: the rows of its table, and the code that a table cannot say."""
-
-    rows: Mapping[str, Spelling]
-    settle: Callable[[Outcome, str], None]
-    """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
-    as_overrides: Callable[[Sequence[str], Mapping[str, Spelling]], list[str]] | None = None
-    """Its flags on a command line as `key=value`; all other words stay."""
-
-
-@functools.cache
-def families() -> dict[str, Family]:
-    return {name: load_object(path, what=f"names of {name}") for name, path in FAMILIES.items()}
-
-
-@functools.cache
-def spellings() -> dict[str, Spelling]:
-    """The rows of all tables. A name in two of them means the same in both."""
-    return {name: row for family in families().values() for name, row in family.rows.items()}
+def on_purpose(outcome: Outcome) -> set[str]:
+    """Our keys that a file sets on purpose: of another library's whole configuration, those that were changed."""
+    if not _is_whole(outcome):
+        return {item.key for item in outcome.items}
+    return {item.key for item in outcome.items if not _untouched(item)}
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
@@ -152,6 +113,9 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     outcome = Outcome()
     for key, value in _flatten(given):
         _normalize_one(key, value, where, outcome)
+    if where != COMMAND_LINE and _is_whole(outcome):
+        _leave_defaults(outcome)
+    _tell_unset(outcome, where)
     # Rules between settings are rules of the other libraries: they look only at what stands in their names. They come
     # before the search for conflicts, which they settle (a switch and its bound may be one key of ours).
     if any(item.spelling != item.key for item in outcome.items):
@@ -217,6 +181,13 @@ def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
     return lines, outcome
 
 
+def as_overrides(items: Iterable[Item]) -> list[str]:
+    """Items in Hydra's override grammar."""
+    # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
+    pairs = [("++" if open_parent(item.key) or isinstance(item.value, dict) else "", item) for item in items]
+    return [f"{prefix}{item.key}={_literal(item.value)}" for prefix, item in pairs]
+
+
 def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tuple[dict[str, Any], Outcome]:
     """The content of one YAML file -> nested mapping with canonical keys.
 
@@ -280,28 +251,82 @@ def _normalize_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
     """
     row = _row_of(key)
     target = row.to + key[len(row.name) :] if row is not None and row.meaning == "renamed" else key
+    if isinstance(value, str) and "${" in value and at_default(key, value):
+        outcome.unset.append(key)  # it follows another key there; ours follows what it follows here
+        return
+    if key.endswith("._target_") and at_default(key, value):
+        outcome.unset.append(key)
+        return
+    given = value
     value = _rename_interpolations(value)
     try:
         value = row.value_of(value) if row is not None else value
         value = _own_value(target, value)
     except ValueError as error:
-        outcome.problems.append(Problem(f"{key}={_short(value)} ({where}): {error}", unknown_key=True))
+        _refuse(key, given, f"{key}={_short(value)} ({where}): {error}", where, outcome)
         return
     if value is DROP or value == f"${{{target}}}":  # verl's response_length: ${data.max_response_length}
         return
     if row is not None and row.meaning == "fixed":
         _accept_fixed(key, value, row, where, outcome)
     elif row is not None and row.meaning == "refused":
-        outcome.problems.append(Problem(f"{key} ({where}) is refused: {row.why}", unknown_key=True))
+        _refuse(key, given, f"{key} ({where}) is refused: {row.why}", where, outcome)
     elif target in leaves() or open_parent(target):
         outcome.items.append(Item(target, value, key))
         if row is not None and row.why:
             outcome.notes.append(f"{key} ({where}) -> {target}={_short(value)}: {row.why}")
     elif target in sections():
-        text = f"{key}={_short(value)} ({where}): a section, not a value; set a key below it"
-        outcome.problems.append(Problem(text, unknown_key=True))
+        _refuse(
+            key, given, f"{key}={_short(value)} ({where}): a section, not a value; set a key below it", where, outcome
+        )
+    elif at_default(key, given):
+        outcome.unset.append(key)
     else:
-        outcome.problems.append(Problem(f"{key} ({where}): unknown key{suggest_key(key)}", unknown_key=True))
+        _refuse(key, given, f"{key} ({where}): unknown key{suggest_key(key)}", where, outcome)
+
+
+def _refuse(key: str, value: Any, text: str, where: str, outcome: Outcome) -> None:
+    """A problem, unless the value is the other library's own default: then nobody asked for anything."""
+    stand_in = next((f.stand_ins[key] for f in families().values() if key in f.stand_ins), None)
+    if at_default(key, value) and stand_in is None:
+        outcome.unset.append(key)
+        return
+    outcome.problems.append(Problem(text, unknown_key=True))
+    if at_default(key, value):
+        outcome.stand_ins[text] = Item(key, stand_in, key)
+
+
+def _leave_defaults(outcome: Outcome) -> None:
+    """Of a whole configuration, what is left out because our default says it better.
+
+    Those are options (of a loss, a correction, a controller), which are refused where nothing reads them, the
+    aggregation, which follows the loss, and the device.
+    """
+    for text, item in outcome.stand_ins.items():
+        outcome.problems = [problem for problem in outcome.problems if problem.text != text]
+        outcome.items.append(item)
+        outcome.notes.append(f"{item.key} -> {_short(item.value)}, instead of a default that is not offered: {text}")
+    kept = []
+    outcome.unset += outcome.said_of_defaults.values()
+    outcome.notes = [note for note in outcome.notes if note not in outcome.said_of_defaults]
+    for item in outcome.items:
+        value = item.value
+        if isinstance(value, dict) and item.key in leaves() and leaves()[item.key].is_open:
+            value = {k: v for k, v in value.items() if not at_default(f"{item.spelling}.{k}", v)}
+            outcome.unset += [f"{item.spelling}.{k}" for k in item.value if k not in value]
+        elif (open_parent(item.key) or item.key in _FOLLOWS) and _untouched(item):
+            outcome.unset.append(item.spelling)
+            continue
+        if value != {}:
+            kept.append(replace(item, value=value))
+    outcome.items = kept
+
+
+def _tell_unset(outcome: Outcome, where: str) -> None:
+    if keys := list(dict.fromkeys(outcome.unset)):
+        named = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        verb = "is at its default and has" if len(keys) == 1 else "are at their defaults and have"
+        outcome.notes.append(f"{named} ({where}) {verb} nothing to set here")
 
 
 def _row_of(key: str) -> Spelling | None:
@@ -345,12 +370,21 @@ def _takes(key: str, value: Any) -> bool:
 
 
 def _accept_fixed(key: str, value: Any, row: Spelling, where: str, outcome: Outcome) -> None:
-    if row.values is None or any(_same(value, agreed) for agreed in row.values):
-        outcome.notes.append(f"{key}={_short(value)} ({where}) has nothing to set: {row.why}")
+    kinds = default_kinds(key) if row.values is None else ""
+    fits = fits_default(key, value) if row.values is None else any(same(value, agreed) for agreed in row.values)
+    if fits:
+        note = f"{key}={_short(value)} ({where}) has nothing to set: {row.why}"
+        outcome.notes.append(note)
+        if at_default(key, value):
+            outcome.said_of_defaults[note] = key
+        return
+    if row.values is None:
+        text = f"{key}={_short(value)} ({where}): expected {kinds}; it would have nothing to set here: {row.why}"
+        outcome.problems.append(Problem(text))
         return
     agreed = " or ".join(_literal(v) for v in row.values)
     text = f"{key}={_short(value)} ({where}) is refused, only {agreed} is possible: {row.why}"
-    outcome.problems.append(Problem(text, unknown_key=True))
+    _refuse(key, value, text, where, outcome)
 
 
 _POINTER = re.compile(r"\$\{([\w.]+)\}")
@@ -372,12 +406,22 @@ def _find_conflicts(outcome: Outcome, where: str) -> None:
     """Two spellings of one key with two values: nobody can say which one counts."""
     # Within one file or command line only: between them the order of merging says which one counts, and of one
     # spelling given twice the last one does, as in Hydra.
+    whole = where != COMMAND_LINE and _is_whole(outcome)
     first: dict[str, Item] = {}
-    for item in outcome.items:
+    for item in list(outcome.items):
         other = first.setdefault(item.key, item)
-        if other.spelling != item.spelling and not _same(other.value, item.value):
+        if other.spelling != item.spelling and not same(other.value, item.value):
+            # A whole configuration holds both spellings; the one that is still at its default says nothing.
+            if whole and (untouched := [i for i in (other, item) if _untouched(i)]):
+                outcome.items.remove(untouched[0])
+                first[item.key] = item if untouched[0] is other else other
+                continue
             text = f"{other.spelling}={_short(other.value)} and {item.spelling}={_short(item.value)} ({where})"
             outcome.problems.append(Problem(f"{text} both set {item.key}: give one of them"))
+
+
+def _untouched(item: Item) -> bool:
+    return at_default(item.spelling, item.value)
 
 
 def _check_values(outcome: Outcome, where: str) -> list[Item]:
@@ -389,6 +433,8 @@ def _check_values(outcome: Outcome, where: str) -> list[Item]:
             try:
                 value = _typed(item.key, value)
             except (ConfigError, OmegaConfBaseException) as error:
+                if where != COMMAND_LINE and _untouched(item):
+                    continue
                 text = _first_line(error).removeprefix(f"{item.key}: ")
                 outcome.problems.append(Problem(f"{item.spelling}={_short(value)} ({where}): {text}"))
                 continue
@@ -468,11 +514,6 @@ def _literal_key(key: Any) -> str:
     )
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Equal, where 0 is 0.0 but not False."""
-    return isinstance(a, bool) == isinstance(b, bool) and a == b
-
-
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -480,64 +521,3 @@ def _short(value: Any) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Spelling]:
-    """The rows of a table of names, by name; the docstring of `verl_mt.spellings` says how they are written.
-
-    Args:
-        converters: the functions that rows name.
-
-    Raises:
-        ConfigError: a row that cannot be read; names file and line.
-    """
-    texts: dict[str, str] = {}
-    rows: dict[str, Spelling] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("@"):
-            name, _, text = line.partition("=")
-            texts[name.strip()] = text.strip()
-        elif line.strip() and not line.startswith("#"):
-            try:
-                for row in _read_row(line, converters, texts):
-                    if row.name in rows:
-                        raise ValueError(f"{row.name} has a row already")
-                    rows[row.name] = row
-            except (ValueError, KeyError) as error:
-                raise ConfigError(f"{file}, line {number}: {error!r}") from error
-    return rows
-
-
-def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[Spelling]:
-    cells = [cell.strip() for cell in line.split("|", 3)]
-    names, meaning, converter, why = (*cells, "", "", "")[:4]
-    names, is_switch, _ = names.partition(" (switch)")
-    why = texts[why] if why.startswith("@") else why
-    convert = converters[converter] if converter else None
-    for name, meant in _expand(names, meaning):
-        below = name.endswith(".*")
-        row = Spelling(name.removesuffix(".*"), "refused", why=why, convert=convert, switch=bool(is_switch))
-        if meant.startswith("-> "):
-            yield replace(row, meaning="renamed", to=meant[3:].strip().removesuffix(".*"), covers_below=below)
-        elif meant.startswith("= "):
-            values = None if meant == "= any" else tuple(json.loads(f"[{meant[2:]}]"))
-            yield replace(row, meaning="fixed", values=values)
-        elif meant == "refused" and why:
-            yield replace(row, covers_below=True)
-        else:
-            raise ValueError(f"expected '-> key', '= value' or 'refused' with its reason, got {meant!r}")
-
-
-def _expand(name: str, meaning: str) -> Iterator[tuple[str, str]]:
-    """`{a,b}.x` and what it means as two rows; the same group in a key that is pointed to takes the same word."""
-    group = re.search(r"\{([^{}]*)\}", name)
-    if group is None:
-        yield name, meaning
-        return
-    for word in group[1].split(","):
-        meant = meaning.replace(group[0], word, 1) if meaning.startswith("->") else meaning
-        yield from _expand(name.replace(group[0], word, 1), meant)

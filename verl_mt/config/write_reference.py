@@ -9,8 +9,8 @@ from typing import Any
 
 from verl_mt.config.compose import TINY, compose
 from verl_mt.config.knob import Condition
-from verl_mt.config.normalize import families
 from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
+from verl_mt.config.spelling_tables import families
 
 _INTRO = """\
 # Configuration reference

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from verl_mt.config.normalize import families, split_argv
+from verl_mt.config.normalize import split_argv
 from verl_mt.config.redact import is_secret_name
+from verl_mt.config.spelling_tables import families
 from verl_mt.migrate.shell import Command, Script
 from verl_mt.plugins import suggest
 

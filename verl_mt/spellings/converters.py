@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.normalize import DROP, Family, Item, Outcome, Spelling, read_table
+from verl_mt.config.normalize import DROP, Item, Outcome
+from verl_mt.config.spelling_tables import Family, Spelling, read_table
 
 MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 CORRECTION = "algorithm.rollout_correction."
@@ -150,7 +151,13 @@ def trace_backend(value: Any) -> Any:
     return value
 
 
+def in_order(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, list) else value
+
+
 def engine(value: Any) -> Any:
+    if value == "sglang_async":
+        return "sglang"
     if isinstance(value, str) and value.startswith("vllm"):
         raise ValueError  # the row has the reason
     if value in ("hf", "trtllm"):
@@ -194,6 +201,7 @@ def swift_correction(mode: Any) -> Any:
 
 
 def settle_verl(outcome: Outcome, where: str) -> None:
+    _leave_critic(outcome, where)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
 
@@ -232,6 +240,16 @@ def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
             f"prompt_data ({where}) without apply_chat_template -> also data.apply_chat_template=False: the function "
             "gets the column as it is"
         )
+
+
+def _leave_critic(outcome: Outcome, where: str) -> None:
+    """Their commands give a critic's settings beside an estimator that has none; there nothing reads them."""
+    estimator = next((item.value for item in outcome.items if item.key == "algorithm.adv_estimator"), "gae")
+    if estimator == "gae" or "${" in str(estimator):
+        return
+    left = [item for item in outcome.items if item.key.startswith("critic.")]
+    outcome.items = [item for item in outcome.items if item not in left]
+    outcome.notes += [f"{item.spelling} ({where}) has nothing to set: {estimator} has no critic" for item in left]
 
 
 def _truncated_sampling(items: list[Item]) -> list[Item]:
@@ -327,6 +345,18 @@ def _rows(name: str) -> dict[str, Spelling]:
     return read_table(Path(__file__).with_name(name), globals())
 
 
-VERL = Family(_rows("verl.txt"), settle_verl)
+def _defaults(name: str) -> dict[str, tuple[Any, ...]]:
+    """`key | value, ...` a line, the values in JSON."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(" | ", 1) for line in lines if line and not line.startswith("#")]
+    return {key: tuple(json.loads(f"[{values}]")) for key, values in pairs}
+
+
+VERL = Family(
+    _rows("verl.txt"),
+    settle_verl,
+    defaults=_defaults("verl_defaults.txt"),
+    stand_ins={"actor_rollout_ref.rollout.name": "sglang"},
+)
 SLIME = Family(_rows("slime.txt"), settle_slime, slime_flags)
 MS_SWIFT = Family(_rows("ms_swift.txt"), settle_swift, swift_flags)

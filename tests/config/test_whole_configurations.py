@@ -1,0 +1,123 @@
+"""A whole configuration of verl composes: its defaults ask for nothing, what was changed is offered or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reference_data import SHARED_DATA
+
+from verl_mt.config.compose import compose
+from verl_mt.config.normalize import WHOLE, normalize_items
+from verl_mt.config.spelling_tables import at_default, families
+from verl_mt.errors import ConfigError
+
+PEERS = SHARED_DATA.parent / "peers" / "verl"
+REVISIONS = ("v0.5.0", "v0.6.1")
+
+
+@pytest.fixture
+def folder(request) -> Path:
+    found = PEERS / request.param / "verl" / "trainer" / "config"
+    if not found.is_dir():
+        pytest.skip(f"no files of verl at {found}")
+    return found
+
+
+both = pytest.mark.parametrize("folder", REVISIONS, indirect=True)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("name", ["ppo_trainer", "_generated_ppo_trainer"])
+def test_a_whole_configuration_composes_with_verls_own_values(folder, name):
+    config = compose([], name, folder)
+    assert config.data.train_batch_size == 1024 and config.algorithm.adv_estimator == "gae"
+    assert config.actor_rollout_ref.rollout.n == 1 and config.actor_rollout_ref.actor.ppo_mini_batch_size == 256
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0
+    assert config.trainer.save_freq == config.trainer.test_freq == -1
+    assert config.trainer.n_workers_per_node == 8 and config.trainer.placement == "ray"
+
+
+@pytest.mark.slow
+@both
+def test_overrides_count_above_a_whole_configuration(folder):
+    words = ["data.max_response_length=64", "actor_rollout_ref.rollout.name=sglang", "algorithm.adv_estimator=grpo"]
+    words += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
+    config = compose(words, "ppo_trainer", folder)
+    assert config.actor_rollout_ref.rollout.response_length == 64
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"  # the loss's own, not verl's default
+
+
+@pytest.mark.slow
+@both
+def test_both_forms_of_a_whole_configuration_are_one(folder):
+    assert compose([], "ppo_trainer", folder) == compose([], "_generated_ppo_trainer", folder)
+
+
+@pytest.mark.slow
+@both
+def test_a_changed_key_without_a_counterpart_is_refused_in_a_whole_configuration(folder, tmp_path):
+    text = (folder / "_generated_ppo_trainer.yaml").read_text()
+    assert "ulysses_sequence_parallel_size: 1" in text
+    text = text.replace("ulysses_sequence_parallel_size: 1", "ulysses_sequence_parallel_size: 2", 1)
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size") as error:
+        compose([], "mine", tmp_path)
+    assert "problems in" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_group_and_its_package_are_chosen_as_in_hydra(tmp_path):
+    (tmp_path / "speed").mkdir()
+    (tmp_path / "speed" / "slow.yaml").write_text("lr: 1e-7\n")
+    (tmp_path / "speed" / "fast.yaml").write_text("lr: 1e-4\n")
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - speed@actor_rollout_ref.actor.optim: slow\n  - _self_\n")
+    assert compose([], "mine", tmp_path).actor_rollout_ref.actor.optim.lr == 1e-7
+    chosen = compose(["speed@actor_rollout_ref.actor.optim=fast"], "mine", tmp_path)
+    assert chosen.actor_rollout_ref.actor.optim.lr == 1e-4
+    added = compose(["+speed@critic.optim=fast", "algorithm.adv_estimator=gae"], "mine", tmp_path)
+    assert added.critic.optim.lr == 1e-4 and added.actor_rollout_ref.actor.optim.lr == 1e-7
+    with pytest.raises(ConfigError, match="none"):
+        compose(["speed@actor_rollout_ref.actor.optim=none"], "mine", tmp_path)
+
+
+def test_a_default_of_verl_is_no_wish_and_another_value_is():
+    table = families()["verl"].defaults
+    assert len(table) > WHOLE
+    assert at_default("actor_rollout_ref.rollout.agent.agent_loop_config_path", None)
+    for value, problems in ((None, 0), ("loops.yaml", 1)):
+        outcome = normalize_items([("actor_rollout_ref.rollout.agent.agent_loop_config_path", value)], "a file")
+        assert len(outcome.problems) == problems and not outcome.items
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "taken"),
+    [
+        ("critic.shuffle", 7, False),
+        ("critic.shuffle", True, True),
+        ("data.dataloader_num_workers", "many", False),
+        ("data.dataloader_num_workers", 4, True),
+        ("trainer.balance_batch", "yes please", False),
+        ("global_profiler.tool", "nsys", True),
+        ("global_profiler.steps", [1, 2], False),
+        ("global_profiler.steps", None, True),
+        ("actor_rollout_ref.rollout.over_sample_rate", 0.1, True),
+        ("actor_rollout_ref.rollout.over_sample_rate", "half", False),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["extra", "hf_model", "model", "optimizer"], True),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["optimizer", "model", "extra"], True),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], False),
+        ("actor_rollout_ref.model.enable_activation_offload", False, True),
+        ("actor_rollout_ref.rollout.name", "sglang_async", True),
+    ],
+)
+def test_what_sets_nothing_here_is_checked_all_the_same(key, value, taken):
+    assert bool(normalize_items([(key, value)], "command line").problems) != taken
+
+
+def test_a_critics_settings_beside_an_estimator_without_one_set_nothing():
+    words = [("algorithm.adv_estimator", "grpo"), ("critic.optim.lr", 1e-5), ("trainer.n_gpus_per_node", 1)]
+    outcome = normalize_items(words, "command line")
+    assert [item.key for item in outcome.items] == ["algorithm.adv_estimator", "trainer.n_workers_per_node"]
+    assert "critic.optim.lr (command line) has nothing to set: grpo has no critic" in outcome.notes
