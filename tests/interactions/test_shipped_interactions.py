@@ -33,7 +33,7 @@ def test_gsm8k_ends_on_the_right_answer_and_asks_again_on_a_wrong_one():
     assert (wrong.done, wrong.score) == (False, 0.0) and "try again" in wrong.text
     assert (right.done, right.score, right.text) == (True, 1.0, "Your response is correct!")
     assert [t.done for t in react(interaction, "72", "#### 1,072", "")] == [True, False, False]
-    assert interaction._instances == {}
+    assert interaction._instance_dict == {}
 
 
 def test_the_checker_compares_the_marked_answer_and_says_what_its_config_says():

@@ -29,7 +29,7 @@ def submit(answers: list[str], row: dict | None = ROW):
         return results, rewards
 
     results, rewards = asyncio.run(main())
-    assert tools["calc_gsm8k_reward"]._instances == {}  # type: ignore[attr-defined]
+    assert tools["calc_gsm8k_reward"]._instance_dict == {}  # type: ignore[attr-defined]
     return results, rewards
 
 

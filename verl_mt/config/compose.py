@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.checks import check
-from verl_mt.config.hydra_source import Composition, composing, has_groups, is_choice, plain_tree, register
+from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
 from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import (
     Problem,
@@ -226,8 +226,8 @@ def _compose(
             )
     base, name = own_file or _locate(config_name, folder, extra)
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
-    if own_file and base != shipped_config_dir() and has_groups(base / f"{name}.yaml"):
-        lines, choices = _with_groups(base, name, choices, composition) + lines, []
+    if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
+        lines, choices = _with_packages(base, name, choices, composition) + lines, []
         base, name = shipped_config_dir(), GENERAL
     with composing(composition):
         tree, failure = _hydra_compose(base, name, choices + lines)
@@ -238,7 +238,7 @@ def _compose(
     return _checked(tree, {item.key for item in outcome.items}.union(_given_in_file(composition.given)))
 
 
-def _with_groups(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
+def _with_packages(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
     """A file with config groups, as verl's own, as overrides of the shipped base.
 
     Its files are written for places that only Hydra knows, so that names are changed behind Hydra and not while it

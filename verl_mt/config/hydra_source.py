@@ -152,11 +152,11 @@ def is_choice(override: str, folders: Sequence[Path]) -> bool:
     return bool(equals and group) and any((folder / group).is_dir() for folder in folders)
 
 
-def has_groups(file: Path) -> bool:
-    """Whether a YAML file takes others out of config groups: `- actor@actor_rollout_ref.actor: dp_actor`."""
+def has_packages(file: Path) -> bool:
+    """Whether a YAML file puts others at places of its choice: `- actor@actor_rollout_ref.actor: dp_actor`."""
     content = read_yaml(file)
     entries = content.get("defaults") or [] if isinstance(content, dict) else []
-    return any(isinstance(entry, dict) for entry in entries)
+    return any("@" in str(key) for entry in entries if isinstance(entry, dict) for key in entry)
 
 
 def plain_tree(folder: Path, name: str, choices: list[str]) -> dict[str, Any]:

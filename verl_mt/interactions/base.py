@@ -20,7 +20,7 @@ class BaseInteraction:
     `async def` or a plain `def` (which runs in a thread).
 
     Args:
-        config: the entry's `config`, with `name` added.
+        config: the entry's `config`, with `name` added; `interaction_agent` where one is made without.
     """
 
     runs_inline: bool = False
@@ -28,7 +28,7 @@ class BaseInteraction:
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
-        self.name: str = config.get("name") or default_name(type(self).__name__)
+        self.name: str = config.get("name") or "interaction_agent"
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Make what one trajectory needs.

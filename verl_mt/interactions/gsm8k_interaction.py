@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from verl_mt.data.conversation import Message
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.rewards.gsm8k import compute_score
+from verl_mt.rewards import gsm8k
 
 
 class Gsm8kInteraction(BaseInteraction):
@@ -23,44 +23,52 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
-        self._instances: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Remember the problem's answer.
-
-        Raises:
-            ValueError: the row gives none.
-        """
-        if ground_truth is None:
-            raise ValueError(
-                f"interaction {self.name!r} needs the row's ground truth: "
-                "set extra_info.interaction_kwargs.ground_truth"
-            )
+        """Remember the problem's answer."""
         instance_id = instance_id or str(uuid4())
-        self._instances[instance_id] = {"ground_truth": str(ground_truth), "response": ""}
+        truth = None if ground_truth is None else str(ground_truth)
+        self._instance_dict[instance_id] = {"ground_truth": truth, "response": "", "reward": 0.0}
         return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(correct?, text, 1.0 or 0.0, {})."""
-        content = last_assistant_text(messages)
-        self._instances[instance_id]["response"] = content if "####" in content else f"#### {content.strip()}"
+        """(correct?, text, 1.0 or 0.0, {}).
+
+        Raises:
+            ValueError: the row gives no ground truth.
+        """
+        last: Message = next((m for m in reversed(messages) if m.get("role") == "assistant"), {"content": ""})
+        self._instance_dict[instance_id]["response"] = last_assistant_text(messages) or last.get("content")
         score = await self.calculate_score(instance_id)
+        self._instance_dict[instance_id]["reward"] = score
         correct = score == 1.0
         return correct, self.correct_text if correct else self.wrong_text, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """1.0 where the last answer is right."""
-        state = self._instances[instance_id]
-        score = compute_score(state["response"], state["ground_truth"], method="strict", format_score=0.0, score=1.0)
+        """1.0 where the last answer is right.
+
+        Raises:
+            ValueError: the row gives no ground truth.
+        """
+        state = self._instance_dict[instance_id]
+        if state["ground_truth"] is None:
+            raise ValueError(
+                f"interaction {self.name!r} needs the row's ground truth: "
+                "set extra_info.interaction_kwargs.ground_truth"
+            )
+        response = str(state["response"] or "")
+        response = response if "####" in response else f"#### {response.strip()}"
+        score: Any = gsm8k.compute_score(response, state["ground_truth"], method="strict", format_score=0.0, score=1.0)
         return float(score["score"] if isinstance(score, dict) else score)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the problem."""
-        del self._instances[instance_id]
+        del self._instance_dict[instance_id]
 
 
 def last_assistant_text(messages: list[Message]) -> str:

@@ -24,7 +24,7 @@ class Gsm8kTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
-        self._instances: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """One string, `answer`."""
@@ -57,14 +57,14 @@ class Gsm8kTool(BaseTool):
                 f"set extra_info.tools_kwargs.{self.name}.create_kwargs.ground_truth"
             )
         instance_id = instance_id or str(uuid4())
-        self._instances[instance_id] = {"ground_truth": str(ground_truth), "response": "", "reward": 0.0}
+        self._instance_dict[instance_id] = {"ground_truth": str(ground_truth), "response": "", "reward": 0.0}
         return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Score one submission."""
-        state = self._instances[instance_id]
+        state = self._instance_dict[instance_id]
         answer = str(parameters["answer"])
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         score = self._score(state)
@@ -74,11 +74,11 @@ class Gsm8kTool(BaseTool):
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the last submission; 0 without one."""
-        return self._score(self._instances[instance_id])
+        return self._score(self._instance_dict[instance_id])
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the problem."""
-        del self._instances[instance_id]
+        del self._instance_dict[instance_id]
 
     def _score(self, state: dict[str, Any]) -> float:
         if not state["response"]:

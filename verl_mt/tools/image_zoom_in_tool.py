@@ -34,6 +34,10 @@ _SCHEMA = {
 }
 
 
+_OF_VERL = {"type", "num_workers", "rate_limit", "timeout", "enable_global_rate_limit"}
+"""Settings of verl's tool of this name: how many crops run at once, which the executor's limits say here."""
+
+
 class ImageZoomInTool(BaseTool):
     """Cuts a part out of the row's image and enlarges it. Named as verl's tool of this kind.
 
@@ -41,18 +45,20 @@ class ImageZoomInTool(BaseTool):
 
     Args:
         config: `zoom` (float, default 2): how much larger; `min_side` (int, default 28): pixels that a side of what is
-            shown has at least; `max_side` (int, default 1024): at most.
+            shown has at least; `max_side` (int, default 1024): at most. verl's `num_workers`, `rate_limit`,
+            `timeout` and `enable_global_rate_limit` are taken and change nothing: `multi_turn.tool_concurrency` and
+            `tool_timeout_s` hold for every tool.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
         known = {"zoom": 2.0, "min_side": 28, "max_side": 1024}
-        unknown = sorted(set(config) - set(known))
-        values = known | config
+        unknown = sorted(set(config) - set(known) - _OF_VERL)
+        values = known | {key: value for key, value in config.items() if key in known}
         if unknown or not all(isinstance(values[key], int | float) and values[key] > 0 for key in known):
             raise ValueError(f"{self.name}: config takes the positive numbers {', '.join(known)}, got {config}")
         self._zoom, self._min, self._max = (values[key] for key in known)
-        self._images: dict[str, Any] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """A box `bbox_2d`, and optionally a `label`."""
@@ -72,7 +78,8 @@ class ImageZoomInTool(BaseTool):
                 f"{self.name} needs the row's image: set extra_info.tools_kwargs.{self.name}.create_kwargs.image"
             )
         instance_id = instance_id or str(uuid4())
-        self._images[instance_id] = await asyncio.to_thread(load_image, image)
+        picture = await asyncio.to_thread(load_image, image)
+        self._instance_dict[instance_id] = {"image": picture}
         return instance_id, ToolResponse()
 
     async def execute(
@@ -83,7 +90,7 @@ class ImageZoomInTool(BaseTool):
         Raises:
             ToolCallError: nothing of the box is inside.
         """
-        image = self._images[instance_id]
+        image = self._instance_dict[instance_id]["image"]
         left, top, right, bottom = (round(number) for number in parameters["bbox_2d"])
         box = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
         if box[0] >= box[2] or box[1] >= box[3]:
@@ -100,4 +107,4 @@ class ImageZoomInTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the image."""
-        del self._images[instance_id]
+        del self._instance_dict[instance_id]

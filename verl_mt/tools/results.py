@@ -140,13 +140,17 @@ def _as_number(value: Any) -> float | None:
 
 
 def as_reward(value: Any) -> float:
-    """A finite number, None = 0.
+    """A finite number; None = 0; of a list, as some tools written for verl return, the sum of its numbers.
+
+    Texts in such a list (the results that verl's search tool collects) are no reward.
 
     Raises:
         TypeError: anything else; a NaN, or more than `MAX_REWARD`, in one reward would spoil a whole batch.
     """
     if value is None:
         return 0.0
+    if isinstance(value, list | tuple):
+        return as_reward(sum(as_reward(part) for part in value if not isinstance(part, str)))
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,5 +1,7 @@
-"""`compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0)` under verl's name."""
+"""verl's name of `verl_mt.rewards.gsm8k`: the same module, so that what a test puts in its place is seen everywhere."""
 
-from verl_mt.rewards.gsm8k import compute_score, extract_solution
+import sys
 
-__all__ = ["compute_score", "extract_solution"]
+from verl_mt.rewards import gsm8k
+
+sys.modules[__name__] = gsm8k

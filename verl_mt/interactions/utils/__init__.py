@@ -1,0 +1,1 @@
+"""Helpers under the names that files written for verl import."""

@@ -1,0 +1,1 @@
+"""Helpers under the names that tools written for verl import."""

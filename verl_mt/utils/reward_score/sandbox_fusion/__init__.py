@@ -1,0 +1,1 @@
+"""verl's folder of what asks a SandboxFusion service."""
