@@ -7,8 +7,10 @@ from uuid import uuid4
 
 from verl_mt.rewards import geo3k
 from verl_mt.tools.base_tool import BaseTool
-from verl_mt.tools.gsm8k_tool import NOT_IMPROVED_REWARD
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+NOT_IMPROVED_REWARD = -0.05
+"""Step reward of a submission that scores no better than the one before."""
 
 
 class Geo3kTool(BaseTool):
