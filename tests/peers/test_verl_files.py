@@ -185,6 +185,16 @@ def test_the_helper_for_several_queries_sends_one_request():
     assert known["status"] == "api_error" and "Search error" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_the_registry_under_its_name_makes_the_tools_of_a_file(tmp_path, revision):
+    from verl_mt.tools.utils.tool_registry import get_tool_class, initialize_tools_from_config
+
+    source = conformance.peer("verl", revision, "examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml")
+    (tool,) = initialize_tools_from_config(conformance.copy_replaced("verl", source, tmp_path))
+    assert tool.name == "calc_gsm8k_reward" and isinstance(tool, get_tool_class("verl_mt.tools.gsm8k_tool.Gsm8kTool"))
+
+
 def test_a_list_of_rewards_is_summed_and_texts_in_it_are_none():
     from verl_mt.tools.results import as_reward
 

@@ -91,7 +91,7 @@ class SandboxFusionTool(BaseTool):
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:  # type: ignore[override]
+    ) -> tuple[ToolResponse | str, float, dict[str, Any]]:
         """Run one program: its output and errors; a fixed text where it did not finish.
 
         Raises:
@@ -101,7 +101,7 @@ class SandboxFusionTool(BaseTool):
         language = parameters.get("language", self.default_language)
         code = str(parameters.get("code", ""))
         response = await asyncio.to_thread(self.execute_code, instance_id, code, timeout, language)
-        return response, None, None
+        return response, 0.0, {}
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
         """The same, waiting for the service in this thread."""

@@ -23,4 +23,4 @@ def get_tool_class(cls_name: str) -> Any:
 
 def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool]:
     """The tools that the file declares, in their order; errors as of `load_tools`."""
-    return list(load_tools(tools_config_file).values())
+    return list(load_tools(tools_config_file))
