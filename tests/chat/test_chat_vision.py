@@ -96,15 +96,17 @@ def test_deltas_with_images_are_what_the_processor_makes_of_the_whole_conversati
 
 
 @pytest.mark.cap("V5")
-def test_a_delta_processes_only_the_images_that_arrive():
-    chat = vision_chat()
+def test_a_delta_processes_only_the_images_that_arrive(monkeypatch):
+    chat, processed = vision_chat(), []
+    made = type(chat.media)._image
+    monkeypatch.setattr(chat.media, "_image", lambda value: processed.append(value) or made(chat.media, value))
     prompt, env = [shown(picture(24, 24), "what?")], [shown("closer", picture(12, 12), role="tool")]
     ids = chat.prompt_ids(prompt)
     chat.media_inputs(prompt, ids)
-    assert chat.media.num_processed == 1
+    assert len(processed) == 1
     chat.media._kept.clear()
     delta = chat.delta_ids(env, history=[*prompt, assistant("zoom")], last_ids=[END])
-    assert chat.media.num_processed == 2
+    assert len(processed) == 2
     assert [made.num_tokens for made in chat.media_inputs(env, delta.ids)] == [delta.ids.count(PAD)]
 
 

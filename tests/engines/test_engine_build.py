@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine_models import request
+from vision_toys import vision_model
 
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
@@ -49,6 +50,12 @@ def test_local_samples_from_the_module_it_was_given(qwen3, run_async):
 def test_what_an_engine_does_not_take_is_refused(qwen3, config, message):
     with pytest.raises(ConfigError, match=message):
         made(qwen3, **config)
+
+
+def test_a_class_derived_from_the_text_engine_is_not_passed_over_for_a_model_that_sees(tmp_path):
+    (tmp_path / "mine.py").write_text("from verl_mt.engines.local import LocalEngine\nclass Mine(LocalEngine): pass\n")
+    with pytest.raises(ConfigError, match=r"mine.py:Mine: .* sees images, which Mine cannot .*derive from .*Vision"):
+        made(vision_model(), name=f"{tmp_path / 'mine.py'}:Mine")
 
 
 def test_local_without_the_actors_module_or_beyond_its_positions_is_refused(qwen3):

@@ -201,8 +201,6 @@ class MediaProcessor:
                 )
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], tuple[Any, MediaInput]] = OrderedDict()
-        self.num_processed = 0
-        """Images and videos that went through the processor."""
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -223,7 +221,6 @@ class MediaProcessor:
                 return self._kept[key][1]
         made = self._image(value) if kind == "image" else self._video(value)
         with self._lock:
-            self.num_processed += 1
             # The value is kept beside it: its id is taken as long as it lives.
             self._kept[key] = (value, made)
             while len(self._kept) > _NUM_KEPT:

@@ -63,6 +63,11 @@ class TrajectoryRecord:
         """Length of the first prompt, its generation prompt included."""
         return self.turns[0].end if self.turns and self.turns[0].kind == "prompt" else 0
 
+    @property
+    def assistant_turns(self) -> list[TurnSpan]:
+        """The spans that were sampled, in order."""
+        return [span for span in self.turns if span.kind == "assistant"]
+
     def append_sampled(self, ids: list[int], log_probs: list[float] | None, versions: list[int], *, turn: int) -> None:
         """Append what the engine produced: sampled 1, mask 1.
 

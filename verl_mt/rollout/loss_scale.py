@@ -383,10 +383,9 @@ def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajector
 def _messages_of(record: TrajectoryRecord, rounds: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Message number -> its tokens in the record, from its first sampled one to its last."""
     found: dict[int, tuple[int, int]] = {}
-    for span in record.turns:
-        if span.kind == "assistant":
-            start, _ = found.get(rounds[span.turn - 1], (span.start, 0))
-            found[rounds[span.turn - 1]] = (start, span.end)
+    for span in record.assistant_turns:
+        start, _ = found.get(rounds[span.turn - 1], (span.start, 0))
+        found[rounds[span.turn - 1]] = (start, span.end)
     return found
 
 

@@ -125,7 +125,7 @@ def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> Non
         session.messages[place] = {**session.messages[place], "loss": bool(message["loss"])}
         if not message["loss"] and place in session.message_rounds:
             wanted = session.message_rounds[place]
-            spans = [s for s in session.record.turns if s.kind == "assistant" and session.rounds[s.turn - 1] == wanted]
+            spans = [s for s in session.record.assistant_turns if session.rounds[s.turn - 1] == wanted]
             cleared = session.record.clear_mask([p for s in spans for p in range(s.start, s.end)])
             session.count("masked_tokens", cleared)
 
@@ -283,7 +283,7 @@ def spelled(decode: Decode, ids: Sequence[int], text: str) -> tuple[int, str]:
 
 
 def _last_turn(session: RolloutSession) -> int:
-    spans = [span for span in session.record.turns if span.kind == "assistant"]
+    spans = session.record.assistant_turns
     return spans[-1].start if spans else len(session.record.token_ids)
 
 

@@ -134,11 +134,8 @@ class RolloutSession:
     @property
     def message_start(self) -> int:
         """Where the last assistant message's first sampled token is in the record; the record's end without one."""
-        starts = [
-            span.start
-            for span in self.record.turns
-            if span.kind == "assistant" and self.rounds[span.turn - 1] == self.rounds[-1]
-        ]
+        turns = self.record.assistant_turns
+        starts = [span.start for span in turns if self.rounds[span.turn - 1] == self.rounds[-1]]
         return min(starts, default=len(self.record.token_ids))
 
     @property
@@ -222,9 +219,9 @@ class RolloutSession:
                 f"{self.trajectory.trajectory_id}: cannot keep {keep} tokens: the last assistant message is "
                 f"[{first}, {len(record.token_ids)}) of the record"
             )
-        touched = [s.turn for s in record.turns if s.kind == "assistant" and s.end > keep]
+        touched = [s.turn for s in record.assistant_turns if s.end > keep]
         self.count("cut_tokens", self.ledger.cut(keep))
-        left = {s.turn: record.token_ids[s.start : s.end] for s in record.turns if s.kind == "assistant"}
+        left = {s.turn: record.token_ids[s.start : s.end] for s in record.assistant_turns}
         for turn in touched:
             self.trajectory.turn_texts[turn - 1] = self.context.chat.turn_text(left.get(turn, []))
         self._queue = replace(self._queue, tail_ids=tuple(ids), continues=True)

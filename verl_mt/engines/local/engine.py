@@ -63,6 +63,12 @@ class LocalEngine(InferenceEngine):
             # What it imports for pictures is no business of models of text.
             from verl_mt.engines.local.vision import LocalVisionEngine
 
+            if cls is not LocalEngine:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.name={rollout.name}: {type(module).__name__} sees images, which "
+                    f"{cls.__name__} cannot sample from, it derives from LocalEngine; derive from "
+                    "verl_mt.engines.local.vision.LocalVisionEngine"
+                )
             return LocalVisionEngine.from_setup(setup)
         return cls(
             module,

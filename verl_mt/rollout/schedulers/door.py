@@ -322,10 +322,10 @@ def _take(conversation: SchedulerConversation, output: RolloutOutput, after: int
     trajectory = conversation.session.trajectory
     place = next(k for k, r in enumerate(trajectory.records) if _span(r, turn) is not None)
     record = trajectory.records[place]
-    own = [s for s in record.turns if s.kind == "assistant" and after < s.turn <= turn]
+    own = [s for s in record.assistant_turns if after < s.turn <= turn]
     # A record that an earlier output ends in is cut in two, so that each output has one: the second part begins with
     # its first own turn, and all before it becomes a prompt, whose tokens are trained in the first part only.
-    if any(s.kind == "assistant" and s.turn <= after for s in record.turns):
+    if any(s.turn <= after for s in record.assistant_turns):
         first, record = record.split(own[0].start)
         first.messages = first.messages or _seen(conversation, after)
         trajectory.records[place : place + 1] = [first, record]
@@ -385,10 +385,10 @@ def _discard_uncovered(conversation: SchedulerConversation, ends: Collection[int
     """Turns behind the last output of their record."""
     session = conversation.session
     for record in session.trajectory.records:
-        covered = max((s.turn for s in record.turns if s.kind == "assistant" and s.turn in ends), default=0)
-        lost = [p for s in record.turns if s.kind == "assistant" and s.turn > covered for p in range(s.start, s.end)]
+        covered = max((s.turn for s in record.assistant_turns if s.turn in ends), default=0)
+        lost = [p for s in record.assistant_turns if s.turn > covered for p in range(s.start, s.end)]
         session.count("discarded_tokens", record.clear_mask(lost))
 
 
 def _span(record: TrajectoryRecord, turn: int) -> TurnSpan | None:
-    return next((s for s in record.turns if s.kind == "assistant" and s.turn == turn), None)
+    return next((s for s in record.assistant_turns if s.turn == turn), None)
