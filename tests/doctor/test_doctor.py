@@ -52,6 +52,13 @@ def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_engine_that_is_not_there_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = findings(["actor_rollout_ref.rollout.name=nope.py:Engine"], "engine", "disk", "memory", "time")
+    assert "nope.py" in one(found, "engine", "error").text
+    assert [f.check for f in found if f.status == "error"] == ["engine"]
+
+
 @pytest.mark.slow
 def test_the_disk_is_compared_with_the_checkpoints_that_are_kept(monkeypatch, tmp_path):
     """A checkpoint of the shipped model is 10.6 MB; one more is on the disk while it is written."""

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl_mt import engines
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataSource
-from verl_mt.errors import VerlMTError, error_text
+from verl_mt.errors import PluginError, VerlMTError, error_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.prompts import Prompt
@@ -54,6 +55,15 @@ class Subject:
     def known_chat(self) -> ChatTemplate:
         assert self.chat is not None, "a check that needs the template says so"
         return self.chat
+
+    @property
+    def samples_from_policy(self) -> bool:
+        """Whether the engine shares the actor's module and devices. Not where there is no such engine: its own check
+        says that, and once is enough."""
+        try:
+            return engines.samples_from_policy(self.rollout.name)
+        except PluginError:
+            return False
 
     @property
     def num_rows(self) -> int:

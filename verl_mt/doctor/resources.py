@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_mt import engines
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm
@@ -189,7 +188,7 @@ class Seconds:
         """The step's work over this machine's speed; over a round number where the devices are elsewhere."""
         config, rollout = subject.config, subject.rollout
         kind = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
-        elsewhere = kind == "cpu" and (config.trainer.device == "cuda" or not engines.samples_from_policy(rollout.name))
+        elsewhere = kind == "cpu" and (config.trainer.device == "cuda" or not subject.samples_from_policy)
         flops = _ASSUMED_GPU_FLOPS if elsewhere else _speed(kind, config.actor_rollout_ref.model.dtype)
         kind = "cuda" if elsewhere else kind
         sizes = subject.module.config.get_text_config()
@@ -227,7 +226,7 @@ def device_memory(subject: Subject) -> float | None:
     trainer = subject.config.trainer
     if torch.cuda.is_available() and trainer.device != "cpu":
         return float(torch.cuda.get_device_properties(0).total_memory)
-    if trainer.device == "cuda" or not engines.samples_from_policy(subject.rollout.name):
+    if trainer.device == "cuda" or not subject.samples_from_policy:
         return None
     on_here = trainer.n_workers_per_node if trainer.placement == "ray" else 1
     return available_memory() / on_here
@@ -256,7 +255,7 @@ def _activations(subject: Subject, width: int) -> float:
 
 def _cache(subject: Subject, width: int) -> float:
     rollout, sizes = subject.rollout, subject.module.config.get_text_config()
-    if not engines.samples_from_policy(rollout.name):
+    if not subject.samples_from_policy:
         return 0.0
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
