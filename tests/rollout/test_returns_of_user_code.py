@@ -424,7 +424,7 @@ class Shop(Env):
     [("reward", ("o", v, False, {})) for v in ("1.0", None, math.nan, [1.0], Unshowable())]
     + [("done", ("o", 1.0, v, {})) for v in ("False", None, 5, [], Unshowable())]
     + [("cannot be written", ("o", 1.0, False, {"k": object()})), ("nested", ("o", 1.0, True, {"k": deep()}))]
-    + [("run", v) for v in (None, "text", (1, 2, 3), ("o", 1.0, False, 5))],
+    + [("on_turn_end", v) for v in (None, "text", (1, 2, 3), ("o", 1.0, False, 5))],
 )
 def test_what_an_environment_returns_is_checked(says, value, tmp_path):
     Shop.WRONG[:] = [value]
