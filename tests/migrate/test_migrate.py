@@ -140,7 +140,7 @@ ray job submit --address="http://127.0.0.1:8265" -- {SLIME} \\
         ("--rollout-batch-siz 3", "did you mean 'rollout_batch_size'"),
         ("--load /other --save /out", "load is refused: use trainer.resume_mode"),
         ("--global-batch-size 100 --n-samples-per-prompt 8", "global_batch_size is refused"),
-        ("--tensor-model-parallel-size 2", "a sequence lives on one rank"),
+        ("--pipeline-model-parallel-size 2", "a sequence lives on one rank"),
         ("--attention-dropout 0.1", "with dropout"),
         ("--rollout-num-gpus 4", "engines elsewhere"),
     ],
@@ -173,6 +173,67 @@ def test_the_two_commands_of_ms_swift_become_one():
     assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.04)
     assert config.data.train_batch_size == 4  # 8 x 2 x 2 ranks / 8
     assert (config.trainer.placement, config.trainer.logger) == ("ray", ["console", "wandb"])
+
+
+def test_what_ms_swift_does_without_being_told_is_written_out():
+    found = migrate(SWIFT)
+    added = {line.split("=")[0].rpartition(".")[2]: line.split("=")[1] for line in found.added}
+    assert (added["kl_loss_coef"], added["use_kl_loss"], added["temperature"]) == ("0.04", "true", "0.9")
+    assert (added["lr_scheduler_type"], added["loss_agg_mode"]) == ("cosine", "seq-mean-token-mean")
+    assert (float(added["lr"]), added["total_epochs"], added["n"], added["response_length"]) == (1e-5, "3", "8", "512")
+    assert any("top_p 0.9 and top_k 50" in note for note in found.notes)
+    adapters = migrate(SWIFT.replace("full", "lora") + "--beta 0 --temperature 1")
+    assert any(line.endswith("optim.lr=0.0001") for line in adapters.added)
+    assert not any("0.04" in line or "0.9" in line for line in adapters.added)
+
+
+def test_steps_per_generation_and_a_warm_up_ratio_are_computed_with_the_ranks():
+    found = migrate(
+        "NPROC_PER_NODE=2 " + SWIFT.replace("d.jsonl", "org/set#10000") + "--per_device_train_batch_size 2 "
+        "--gradient_accumulation_steps 4 --steps_per_generation 8 --num_train_epochs 1 --warmup_ratio 0.05 "
+        "--report_to swanlab wandb"
+    )
+    assert found.refused == []
+    assert {
+        "data.train_batch_size=4",  # 2 x 2 ranks x 8 / 8
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 x 2 ranks x 4 / 8
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=250",  # 0.05 of 2500 batches of two updates each
+    } <= set(found.overrides)
+    assert any("swanlab: not offered" in line for line in found.dropped)
+    unknown = migrate(SWIFT + "--warmup_ratio 0.05")
+    assert unknown.refused == [] and any("--warmup_ratio 0.05: set" in note for note in unknown.notes)
+
+
+SERVER = "# swift rollout --model org/model \\\n#     --multi_turn_scheduler math_tip_trick \\\n#     --max_turns 3\n"
+
+
+def test_a_rollout_server_in_a_comment_is_taken_over_and_a_missing_one_is_asked_for():
+    trainer = SWIFT + "--vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 8000"
+    found = migrate("# first run `swift rollout`\n" + SERVER + trainer)
+    assert found.refused == [] and any("stands in a comment" in note for note in found.notes)
+    assert "actor_rollout_ref.rollout.multi_turn.scheduler=math_tip_trick" in found.overrides
+    assert "actor_rollout_ref.rollout.launch_servers=1" in found.overrides
+    (refused,) = migrate(trainer).refused
+    assert "give both commands in one text" in refused
+
+
+def test_megatrons_tensor_parallelism_and_what_changes_no_result_do_not_make_a_script_of_slime_fail():
+    found = migrate(
+        SLIME + "--tensor-model-parallel-size 2 --context-parallel-size 2 --kl-coef 0.00 --eval-max-response-len 99 "
+        "--wandb-key hunter2 --wandb-team us --hf-checkpoint /m/ --ref-load /m_torch_dist/"
+    )
+    assert found.refused == [] and "hunter2" not in report(found)
+    assert any("--tensor-model-parallel-size 2: FSDP2" in line for line in found.dropped)
+    assert any("--ref-load" in line for line in found.dropped)
+    assert any("--eval-max-response-len" in line for line in found.notes)
+
+
+def test_what_slime_does_without_being_told_is_written_out():
+    found = migrate(SLIME)
+    loss = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    assert {"actor_rollout_ref.rollout.n=1", loss} <= set(found.added)
+    by_token = migrate(SLIME + "--calculate-per-token-loss")
+    assert by_token.refused == [] and "actor_rollout_ref.actor.loss_agg_mode=token-mean" in by_token.overrides
 
 
 @pytest.mark.slow

@@ -70,7 +70,10 @@ def migrate(text: str) -> Migration:
     Raises:
         ConfigError: it starts nothing that is known, or a quote is not closed.
     """
+    text, taken = _with_commented_rollout(text)
     script = read_script(text)
+    if taken:
+        script.note("the `swift rollout` command stands in a comment of the script; what it says was taken over")
     launch = find_launch(script)
     if launch.framework is None:
         if launch.refused:
@@ -120,6 +123,24 @@ def report(found: Migration) -> str:
         if lines:
             parts.append("\n".join([f"# {title}:", *(f"#   {' '.join(line.split())}" for line in lines)]))
     return "\n\n".join(parts)
+
+
+def _with_commented_rollout(text: str) -> tuple[str, bool]:
+    """ms-swift's scripts show the command of their rollout server in a comment, and start the trainer alone."""
+    lines = text.splitlines()
+    if any(re.match(r"[^#]*\bswift\s+rollout\b", line) for line in lines):
+        return text, False
+    start = next(
+        (k for k, line in enumerate(lines) if re.match(r"\s*#\s*(?:\w+=\S+\s+)*swift\s+rollout\s", line)), None
+    )
+    if start is None:
+        return text, False
+    command = []
+    for line in lines[start:]:
+        command.append(re.sub(r"^\s*#\s?", "", line))
+        if not line.rstrip().endswith("\\"):
+            break
+    return "\n".join([*command, text]), True
 
 
 def _migration(launch: Launch, library: Library) -> Migration:

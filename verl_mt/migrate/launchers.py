@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from verl_mt.plugins import suggest
 
 Library = Literal["verl", "ms-swift", "slime"]
 
+_HERE = ("127.0.0.1", "localhost", "0.0.0.0")
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "none")
 _PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?")
 _OTHERS = {
     "verl.trainer.fsdp_sft_trainer": "supervised training is python -m verl_mt.sft",
@@ -58,6 +61,35 @@ VERL_DEFAULTS: dict[str, Any] = {
 carried over does what it did. `docs/migrating_from_verl.md` shows the table."""
 
 
+SWIFT_DEFAULTS = {
+    "beta": "0.04",
+    "temperature": "0.9",
+    "lr_scheduler_type": "cosine",
+    "loss_type": "grpo",
+    "num_train_epochs": "3",
+    "num_generations": "8",
+    "max_completion_length": "512",
+}
+"""What `swift rlhf --rlhf_type grpo` does where a command says nothing and verl_mt does something else; its learning
+rate is 1e-4 for adapters and 1e-5 for a whole model."""
+SLIME_DEFAULTS = {
+    "n_samples_per_prompt": "1",
+    "lr": "1e-6",
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+}
+"""The same of slime, whose loss is a mean over samples unless `--calculate-per-token-loss`."""
+
+
+_SLIME_DROPPED = {
+    "tensor_model_parallel_size": "FSDP2 shards the model over the ranks; no result depends on it",
+    "context_parallel_size": "a sequence lives on one rank; no result depends on it",
+    "use_distributed_optimizer": "FSDP2 shards the optimizer's state",
+    "wandb_key": "a secret; set WANDB_API_KEY in the environment that the run starts in",
+    "wandb_team": "WANDB_ENTITY in the environment says it",
+    "wandb_host": "WANDB_BASE_URL in the environment says it",
+}
+
+
 @dataclass
 class Launch:
     """The launch commands of one script, as words for `python -m verl_mt.trainer`."""
@@ -74,6 +106,10 @@ class Launch:
     dropped: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    """Names of the commands that were read: `swift rollout`, `swift rlhf`."""
+    wants_server: bool = False
+    """Its trainer asks a rollout server that another command starts."""
 
 
 def find_launch(script: Script) -> Launch:
@@ -89,6 +125,11 @@ def find_launch(script: Script) -> Launch:
         launch.refused.append(f"{word}: the shell computes it; write its value out")
     if launch.framework is not None:
         _take_env(script.exported, launch)
+    if launch.wants_server and "swift rollout" not in launch.started:
+        launch.refused.append(
+            "--vllm_mode server: a `swift rollout` command elsewhere starts the server, and says which scheduler runs "
+            "there; give both commands in one text"
+        )
     return launch
 
 
@@ -109,6 +150,7 @@ def _take(command: Command, launch: Launch) -> None:
         launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")
         return
     launch.framework = library
+    launch.started.append(name)
     launch.wrapper = wrapper or launch.wrapper
     _take_env(command.env, launch)
     {"verl": _verl, "ms-swift": _swift, "slime": _slime}[library](rest, name, launch)
@@ -164,33 +206,111 @@ def _swift(words: list[str], name: str, launch: Launch) -> None:
     given = {flag.removeprefix("--").replace("-", "_"): values for flag, values in _by_flag(words)}
     if name.split()[0] == "megatron":
         launch.refused.append(f"{name}: models are trained as Hugging Face modules, not by Megatron")
-    for key in _swift_batch(given, launch):
+    for key in [*_swift_batch(given, launch), *_swift_server(given, launch)]:
         del given[key]
-    if (count := _rows_wanted(given)) is not None:
+    _swift_trackers(given, launch)
+    count = _rows_wanted(given)
+    if count is not None:
         launch.added.append(f"data.train_max_samples={count} # the number behind the data set's name")
+    _swift_warmup(given, count, launch)
     for key, values in given.items():
         if key not in known:
             launch.refused.append(f"--{key}: no counterpart{suggest(key, known)}")
             continue
         _, [word, *_] = split_argv([f"--{key}", *values])
         _replace(word if parses(word) else _override(key, values), launch)
-    if name.endswith("rlhf") and not {"train_type", "tuner_type"} & given.keys():
+    if name.endswith("rlhf") and given.get("rlhf_type", ["grpo"]) == ["grpo"]:
+        _swift_defaults(given, launch)
+
+
+def _swift_defaults(given: dict[str, list[str]], launch: Launch) -> None:
+    """What the command leaves to ms-swift."""
+    kind = (given.get("train_type") or given.get("tuner_type") or [None])[0]
+    if kind is None:
         launch.added.append("train_type=lora # ms-swift trains adapters unless it is told otherwise")
+    defaults = {**SWIFT_DEFAULTS, "learning_rate": "1e-5" if kind == "full" else "1e-4"}
+    if "max_steps" in given:
+        del defaults["num_train_epochs"]
+    launch.added += [f"{key}={value} # ms-swift's default" for key, value in defaults.items() if key not in given]
+    if not {"top_p", "top_k"} & given.keys():
+        launch.notes.append(
+            "ms-swift samples with top_p 0.9 and top_k 50 unless it is told otherwise; training here needs the full "
+            "distribution, and samples from it"
+        )
+
+
+def _swift_server(given: dict[str, list[str]], launch: Launch) -> list[str]:
+    """A rollout server of the script's own becomes one that the run launches; the flags that are settled by it."""
+    if given.get("vllm_mode") != ["server"]:
+        return []
+    launch.wants_server = True
+    if "vllm_server_base_url" in given or given.get("vllm_server_host", ["127.0.0.1"])[0] not in _HERE:
+        return []  # the reader names the servers
+    launch.added.append("actor_rollout_ref.rollout.launch_servers=1 # --vllm_mode server: the run starts its own")
+    return [key for key in ("vllm_mode", "vllm_server_host", "vllm_server_port") if key in given]
+
+
+def _swift_warmup(given: dict[str, list[str]], rows: str | None, launch: Launch) -> None:
+    """`--warmup_ratio` in optimizer steps, where it is known how many there are."""
+    try:
+        ratio = float(given["warmup_ratio"][0])
+        epochs = float(given.get("num_train_epochs", [SWIFT_DEFAULTS["num_train_epochs"]])[0])
+        iterations = int(given.get("num_iterations", ["1"])[0])
+    except (KeyError, IndexError, ValueError):
+        return  # not given, or a variable of the shell
+    sizes = dict(word.partition(" ")[0].split("=", 1) for word in launch.added)
+    batch = sizes.get("data.train_batch_size")
+    if ratio == 0 or "warmup_steps" in given:
+        return
+    del given["warmup_ratio"]
+    if rows is None or batch is None or "max_steps" in given:
+        launch.notes.append(
+            f"--warmup_ratio {ratio:g}: set actor_rollout_ref.actor.optim.lr_warmup_steps to that share of the "
+            "optimizer steps; how many there are depends on the rows, which the command does not count"
+        )
+        return
+    mini = sizes.get("actor_rollout_ref.actor.ppo_mini_batch_size", batch)
+    steps = int(int(rows) * epochs) // int(batch) * (int(batch) // int(mini)) * iterations
+    why = f"{ratio:g} of {steps} optimizer steps"
+    launch.added.append(f"actor_rollout_ref.actor.optim.lr_warmup_steps={math.ceil(ratio * steps)} # {why}")
+
+
+def _swift_trackers(given: dict[str, list[str]], launch: Launch) -> None:
+    """Trackers that are not offered are left out, and said."""
+    names = given.get("report_to", [])
+    for name in [n for n in names if n not in _TRACKERS]:
+        launch.dropped.append(f"--report_to {name}: not offered; every number is in metrics.jsonl")
+    if names:
+        given["report_to"] = [n for n in names if n in _TRACKERS] or ["none"]
 
 
 def _swift_batch(given: dict[str, list[str]], launch: Launch) -> list[str]:
     """Prompts per step, where the numbers that ms-swift multiplies are there; the flags that are settled by it."""
-    keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"]
-    numbers = [int(given[k][0]) for k in keys if k in given and given[k][0].isdigit()]
+    keys = [
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "generation_batch_size",
+    ]
+    known = [k for k in (*keys, "num_generations") if k in given]
     ranks = next((w.partition(" ")[0].partition("=")[2] for w in launch.added if "NPROC_PER_NODE" in w), "1")
-    if len(numbers) < 3 or not ranks.isdigit():
+    if not set(known) & set(keys) or not ranks.isdigit() or not all(given[k] and given[k][0].isdigit() for k in known):
         return []
-    samples = numbers[0] * numbers[1] * int(ranks)
-    if samples % numbers[2]:
+    number = {k: int(given[k][0]) for k in known}
+    device, accumulated = (number.get(k, 1) for k in keys[:2])
+    n = number.get("num_generations", int(SWIFT_DEFAULTS["num_generations"]))
+    steps = number.get("steps_per_generation", accumulated)
+    samples = number.get("generation_batch_size", device * int(ranks) * steps)
+    trained = device * int(ranks) * accumulated
+    if samples % n or trained % n or samples % trained:
         return []
-    why = f"{numbers[0]} per device x {numbers[1]} accumulated x {ranks} ranks / {numbers[2]} generations"
-    launch.added.append(f"data.train_batch_size={samples // numbers[2]} # {why}")
-    return keys[:2]
+    how = "accumulated" if steps == accumulated else "steps per generation"
+    why = f"{device} per device x {steps} {how} x {ranks} ranks / {n} generations"
+    launch.added.append(f"data.train_batch_size={samples // n} # {why}")
+    if trained != samples:
+        why = f"{device} per device x {accumulated} accumulated x {ranks} ranks / {n} generations"
+        launch.added.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={trained // n} # {why}")
+    return [k for k in keys if k in given]
 
 
 def _rows_wanted(given: dict[str, list[str]]) -> str | None:
@@ -209,6 +329,14 @@ def _slime(words: list[str], name: str, launch: Launch) -> None:
     given = {flag.removeprefix("--").replace("-", "_"): values for flag, values in _by_flag(words)}
     for key in _slime_settled(given, launch):
         del given[key]
+    loss = "actor_rollout_ref.actor.loss_agg_mode"
+    if given.pop("calculate_per_token_loss", None) is not None:
+        launch.added.append(f"{loss}=token-mean # --calculate-per-token-loss")
+        given[loss] = []
+    for key, value in SLIME_DEFAULTS.items():
+        if key not in given:
+            launch.added.append(f"{key}={value} # slime's default")
+    given.pop(loss, None)
     for key, values in given.items():
         if key == "eval_prompt_data" and len(values) > 1:
             values = ["[" + ",".join(values[1::2]) + "]"]  # slime gives a name before each file
@@ -230,10 +358,24 @@ def _slime_settled(given: dict[str, list[str]], launch: Launch) -> list[str]:
     if "load" in first and first["load"] == first.get("save"):
         launch.dropped.append("--load: the same command goes on from its newest checkpoint")
         settled.append("load")
-    if "ref_load" in first and first["ref_load"].startswith(first.get("hf_checkpoint", "\n")):
+    if "ref_load" in first and first["ref_load"].startswith(first.get("hf_checkpoint", "\n").rstrip("/")):
         launch.dropped.append("--ref-load: the reference policy is the model that training starts from")
         settled.append("ref_load")
-    batch, n = first.get("global_batch_size", ""), first.get("n_samples_per_prompt", "")
+    for key, why in _SLIME_DROPPED.items():
+        if key in given:
+            flag = " ".join(["--" + key.replace("_", "-"), *([] if is_secret_name(key) else given[key])])
+            launch.dropped.append(f"{flag}: {why}")
+            settled.append(key)
+    if "eval_max_response_len" in given:
+        launch.notes.append("--eval-max-response-len: validation has the limits of training (rollout.response_length)")
+        settled.append("eval_max_response_len")
+    if first.get("kl_coef") in ("0", "0.0", "0.00"):
+        launch.dropped.append("--kl-coef 0: no penalty in the reward")
+        settled.append("kl_coef")
+    batch, n = (
+        first.get("global_batch_size", ""),
+        first.get("n_samples_per_prompt", SLIME_DEFAULTS["n_samples_per_prompt"]),
+    )
     if batch.isdigit() and n.isdigit() and int(batch) % int(n) == 0:
         why = f"global batch of {batch} samples / {n} samples per prompt"
         launch.added.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={int(batch) // int(n)} # {why}")

@@ -85,6 +85,12 @@ def async_or_sync(value: Any) -> str:
     return "async" if value else "sync"
 
 
+def thinking(value: Any) -> dict[str, bool]:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return {"enable_thinking": value}
+
+
 def plus_one(value: Any) -> Any:
     if not isinstance(value, int | float):
         raise ValueError("expected a number")
