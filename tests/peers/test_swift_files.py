@@ -221,8 +221,7 @@ def test_its_tool_call_scheduler_trains_two_steps_with_the_tiny_model(tmp_path, 
 def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registries):
     rows = [{**row, "solution": ""} for row in lake_rows(4)]
     words = (
-        "multi_turn_scheduler=gym_scheduler", "max_turns=3", "reward_funcs=gym",
-        "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs={env:frozen_lake}",
+        "multi_turn_scheduler=gym_scheduler", "max_turns=3", "use_gym_env=true", "gym_env=frozen_lake",
     )  # fmt: skip
     _, read = two_steps(tmp_path, LAKE, rows, "data.label_key=solution", *words)
     assert len(read) == 8 and all(row["stop_reason"] != "error" for row in read)

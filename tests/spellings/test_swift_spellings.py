@@ -78,3 +78,12 @@ def test_flags_with_several_values_and_without_one():
 def test_what_has_no_counterpart_is_refused_with_the_reason(words, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         config_of_command(words, None, "test")
+
+
+def test_an_environment_is_named_and_scores_as_the_manual_says():
+    words = ["--multi_turn_scheduler", "gym_scheduler", "--use_gym_env", "true", "--gym_env", "frozen_lake"]
+    config = config_of_command(words, None, "test")
+    assert config.reward.path == "gym"
+    assert config.actor_rollout_ref.rollout.multi_turn.scheduler_kwargs == {"env": "frozen_lake"}
+    with pytest.raises(ConfigError, match=r"both set reward\.path"):
+        config_of_command([*words, "--reward_funcs", "format"], None, "test")

@@ -225,7 +225,8 @@ def _swift(words: list[str], name: str, launch: Launch) -> None:
 
 def _swift_defaults(given: dict[str, list[str]], launch: Launch) -> None:
     """What the command leaves to ms-swift."""
-    kind = (given.get("train_type") or given.get("tuner_type") or [None])[0]
+    kinds = given.get("train_type") or given.get("tuner_type")
+    kind = kinds[0] if kinds else None
     if kind is None:
         launch.added.append("train_type=lora # ms-swift trains adapters unless it is told otherwise")
     defaults = {**SWIFT_DEFAULTS, "learning_rate": "1e-5" if kind == "full" else "1e-4"}

@@ -85,6 +85,13 @@ def async_or_sync(value: Any) -> str:
     return "async" if value else "sync"
 
 
+gym_reward = _if_on("gym")
+
+
+def gym_env(value: Any) -> dict[str, Any]:
+    return {"env": value}
+
+
 def thinking(value: Any) -> dict[str, bool]:
     if not isinstance(value, bool):
         raise ValueError(f"expected true or false, got {value!r}")
