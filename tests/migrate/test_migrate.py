@@ -219,7 +219,8 @@ def test_a_rollout_server_in_a_comment_is_taken_over_and_a_missing_one_is_asked_
 
 def test_megatrons_tensor_parallelism_and_what_changes_no_result_do_not_make_a_script_of_slime_fail():
     found = migrate(
-        SLIME + "--tensor-model-parallel-size 2 --context-parallel-size 2 --kl-coef 0.00 --eval-max-response-len 99 "
+        SLIME + "--n-samples-per-prompt 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --kl-coef 0.00 "
+        "--eval-max-response-len 99 "
         "--wandb-key hunter2 --wandb-team us --hf-checkpoint /m/ --ref-load /m_torch_dist/"
     )
     assert found.refused == [] and "hunter2" not in report(found)
@@ -232,7 +233,8 @@ def test_what_slime_does_without_being_told_is_written_out():
     found = migrate(SLIME)
     loss = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
     assert {"actor_rollout_ref.rollout.n=1", loss} <= set(found.added)
-    by_token = migrate(SLIME + "--calculate-per-token-loss")
+    assert "n is 1: grpo compares the samples of one prompt" in found.refused[0]
+    by_token = migrate(SLIME + "--n-samples-per-prompt 4 --calculate-per-token-loss")
     assert by_token.refused == [] and "actor_rollout_ref.actor.loss_agg_mode=token-mean" in by_token.overrides
 
 
@@ -259,8 +261,7 @@ def test_rows_counted_behind_the_name_of_a_data_set():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--warmup_ratio 0.05", "lr_warmup_steps in optimizer steps"),
-        ("--padding_free true", "--padding_free: no counterpart"),
+        ("--made_up true", "--made_up: no counterpart"),
         (
             "--vllm_mode server --vllm_server_host h",
             "vllm_server_host is refused: use actor_rollout_ref.rollout.servers",

@@ -364,7 +364,7 @@ def _slime_settled(given: dict[str, list[str]], launch: Launch) -> list[str]:
         settled.append("ref_load")
     for key, why in _SLIME_DROPPED.items():
         if key in given:
-            flag = " ".join(["--" + key.replace("_", "-"), *([] if is_secret_name(key) else given[key])])
+            flag = " ".join(["--" + key.replace("_", "-"), *([] if key == "wandb_key" else given[key])])
             launch.dropped.append(f"{flag}: {why}")
             settled.append(key)
     if "eval_max_response_len" in given:
