@@ -81,3 +81,51 @@ printf '%s\\n' "${ARGS[@]}" $LIST "['$M/a']" a#b ${N:-8} "$M$M" \\
     (ours,) = words(text)
     assert ours[:2] == ["printf", "%s\\n"]
     assert [w.replace("${oc.env:N,8}", "8") for w in ours[2:]] == seen.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        ("$(pwd)/tools.yaml", '"$(pwd)/tools.yaml"'),
+        ("$((1024 * 3))", "3072"),
+        ("$((1024 * SIZE / 2))", None),
+        ('"$(basename "$NAME")"', None),
+        ("`hostname`", '"`hostname`"'),
+    ],
+)
+def test_what_a_shell_computes_stays_the_shells(value, printed):
+    from verl_mt.migrate import migrate
+
+    script = f"NAME=Qwen/Qwen3\npython -m verl.trainer.main_ppo trainer.experiment_name={value}\n"
+    command = migrate(script).command()
+    (line,) = [line for line in command.splitlines() if "experiment_name" in line]
+    if printed is None:
+        shown = subprocess.run(["bash", "-c", f"SIZE=4; printf %s {line.strip().rstrip(chr(92))}"], text=True,
+                               capture_output=True, check=True).stdout  # fmt: skip
+        assert shown.partition("=")[2] in ("2048", "Qwen3")
+    else:
+        assert printed.strip('"') in line
+
+
+def test_a_function_of_the_script_goes_with_what_calls_it():
+    from verl_mt.migrate import migrate
+
+    script = "function now() {\n    echo today\n}\npython -m verl.trainer.main_ppo trainer.experiment_name=run_$(now)\n"
+    command = migrate(script).command()
+    assert command.startswith("function now() {\n    echo today\n}\n") and "run_$(now)" in command
+
+
+def test_vllm_becomes_sglang_and_is_listed():
+    from verl_mt.migrate import migrate
+
+    found = migrate("python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm")
+    assert "actor_rollout_ref.rollout.name=sglang" in found.overrides
+    assert any("vllm -> sglang" in line for line in found.changed)
+
+
+def test_a_warmup_ratio_of_a_known_number_of_steps_is_computed():
+    from verl_mt.migrate import migrate
+
+    words = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200"
+    found = migrate(f"python -m verl.trainer.main_ppo {words}")
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=20" in found.overrides

@@ -7,6 +7,9 @@ configuration itself: both read the tables of `verl_mt/spellings/`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
 import re
 import shlex
 import sys
@@ -18,10 +21,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides
+from verl_mt.config.hydra_source import read_yaml
+from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides, normalize_tree
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.migrate.launchers import VERL_DEFAULTS, Launch, Library, find_launch, parses
-from verl_mt.migrate.shell import read_script
+from verl_mt.migrate.shell import read_script, shell_text
 
 __all__ = ["Migration", "main", "migrate"]
 
@@ -55,17 +59,23 @@ class Migration:
     dropped: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+    """Definitions that the shell needs for what it computes in the command."""
 
     def command(self) -> str:
         """For a shell; a comment stands behind each line that the original does not have."""
+        before = "".join(f"{body}\n" for body in self.functions)
         head = [f"{name}={_for_shell(value)}" for name, value in self.env.items()]
         head += [_for_shell(word) for word in self.wrapper]
         head += ["python", "-m", "verl_mt.trainer", *map(_for_shell, self.flags)]
-        return " \\\n    ".join([" ".join(head), *map(_for_shell, self.overrides)])
+        return before + " \\\n    ".join([" ".join(head), *map(_for_shell, self.overrides)])
 
 
-def migrate(text: str) -> Migration:
+def migrate(text: str, script_file: Path | None = None) -> Migration:
     """Read a launch script or command.
+
+    Args:
+        script_file: where it lies; the YAML file that it names is looked for from there upwards, too.
 
     Raises:
         ConfigError: it starts nothing that is known, or a quote is not closed.
@@ -83,12 +93,12 @@ def migrate(text: str) -> Migration:
             "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
             f"slime (python train.py) found; the text starts {started}"
         )
-    return _migration(launch, launch.framework)
+    return _migration(launch, launch.framework, _yaml_of(launch.flags, script_file))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The body of the command. Returns 0 if everything could be carried over, 1 if something is refused, 2 if there is
-    nothing to carry over."""
+    """The body of the command. Returns 0 if everything could be carried over, 3 if some of it means something else here
+    (listed), 1 if something is refused, 2 if there is nothing to carry over."""
     words = list(sys.argv[1:] if argv is None else argv)
     given = words[words.index("--") + 1 :] if "--" in words else None
     parser = argparse.ArgumentParser(prog="python -m verl_mt.migrate", description=(__doc__ or "").partition(":")[2])
@@ -96,18 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.epilog = "A command itself goes behind --: python -m verl_mt.migrate -- python -m verl.trainer.main_ppo ..."
     args = parser.parse_args(words if given is None else words[: words.index("--")])
     try:
+        script_file = None
         if given is not None:
             text = shlex.join(given)
         elif args.script in (None, "-"):
             text = sys.stdin.read()
         else:
-            text = Path(args.script).read_text(errors="replace")
-        found = migrate(text)
+            script_file = Path(args.script)
+            text = script_file.read_text(errors="replace")
+        found = migrate(text, script_file)
     except (VerlMTError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(found))
-    return 1 if found.refused else 0
+    return 1 if found.refused else 3 if found.changed else 0
 
 
 def report(found: Migration) -> str:
@@ -143,16 +155,40 @@ def _with_commented_rollout(text: str) -> tuple[str, bool]:
     return "\n".join([*command, text]), True
 
 
-def _migration(launch: Launch, library: Library) -> Migration:
-    overrides = list(launch.overrides)
+def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
+    """The YAML file that `--config-path` and `--config-name` name; None where there is none, or it is not here.
+
+    A path behind `$(pwd)` or a variable is looked for from the working directory, and from the script upwards.
+    """
+    given = dict(itertools.pairwise(flags)) | dict(f.split("=", 1) for f in flags if f.startswith("-") and "=" in f)
+    name = given.get("--config-name", given.get("-cn"))
+    folder = given.get("--config-path", given.get("-cp", ""))
+    if name is None:
+        return None
+    places = [Path.cwd(), *(script_file.resolve().parents if script_file else ())]
+    inner = _ENV.sub("", folder).lstrip("/") if _ENV.search(folder) else folder
+    files = [place / inner / f"{name.removesuffix('.yaml')}.yaml" for place in places]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
+    overrides, instead = _instead(launch.overrides) if library == "verl" else (list(launch.overrides), [])
     _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
-    added = _unsaid(launch, library, named)
+    if yaml is not None:
+        content = read_yaml(yaml) or {}
+        _, of_file = normalize_tree({k: v for k, v in content.items() if k not in ("defaults", "hydra")}, str(yaml))
+        named |= {item.key for item in of_file.items}
+    added = _unsaid(launch, library, named, yaml)
     lines, outcome = normalize_overrides([*overrides, *added])
     found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
+    found.functions = launch.functions
     found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]
-    found.changed = [_text(n) for n in outcome.notes if n not in dropped]
+    ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
+    if ranks:
+        found.added["trainer.placement=ray"] = "several ranks need it"
+    found.changed = [*instead, *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks)]
     found.dropped = [*launch.dropped, *(_text(n).replace(" has nothing to set", "") for n in dropped)]
     by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in added.items()}
     values = {_key(line): line for line in found.overrides}
@@ -161,18 +197,49 @@ def _migration(launch: Launch, library: Library) -> Migration:
             found.added[values[item.key]] = by_spelling[item.spelling]
     found.notes = [*launch.notes, *_by_hand(library, outcome.items)]
     if not found.refused:
-        found.refused = _composing(found)
+        found.refused = _composing(found, yaml)
     return found
 
 
-def _unsaid(launch: Launch, library: Library, named: set[str]) -> dict[str, str]:
+def _instead(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """verl's words with those that have a counterpart of another name put in their place, and what that changes."""
+    kept, said = [], []
+    total = next((w.partition("=")[2] for w in words if w.lstrip("+").startswith("trainer.total_training_steps=")), "")
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
+            kept.append(f"{key}=sglang")
+            said.append(
+                f"{key}={value} -> sglang: the engine for real work here; it samples, nothing that is learned changes"
+            )
+        elif key == "actor_rollout_ref.rollout.trace.backend" and value in ("mlflow", "weave"):
+            said.append(f"{key}={value}: not offered, left out; otel sends spans to any collector of OpenTelemetry")
+        elif key == "actor_rollout_ref.rollout.trace.token2text":
+            said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
+        elif key.endswith(".optim.lr_warmup_steps_ratio") and total.isdigit() and _is_number(value):
+            steps = int(float(value) * int(total))
+            kept.append(f"{key.removesuffix('_ratio')}={steps}")
+            said.append(f"{word} -> {steps} steps: the ratio of trainer.total_training_steps={total}")
+        elif key == "trainer.device" and value == "npu":
+            said.append(f"{word}: left out; the device is found where the run starts")
+        else:
+            kept.append(word)
+    return kept, said
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[\d.]+(?:e-?\d+)?", text) is not None
+
+
+def _unsaid(launch: Launch, library: Library, named: set[str], yaml: Path | None) -> dict[str, str]:
     """Overrides for what the other library does where its command says nothing -> why."""
     words = [word.partition(" # ")[::2] for word in launch.added]
     if library != "verl":  # they use one without being told
         words.append(("actor_rollout_ref.rollout.name=sglang", "the engine for real work"))
-    if library == "verl" and not launch.flags:
+    if library == "verl" and (yaml is not None or not launch.flags):
         shown = {key: "null" if value is None else str(value) for key, value in VERL_DEFAULTS.items()}
         # In verl's spelling it also means Ray workers.
+        shown["actor_rollout_ref.rollout.name"] = "sglang"  # vLLM there
         shown["trainer.n_gpus_per_node"] = shown.pop("trainer.n_workers_per_node")
         words += [(f"{key}={value}", "verl's default") for key, value in shown.items()]
     named = named | ({"trainer.n_gpus_per_node"} if "trainer.n_workers_per_node" in named else set())
@@ -189,14 +256,15 @@ def _by_hand(library: Library, items: Sequence[object]) -> list[str]:
     return notes
 
 
-def _composing(found: Migration) -> list[str]:
+def _composing(found: Migration, yaml: Path | None) -> list[str]:
     """What only the whole configuration shows; a variable that is not set here is given a number for the while."""
-    name = found.flags[found.flags.index("--config-name") + 1] if "--config-name" in found.flags else None
-    if name is not None or any(f.startswith("-") for f in found.flags):
-        return []  # starts from a file that may not be here
+    if yaml is None and any(f.startswith("-") for f in found.flags):
+        found.notes.append("the YAML file that the command names is not here: run it with --cfg job where it is")
+        return []
     words = [_ENV.sub(lambda m: m.group(2) or "1", word) for word in found.overrides]
     try:
-        compose(words)
+        with contextlib.redirect_stderr(io.StringIO()):  # what is to be said of the command stands in the report
+            compose(words, yaml.stem if yaml else None, yaml.parent if yaml else None)
     except VerlMTError as error:
         lines = [line.removeprefix("  - ") for line in str(error).splitlines()]
         return [_text(line) for line in lines if not line.endswith("problems in the configuration:")]
@@ -223,7 +291,7 @@ def _key(line: str) -> str:
 
 
 def _text(text: str) -> str:
-    return _ENV.sub(lambda m: f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
+    return _ENV.sub(lambda m: shell_text(m.group(1)) or f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
 
 
 def _for_shell(word: str) -> str:
@@ -234,6 +302,10 @@ def _for_shell(word: str) -> str:
     for found in _ENV.finditer(word):
         parts.append(re.sub(r'([\\"$`])', r"\\\1", word[place : found.start()]))
         name, default = found.groups()
+        if (computed := shell_text(name)) is not None:
+            parts.append(computed)
+            place = found.end()
+            continue
         parts.append(f"${name}" if default is None else f"${{{name}:-{default}}}")
         place = found.end()
     parts.append(re.sub(r'([\\"$`])', r"\\\1", word[place:]))

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from verl_mt.config.normalize import split_argv
 from verl_mt.config.redact import is_secret_name
 from verl_mt.config.spelling_tables import families
-from verl_mt.migrate.shell import Command, Script
+from verl_mt.migrate.shell import Command, Script, shell_text
 from verl_mt.plugins import suggest
 
 Library = Literal["verl", "ms-swift", "slime"]
@@ -110,6 +110,8 @@ class Launch:
     """Names of the commands that were read: `swift rollout`, `swift rlhf`."""
     wants_server: bool = False
     """Its trainer asks a rollout server that another command starts."""
+    functions: list[str] = field(default_factory=list)
+    """Definitions of the script's own functions that the shell needs for it."""
 
 
 def find_launch(script: Script) -> Launch:
@@ -120,9 +122,9 @@ def find_launch(script: Script) -> Launch:
     launch = Launch(notes=list(script.notes))
     for command in script.commands:
         _take(command, launch)
-    for word in [w for w in launch.overrides if "$(" in w or "`" in w]:
-        launch.overrides.remove(word)
-        launch.refused.append(f"{word}: the shell computes it; write its value out")
+    names = re.findall(r"oc\.env:(\w+)", " ".join([*launch.overrides, *launch.flags, *launch.env.values()]))
+    computed = " ".join(text for name in names if (text := shell_text(name)))
+    launch.functions = [body for name, body in script.functions.items() if re.search(rf"\b{name}\b", computed)]
     if launch.framework is not None:
         _take_env(script.exported, launch)
     if launch.wants_server and "swift rollout" not in launch.started:

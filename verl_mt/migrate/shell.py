@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_KEPT = "VERL_MT_SHELL_"
+_COMPUTED = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
+_FUNCTION = re.compile(r"^(?:function\s+)?([A-Za-z_]\w*)\s*\(\)\s*\{.*?^\}", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
@@ -58,6 +62,8 @@ class Script:
     notes: list[str] = field(default_factory=list)
     """What is missing because only a shell could say it."""
     exported: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
+    """Name -> its definition as written, for what the shell computes with it."""
     _variables: dict[str, str] = field(default_factory=dict)
     _arrays: dict[str, list[str]] = field(default_factory=dict)
 
@@ -70,7 +76,7 @@ def read_script(text: str) -> Script:
     """Raises:
     ConfigError: a quote or a bracket that is not closed.
     """
-    script = Script()
+    script = Script(functions={found[1]: found.group() for found in _FUNCTION.finditer(text)})
     for words in _split(text):
         _run(words, script)
     return script
@@ -175,9 +181,55 @@ def _fill_word(word: Word, script: Script) -> str:
     return "".join(_fill(text, script) if kind in ("expands", "quoted") else text for kind, text in word)
 
 
+def kept(text: str) -> str:
+    """What only a shell can compute, `$(pwd)`, as a variable whose name holds the text; `shell_text` reads it."""
+    return f"${{oc.env:{_KEPT}{text.encode().hex()}}}"
+
+
+def shell_text(name: str) -> str | None:
+    """The text that `kept` has put into a variable's name; None for a variable of the user's."""
+    return bytes.fromhex(name.removeprefix(_KEPT)).decode() if name.startswith(_KEPT) else None
+
+
+def _for_inside(text: str, script: Script) -> str:
+    """A computation with the script's own variables put in, since the result is a command without them."""
+
+    def value(found: re.Match[str]) -> str:
+        known = script._variables.get(found.group(1) or found.group(3))
+        if known is None:
+            return found.group()
+        return re.sub(r"\$\{oc\.env:(\w+)[^}]*\}", lambda m: shell_text(m[1]) or f"${{{m[1]}}}", known)
+
+    return _VARIABLE.sub(value, text)
+
+
+def _computed(found: re.Match[str], script: Script) -> str:
+    text = _for_inside(found.group(), script)
+    sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", text)
+    if sum_ is None:
+        return kept(text)
+    try:
+        return str(int(_value_of(ast.parse(sum_[1].strip(), mode="eval").body)))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return kept(text)
+
+
+def _value_of(node: ast.expr) -> int:
+    """Whole numbers only, as in a shell; a division is cut towards zero."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value_of(node.operand)
+    if isinstance(node, ast.BinOp):
+        a, b = _value_of(node.left), _value_of(node.right)
+        rules = {ast.Add: lambda: a + b, ast.Sub: lambda: a - b, ast.Mult: lambda: a * b, ast.Div: lambda: int(a / b)}
+        if type(node.op) in rules:
+            return rules[type(node.op)]()
+    raise ValueError("not a sum that is known here")
+
+
 def _fill(text: str, script: Script) -> str:
-    if "$(" in text or "`" in text:
-        return text  # only a shell could say
+    text = _COMPUTED.sub(lambda found: _computed(found, script), text)
 
     def value(found: re.Match[str]) -> str:
         name, default = found.group(1) or found.group(3), found.group(2)

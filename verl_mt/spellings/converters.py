@@ -164,6 +164,11 @@ def trace_backend(value: Any) -> Any:
     return value
 
 
+def sampler_path(value: Any) -> Any:
+    """verl's `pkg://package.module` and `file://samplers.py`, as far as the class's name, which stands apart there."""
+    return DROP if value is None else str(value).removeprefix("pkg://").removeprefix("file://")
+
+
 def in_order(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list) else value
 
@@ -215,6 +220,7 @@ def swift_correction(mode: Any) -> Any:
 
 def settle_verl(outcome: Outcome, where: str) -> None:
     _leave_critic(outcome, where)
+    _name_sampler(outcome)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
 
@@ -253,6 +259,17 @@ def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
             f"prompt_data ({where}) without apply_chat_template -> also data.apply_chat_template=False: the function "
             "gets the column as it is"
         )
+
+
+def _name_sampler(outcome: Outcome) -> None:
+    """A module and the class in it are two keys there and one here."""
+    places = [item for item in outcome.items if item.spelling == "data.sampler.class_path"]
+    names = [item for item in outcome.items if item.spelling == "data.sampler.class_name" and item.value is not None]
+    if places and names:
+        place = str(places[0].value)
+        joined = f"{place}{':' if place.endswith('.py') else '.'}{names[0].value}"
+        kept = [item for item in outcome.items if item not in (*places, *names)]
+        outcome.items = [*kept, replace(names[0], value=joined)]
 
 
 def _leave_critic(outcome: Outcome, where: str) -> None:

@@ -1,0 +1,79 @@
+"""verl's own launch scripts through `python -m verl_mt.migrate`: how they end, what they resolve to, and that a shell
+reads what comes out."""
+
+from __future__ import annotations
+
+import subprocess
+
+import conformance
+import pytest
+
+from verl_mt.config.compose import compose
+from verl_mt.migrate import main
+
+REFUSED = {
+    "search_r1_like/run_qwen2.5-3b_instruct_search_multiturn.sh": "lr_warmup_steps_ratio",  # of an unknown number
+    "run_qwen3_4b_dapo_multiturn.sh": "data.custom_cls",  # a data set class of a recipe that is not there
+}
+"""Scripts that need no Megatron and are refused -> what they name that has no counterpart."""
+EXAMPLES = "examples/sglang_multiturn"
+SCRIPTS = sorted(
+    (revision.name, str(file.relative_to(revision / EXAMPLES)))
+    for revision in conformance.revisions("verl")
+    for file in (revision / EXAMPLES).rglob("*.sh")
+    if "main_ppo" in file.read_text()
+)
+
+
+def migrated(revision: str, script: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = main([str(conformance.peer("verl", revision, f"{EXAMPLES}/{script}"))])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("revision", "script"), SCRIPTS)
+def test_a_script_composes_or_is_refused_for_a_known_reason(revision, script, capsys):
+    status, text = migrated(revision, script, capsys)
+    refused = text.partition("# REFUSED")[2]
+    if "megatron" in script:
+        assert status == 1 and "Megatron is not offered" in refused
+    elif script in REFUSED:
+        assert status == 1 and REFUSED[script] in refused
+    else:
+        assert status in (0, 3) and not refused
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_four_of_five_scripts_without_megatron_compose(capsys):
+    tried = [place for place in SCRIPTS if "megatron" not in place[1]]
+    if not tried:
+        pytest.skip("no files of verl")
+    ended = [migrated(*place, capsys)[0] for place in tried]
+    assert sum(status in (0, 3) for status in ended) >= 0.8 * len(tried) and len(tried) >= 20
+
+
+@pytest.mark.slow
+def test_what_a_script_prints_is_what_a_shell_hands_to_the_trainer(capsys, tmp_path):
+    """The printed command is run by a shell with a stand-in for python that shows its words."""
+    revision, script = "v0.6.1", "run_qwen2.5-3b_gsm8k_multiturn.sh"
+    status, text = migrated(revision, script, capsys)
+    (tmp_path / "python").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
+    (tmp_path / "python").chmod(0o755)
+    root = conformance.peer("verl", revision).resolve()
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=root, text=True, capture_output=True, check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/someone", "OFFLOAD": "False"},
+    )  # fmt: skip
+    words = done.stdout.split("\n")[2:-1]
+    folder = next(w for w in words if w.startswith("--config-path=")).partition("=")[2]
+    assert status in (0, 3) and folder == f"{root}/{EXAMPLES}/config"
+    overrides = [w for w in words if not w.startswith("-")]
+    tools = next(w for w in overrides if "tools_config_file" in w).partition("=")[2].strip("'")
+    assert tools == f"{root}/{EXAMPLES}/config/tool_config/gsm8k_tool_config.yaml"
+    config = compose(overrides, "gsm8k_multiturn_grpo", folder)
+    assert config.data.train_batch_size == 256 and config.actor_rollout_ref.rollout.n == 16
+    assert config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.name == "sglang"
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0  # verl's default, not ours
+    assert config.trainer.max_actor_ckpt_to_keep is None and config.trainer.n_workers_per_node == 8
