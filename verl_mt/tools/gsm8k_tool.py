@@ -21,6 +21,9 @@ class Gsm8kTool(BaseTool):
     """
 
     runs_inline = True
+    own_name = "calc_gsm8k_reward"
+    own_description = "Check an answer to a GSM8K problem. 1.0 means it is correct, 0.0 that it is not."
+    answer_description = "The model's answer to the problem, a number"
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema)
@@ -31,13 +34,13 @@ class Gsm8kTool(BaseTool):
         schema = self.__dict__.get("tool_schema")
         if schema is not None:
             return schema
-        answer = {"type": "string", "description": "The model's answer to the problem, a number"}
+        answer = {"type": "string", "description": self.answer_description}
         return OpenAIFunctionToolSchema.model_validate(
             {
                 "type": "function",
                 "function": {
-                    "name": "calc_gsm8k_reward",
-                    "description": "Check an answer to a GSM8K problem. 1.0 means it is correct, 0.0 that it is not.",
+                    "name": self.own_name,
+                    "description": self.own_description,
                     "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
                 },
             }
@@ -66,22 +69,28 @@ class Gsm8kTool(BaseTool):
         """Score one submission."""
         state = self._instance_dict[instance_id]
         answer = str(parameters["answer"])
-        state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
-        score = self._score(state)
+        state["response"] = self.solution(answer)
+        score = self.score(state["response"], state["ground_truth"])
         improved = score > state["reward"]
         state["reward"] = score
         return ToolResponse(text=f"The answer {answer!r} scores {score}."), 0.0 if improved else NOT_IMPROVED_REWARD, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the last submission; 0 without one."""
-        return self._score(self._instance_dict[instance_id])
+        state = self._instance_dict[instance_id]
+        return self.score(state["response"], state["ground_truth"])
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the problem."""
         del self._instance_dict[instance_id]
 
-    def _score(self, state: dict[str, Any]) -> float:
-        if not state["response"]:
+    def solution(self, answer: str) -> str:
+        """The text that is scored for a submitted answer."""
+        return answer if answer.startswith("#### ") else f"#### {answer}"
+
+    def score(self, solution: str, ground_truth: str) -> float:
+        """1 for a right solution, else 0; 0 for an empty one."""
+        if not solution:
             return 0.0
-        score = compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.0, score=1.0)
+        score = compute_score(solution, ground_truth, method="flexible", format_score=0.0, score=1.0)
         return float(score["score"] if isinstance(score, dict) else score)
