@@ -113,7 +113,7 @@ def _package(library: str, source: Path) -> str:
 def imported(file: Path, name: str | None = None) -> Iterator[ModuleType]:
     """A file as a module of its own name, its folder importable for what lies beside it; forgotten afterwards."""
     name = name or file.stem
-    before = set(sys.modules)
+    before = dict(sys.modules)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -124,10 +124,12 @@ def imported(file: Path, name: str | None = None) -> Iterator[ModuleType]:
         yield module
     finally:
         sys.path.remove(str(file.parent))
-        for other in set(sys.modules) - before:
-            origin = getattr(sys.modules[other], "__file__", None) or ""
-            if Path(origin).is_relative_to(file.parent):
+        for other, loaded in list(sys.modules.items()):
+            origin = getattr(loaded, "__file__", None) or ""
+            if loaded is not before.get(other) and Path(origin).is_relative_to(file.parent):
                 del sys.modules[other]
+                if other in before:  # a module of ours had that name
+                    sys.modules[other] = before[other]
 
 
 def table(verdicts: list[Verdict]) -> list[str]:
