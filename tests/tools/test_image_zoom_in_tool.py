@@ -64,3 +64,11 @@ def test_a_row_without_an_image_and_a_wrong_config_are_named(quarters):
         ImageZoomInTool({"zom": 2})
     with pytest.raises(ValueError, match=r"set extra_info.tools_kwargs.image_zoom_in_tool.create_kwargs.image"):
         asyncio.run(ImageZoomInTool({}).create("i"))
+
+
+def test_verls_settings_limit_the_crops_at_once_and_a_timeout_is_said_to_change_nothing(caplog):
+    of_verl = {"num_workers": 20, "rate_limit": 5, "timeout": 30, "type": "native"}
+    assert ImageZoomInTool(of_verl).max_concurrency == 5
+    assert "timeout=30 changes nothing" in caplog.text
+    assert ImageZoomInTool(of_verl | {"enable_global_rate_limit": False}).max_concurrency == 20
+    assert ImageZoomInTool({}).max_concurrency is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 from uuid import uuid4
 
@@ -10,6 +11,8 @@ from verl_mt.data.media import load_image
 from verl_mt.errors import ToolCallError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+log = logging.getLogger(__name__)
 
 _SCHEMA = {
     "type": "function",
@@ -35,7 +38,7 @@ _SCHEMA = {
 
 
 _OF_VERL = {"type", "num_workers", "rate_limit", "timeout", "enable_global_rate_limit"}
-"""Settings of verl's tool of this name: how many crops run at once, which the executor's limits say here."""
+"""Settings of verl's tool of this name."""
 
 
 class ImageZoomInTool(BaseTool):
@@ -45,9 +48,10 @@ class ImageZoomInTool(BaseTool):
 
     Args:
         config: `zoom` (float, default 2): how much larger; `min_side` (int, default 28): pixels that a side of what is
-            shown has at least; `max_side` (int, default 1024): at most. verl's `num_workers`, `rate_limit`,
-            `timeout` and `enable_global_rate_limit` are taken and change nothing: `multi_turn.tool_concurrency` and
-            `tool_timeout_s` hold for every tool.
+            shown has at least; `max_side` (int, default 1024): at most. Of verl's settings, the smaller of
+            `num_workers` and `rate_limit` (the latter unless `enable_global_rate_limit` is False) is how many crops
+            run at once in this process; `timeout` is said to change nothing, `multi_turn.tool_timeout_s` holds for
+            every tool.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
@@ -58,6 +62,15 @@ class ImageZoomInTool(BaseTool):
         if unknown or not all(isinstance(values[key], int | float) and values[key] > 0 for key in known):
             raise ValueError(f"{self.name}: config takes the positive numbers {', '.join(known)}, got {config}")
         self._zoom, self._min, self._max = (values[key] for key in known)
+        at_once = [config.get("num_workers")]
+        at_once += [config.get("rate_limit")] if config.get("enable_global_rate_limit", True) else []
+        self.max_concurrency = min((n for n in at_once if n is not None), default=None)
+        if "timeout" in config:
+            log.warning(
+                "%s: timeout=%s changes nothing; multi_turn.tool_timeout_s holds for every tool",
+                self.name,
+                config["timeout"],
+            )
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
