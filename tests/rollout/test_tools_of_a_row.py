@@ -10,6 +10,8 @@ from tool_runs import CHAT
 
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
+from verl_mt.rewards import Reward
+from verl_mt.rewards.adapters import adapt
 from verl_mt.rollout.runner import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
@@ -97,6 +99,42 @@ def test_a_model_that_answers_when_its_calls_are_used_up_finishes_as_any_other()
     done = roll_out([call("north", 1) + call("north", 2), "the answer"], max_calls=1)
     assert done.stop_reason is StopReason.FINISHED and done.turn_texts[-1] == "the answer"
     assert sum(done.records[0].loss_mask) == sum(done.records[0].sampled)
+
+
+class Counts(Reward):
+    """A native reward."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def score(self, items):
+        self.seen += [item.extra_info["num_turns"] for item in items]
+        return [{"score": 1.0} for _ in items]
+
+
+@pytest.mark.parametrize(
+    ("turns", "rounds"),
+    [(["done"], 0), ([call("north", 1) + call("south", 1), call("north", 2), "done"], 2)],
+)
+def test_a_reward_with_verls_parameters_counts_turns_as_there_and_a_native_one_the_assistants(turns, rounds):
+    seen, native = [], Counts()
+
+    def one(data_source, solution_str, ground_truth, extra_info):
+        seen.append(extra_info)
+        return 1.0
+
+    def several(data_sources, solution_strs, ground_truths, extra_infos):
+        seen.extend(extra_infos)
+        return [1.0] * len(extra_infos)
+
+    for reward in (adapt(one, label="one", kwargs={}, timeout_s=5), adapt(several, label="s", kwargs={}, timeout_s=5)):
+        RUNS.clear()
+        (done,) = tool_runs.roll_out(turns, ToolSet([north, south]), reward=reward)
+        assert done.reward == 1.0, done.error
+    assert [(i["num_turns"] - 2) / 2 for i in seen] == [rounds, rounds]  # as verl's retool counts tool rounds
+    assert [i["assistant_turns"] for i in seen] == [len(turns)] * 2
+    (done,) = tool_runs.roll_out(turns, ToolSet([north, south]), reward=native)
+    assert native.seen == [done.num_turns] == [len(turns)]
 
 
 def test_tools_are_closed_once_when_the_run_is_over():
