@@ -51,12 +51,13 @@ def make_runner(turns: list[str], tools: ToolSet, **limits) -> RolloutRunner:
 
 
 def roll_out(
-    turns: list[str], tools: ToolSet, *, n: int = 1, extra_info=None, reward: Reward | None = None, **limits
+    turns: list[str], tools: ToolSet, *, n: int = 1, extra_info=None, reward: Reward | None = None, raw=None, **limits
 ) -> list[Trajectory]:
     """`n` trajectories of one row with this `extra_info`."""
     runner = make_runner(turns, tools, **limits)
     runner.reward = reward or runner.reward
     row = DataRow([{"role": "user", "content": "q"}], "toy", extra_info=extra_info or {}, index=3, file="toy.jsonl")
+    row.raw = raw or {}
     prompt = PromptBuilder(CHAT, tools, 6000, True, "error").build(row)
     assert prompt is not None
 

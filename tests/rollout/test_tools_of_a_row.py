@@ -8,10 +8,15 @@ import pytest
 import tool_runs
 from tool_runs import CHAT
 
+from verl_mt.config.compose import compose
+from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
+from verl_mt.errors import DataError
 from verl_mt.rewards import Reward
 from verl_mt.rewards.adapters import adapt
+from verl_mt.rollout.doors import has_own_loop
+from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
@@ -99,6 +104,33 @@ def test_a_model_that_answers_when_its_calls_are_used_up_finishes_as_any_other()
     done = roll_out([call("north", 1) + call("north", 2), "the answer"], max_calls=1)
     assert done.stop_reason is StopReason.FINISHED and done.turn_texts[-1] == "the answer"
     assert sum(done.records[0].loss_mask) == sum(done.records[0].sampled)
+
+
+def test_a_row_chooses_the_tool_loop_or_one_answer_by_its_agent_name():
+    turns, tools = [call("north", 1), "done"], ToolSet([north, south])
+    RUNS.clear()
+    (looped,) = tool_runs.roll_out(turns, tools, raw={"agent_name": "tool_agent"})
+    assert RUNS == ["north 1"] and looped.num_turns == 2
+    (once,) = tool_runs.roll_out(turns, tools, raw={"agent_name": "single_turn_agent"})
+    assert RUNS == ["north 1"] and once.num_turns == 1 and once.stop_reason is StopReason.FINISHED
+    assert "Go north." in prompt_text(looped) and "Go north." not in prompt_text(once)
+
+
+@pytest.mark.parametrize("name", ["tool_agnt", 3])
+def test_an_agent_name_that_is_no_loop_is_refused_with_file_and_row_unless_a_loop_of_the_users_runs(name):
+    row = DataRow([{"role": "user", "content": "q"}], "toy", raw={"agent_name": name}, index=3, file="toy.jsonl")
+    builder = PromptBuilder(CHAT, ToolSet([north]), 6000, True, "error")
+    with pytest.raises(DataError, match=r"toy\.jsonl, row 3: column agent_name is .*single_turn_agent, tool_agent"):
+        builder.keep([row])
+    theirs = PromptBuilder(CHAT, ToolSet([north]), 6000, True, "error", reads_agent_name=False)
+    assert theirs.keep([row]) == [row]
+
+
+def test_only_the_tool_loop_reads_the_agent_name():
+    for setting in ("custom_generate_function_path=my.f", "agent_function_path=my.f", "multi_turn.scheduler=my.S"):
+        keys = [f"actor_rollout_ref.rollout.{key}" for key in (setting, "tool_kwargs.tools_config_file=null")]
+        assert has_own_loop(compose(keys).actor_rollout_ref.rollout)
+    assert not has_own_loop(compose([]).actor_rollout_ref.rollout)
 
 
 class Counts(Reward):

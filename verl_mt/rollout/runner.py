@@ -183,10 +183,10 @@ class RolloutRunner:
             session.start(prompt.ids, prompt.messages, prompt.tools)
             if prompt.problem is not None:
                 raise DataError(prompt.problem)
-            if self.tools is not None:
+            if self.tools is not None and not prompt.one_turn:
                 tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"), tools=prompt.toolset)
                 await tools.start()
-            if self.interactions:
+            if self.interactions and not prompt.one_turn:
                 interaction = InteractionSession.open(
                     self.interactions,
                     extra.get("interaction_kwargs"),
