@@ -46,7 +46,7 @@ def south(step: int) -> str:
     return f"south {step}"
 
 
-def call(name: str, step: int) -> str:
+def call(name: str, step: int | str) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': {'step': step}})}</tool_call>"
 
 
@@ -131,6 +131,17 @@ def test_only_the_tool_loop_reads_the_agent_name():
         keys = [f"actor_rollout_ref.rollout.{key}" for key in (setting, "tool_kwargs.tools_config_file=null")]
         assert has_own_loop(compose(keys).actor_rollout_ref.rollout)
     assert not has_own_loop(compose([]).actor_rollout_ref.rollout)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_number_as_text_is_told_to_the_model_or_reaches_the_tool_converted_and_counted(convert):
+    RUNS.clear()
+    turns = [call("north", "2"), "done"]
+    (done,) = tool_runs.roll_out(turns, ToolSet([north]), convert_arguments=convert)
+    assert (["north 2"] if convert else []) == RUNS
+    assert done.counters.get("tools/north/converted_arguments", 0) == convert
+    assert done.counters.get("tools/north/model_errors", 0) == (not convert)
+    assert json.loads(turns[0].removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"] == {"step": "2"}
 
 
 class Counts(Reward):
