@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -360,3 +361,36 @@ def test_the_output_is_a_script_that_runs_as_it_is(tmp_path):
 def test_what_is_no_training_by_reinforcement_is_sent_elsewhere(text, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         migrate(text)
+
+
+def test_a_runtime_environment_written_over_several_lines_reaches_the_submission(tmp_path):
+    """The printed command is run by a shell with a stand-in for ray that shows its words."""
+    text = """PORT=8265
+RUNTIME_ENV_JSON="{
+  \\"env_vars\\": {
+    \\"PYTHONPATH\\": \\"/root/lib/\\",
+    \\"LINK\\": \\"${HAS_LINK}\\"
+  }
+}"
+ray job submit --address="http://127.0.0.1:${PORT}" \\
+   --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+   -- python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4 --rollout-max-response-len 64
+"""
+    found = migrate(text)
+    (tmp_path / "ray").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (tmp_path / "ray").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HAS_LINK": "1"}
+    done = subprocess.run(["bash", "-c", found.command()], text=True, capture_output=True, env=environment, check=True)
+    words = done.stdout.split("\0")
+    assert words[:3] == ["job", "submit", "--address=http://127.0.0.1:8265"]
+    asked = json.loads(words[3].removeprefix("--runtime-env-json="))
+    assert asked == {"env_vars": {"PYTHONPATH": "/root/lib/", "LINK": "1"}}
+    assert words[4:8] == ["--", "python", "-m", "verl_mt.trainer"]
+
+
+def test_a_list_for_the_engine_keeps_its_numbers_and_may_be_counted_by_the_shell():
+    text = SLIME + "--n-samples-per-prompt 8 --sglang-cuda-graph-bs 1 2 $(seq 4 4 12)"
+    key = "actor_rollout_ref.rollout.engine_kwargs.cuda_graph_bs"
+    found = migrate(text)
+    assert not found.refused and any(word.lstrip("+") == f"{key}=[1,2,4,8,12]" for word in found.overrides)
+    assert composed(text).actor_rollout_ref.rollout.engine_kwargs["cuda_graph_bs"] == [1, 2, 4, 8, 12]

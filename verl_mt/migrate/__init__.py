@@ -81,7 +81,7 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
         ConfigError: it starts nothing that is known, or a quote is not closed.
     """
     text, taken = _with_commented_rollout(text)
-    script = read_script(text)
+    script = read_script(text, script_file)
     if taken:
         script.note("the `swift rollout` command stands in a comment of the script; what it says was taken over")
     launch = find_launch(script)
