@@ -4,14 +4,17 @@ files after the documented replacement; only the model, the sizes and the placem
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import conformance
+import pyarrow.parquet as pq
 import pytest
 from command_lab import NO_VALIDATION, metrics_of, rows_of
 
+from verl_mt import sft
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.sampler import PositionSampler
@@ -21,8 +24,9 @@ from verl_mt.trainer.build import build_trainer
 REPO = Path(__file__).resolve().parents[2]
 REVISIONS = ("v0.5.0", "v0.6.1")
 EXAMPLES = "examples/sglang_multiturn"
+MODEL = "actor_rollout_ref.model.path"
 TINY = (
-    "actor_rollout_ref.model.path=verl_mt://tiny", "actor_rollout_ref.model.dtype=float32",
+    f"{MODEL}=verl_mt://tiny", "actor_rollout_ref.model.dtype=float32",
     "actor_rollout_ref.rollout.name=local", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "trainer.n_workers_per_node=1", "trainer.placement=inline", "actor_rollout_ref.rollout.n=2",
     "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=2",
@@ -80,17 +84,49 @@ def two_steps(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory, shared_data) -> Path:
+    """The tiny model after it was shown how verl's tool is called, on the same few problems."""
+    home = tmp_path_factory.mktemp("cold")
+    tools = "config/tool_config/gsm8k_tool_config.yaml"
+    copy = conformance.copy_replaced("verl", conformance.peer("verl", REVISIONS[0], f"{EXAMPLES}/{tools}"), home)
+    gsm8k(home, shared_data, "tool", "gsm8k")
+    demos = []
+    for row in pq.read_table(home / "data" / "gsm8k" / "train.parquet").to_pylist():
+        words = json.dumps({"answer": row["reward_model"]["ground_truth"]})
+        call = {"id": "c", "type": "function", "function": {"name": "calc_gsm8k_reward", "arguments": words}}
+        demos.append({"messages": [*row["prompt"], {"role": "assistant", "content": "", "tool_calls": [call]}]})
+    (home / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
+    overrides = (
+        f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={copy}", "data.train_batch_size=8",
+        "trainer.total_epochs=90", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.num_threads=1",
+    )  # fmt: skip
+    assert sft.main(["--data", str(home / "demos.jsonl"), "--out", str(home / "out"), *overrides]) == 0
+    return home / "out" / "hf"
+
+
+def stretches(bits: list[int]) -> int:
+    """How many runs of ones there are."""
+    return sum(1 for before, bit in zip([0, *bits], bits, strict=False) if bit and not before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("revision", REVISIONS)
-def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, capsys):
+def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, caller, capsys):
     gsm8k(tmp_path, shared_data, "tool", "gsm8k")
-    config = configured(revision, "run_qwen2.5-3b_gsm8k_multiturn.sh", tmp_path, capsys)
+    config = configured(revision, "run_qwen2.5-3b_gsm8k_multiturn.sh", tmp_path, capsys, f"{MODEL}={caller}")
     assert config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns == 5
     assert config.actor_rollout_ref.actor.kl_loss_coef == 0.001 and config.data.max_prompt_length == 1024
     rows = two_steps(config)
-    for row in rows:  # created with the row's answer, offered in the file's own words, and scored once at the end
+    called = [row for row in rows if row["num_turns"] > 1]
+    assert len(called) >= 4, "the model calls the tool, and goes on with what it says"
+    for row in rows:
         assert [tool["function"]["name"] for tool in row["tools"]] == ["calc_gsm8k_reward"]
-        assert [len(rewards) for rewards in row["tool_rewards"].values()] == [1]
+    for row in called:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles[2:5] == ["assistant", "tool", "assistant"] and "scores" in row["messages"][3]["content"]
+        assert len(row["tool_rewards"]["calc_gsm8k_reward"]) == row["num_turns"]  # of each call, and of the whole
+        assert [stretches(record["loss_mask"]) for record in row["records"]] == [row["num_turns"]]
 
 
 @pytest.mark.slow

@@ -65,7 +65,11 @@ def _verl_proofs(revision: str) -> dict[tuple[str, str, str], Proof]:
     tool = "test_verl_training.py::test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model"
     talk = "test_verl_training.py::test_gsm8k_with_its_interaction_trains_two_steps_with_the_tiny_model"
     rows = {
-        f"{MULTITURN}/run_qwen2.5-3b_gsm8k_multiturn.sh": ("trained two steps", tool, SWAPPED),
+        f"{MULTITURN}/run_qwen2.5-3b_gsm8k_multiturn.sh": (
+            "trained two steps",
+            tool,
+            f"{SWAPPED}; the model was shown beforehand how the tool is called",
+        ),
         f"{MULTITURN}/config/gsm8k_multiturn_grpo.yaml": ("trained two steps", tool, ""),
         f"{MULTITURN}/config/tool_config/gsm8k_tool_config.yaml": ("trained two steps", tool, ""),
         f"{MULTITURN}/run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh": ("trained two steps", talk, SWAPPED),
