@@ -220,6 +220,12 @@ def test_a_rollout_server_in_a_comment_is_taken_over_and_a_missing_one_is_asked_
     assert "give both commands in one text" in refused
 
 
+def test_a_rollout_server_whose_address_is_to_be_filled_in_is_refused_by_name():
+    found = migrate(SWIFT + "--vllm_mode server --vllm_server_host <the first machine> --vllm_server_port 8000")
+    assert any(text.startswith("vllm_server_host is refused") for text in found.refused)
+    assert not any("launch_servers" in line for line in found.overrides)
+
+
 def test_megatrons_tensor_parallelism_and_what_changes_no_result_do_not_make_a_script_of_slime_fail():
     found = migrate(
         SLIME + "--n-samples-per-prompt 4 --tensor-model-parallel-size 2 --context-parallel-size 2 --kl-coef 0.00 "

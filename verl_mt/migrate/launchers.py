@@ -247,7 +247,8 @@ def _swift_server(given: dict[str, list[str]], launch: Launch) -> list[str]:
     if given.get("vllm_mode") != ["server"]:
         return []
     launch.wants_server = True
-    if "vllm_server_base_url" in given or given.get("vllm_server_host", ["127.0.0.1"])[0] not in _HERE:
+    hosts = given.get("vllm_server_host", ["127.0.0.1"])
+    if "vllm_server_base_url" in given or not hosts or any(host not in _HERE for host in hosts):
         return []  # the reader names the servers
     launch.added.append("actor_rollout_ref.rollout.launch_servers=1 # --vllm_mode server: the run starts its own")
     return [key for key in ("vllm_mode", "vllm_server_host", "vllm_server_port") if key in given]
