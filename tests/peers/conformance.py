@@ -46,7 +46,7 @@ VERDICTS = (
 class Verdict:
     """What came of one file."""
 
-    library: str
+    project: str
     revision: str
     file: str
     """Path below the revision's folder."""
@@ -134,6 +134,6 @@ def imported(file: Path, name: str | None = None) -> Iterator[ModuleType]:
 
 def table(verdicts: list[Verdict]) -> list[str]:
     """Lines of a Markdown table, in the order of the files."""
-    rows = sorted(verdicts, key=lambda v: (v.library, v.revision, v.file))
+    rows = sorted(verdicts, key=lambda v: (v.project, v.revision, v.file))
     lines = ["| file | revision | verdict | |", "|---|---|---|---|"]
-    return lines + [f"| `{v.file}` | {v.library} {v.revision} | {v.verdict} | {v.reason} |" for v in rows]
+    return lines + [f"| `{v.file}` | {v.project} {v.revision} | {v.verdict} | {v.reason} |" for v in rows]

@@ -360,15 +360,15 @@ file that is not here has not been tried; licences and manuals, which nothing ru
 def page(found: list[Verdict]) -> str:
     """The page's text."""
     lines = ["| | files | " + " | ".join(conformance.VERDICTS) + " |", "|---|---|" + "---|" * len(conformance.VERDICTS)]
-    revisions = list(dict.fromkeys((v.library, v.revision) for v in found))
+    revisions = list(dict.fromkeys((v.project, v.revision) for v in found))
     for library, revision in revisions:
-        count = Counter(v.verdict for v in found if (v.library, v.revision) == (library, revision))
+        count = Counter(v.verdict for v in found if (v.project, v.revision) == (library, revision))
         cells = " | ".join(str(count[verdict] or "") for verdict in conformance.VERDICTS)
         lines.append(f"| {library} {revision} | {count.total()} | {cells} |")
     for library, revision in revisions:
         name = f"{library} {revision}"
         commit = f" (commit {COMMITS[name]})" if name in COMMITS else ""
-        rows = conformance.table([v for v in found if (v.library, v.revision) == (library, revision)])
+        rows = conformance.table([v for v in found if (v.project, v.revision) == (library, revision)])
         lines += ["", f"## {name}{commit}", "", *rows]
     return INTRO + "\n".join(lines) + "\n"
 
