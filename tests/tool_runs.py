@@ -13,7 +13,7 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rewards.base import load_reward
+from verl_mt.rewards.base import Reward, load_reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
@@ -50,10 +50,14 @@ def make_runner(turns: list[str], tools: ToolSet, **limits) -> RolloutRunner:
     )
 
 
-def roll_out(turns: list[str], tools: ToolSet, *, n: int = 1, extra_info=None, **limits) -> list[Trajectory]:
+def roll_out(
+    turns: list[str], tools: ToolSet, *, n: int = 1, extra_info=None, reward: Reward | None = None, raw=None, **limits
+) -> list[Trajectory]:
     """`n` trajectories of one row with this `extra_info`."""
     runner = make_runner(turns, tools, **limits)
+    runner.reward = reward or runner.reward
     row = DataRow([{"role": "user", "content": "q"}], "toy", extra_info=extra_info or {}, index=3, file="toy.jsonl")
+    row.raw = raw or {}
     prompt = PromptBuilder(CHAT, tools, 6000, True, "error").build(row)
     assert prompt is not None
 

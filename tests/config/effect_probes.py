@@ -270,6 +270,7 @@ SCRIPTS: dict[str, Callable[[int], str]] = {
     "calls once": lambda turn: call() if turn == 1 else "#### 2",
     "calls always": lambda turn: call(f"{turn}+1"),
     "calls twice at once": lambda turn: f"{call('1+1')}\n{call('2+2')}" if turn == 1 else "#### 2",
+    "calls with a number": lambda turn: call().replace('"1+1"', "5") if turn == 1 else "#### 2",
     "writes before its call": lambda turn: f"so{call()} then" if turn == 1 else "#### 2",
     "calls in its thought": lambda turn: f"<think>\nhm\n{call()}" if turn == 1 else "#### 2",
     "thinks": lambda turn: "<think>\nhm\n</think>\n\nyes",

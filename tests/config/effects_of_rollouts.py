@@ -120,6 +120,7 @@ MULTI_TURN = {
         "True", "few-shot answers are trained", talk("answers"), ("data.val_files=effect_parts:few_shot",)
     ),
     "tool_retries": Effect("1", "a tool that failed once answers", talk("calls once"), (tool("Flaky"),)),
+    "tool_argument_types": Effect("convert", "a number reaches a tool that wants text", talk("calls with a number")),
     "tool_concurrency": Effect("1", "calls at once", talk("calls twice at once"), (tool("Slow"),)),
     "tool_parser": Effect(
         "mistral",

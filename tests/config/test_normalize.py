@@ -245,3 +245,16 @@ def test_verls_two_keys_for_the_longest_prompt_are_one():
     assert compose([*words, "data.max_prompt_length=99"]).data.max_prompt_length == 99
     with pytest.raises(ConfigError, match=r"both set data\.max_prompt_length"):
         compose([*words, "data.max_prompt_length=100"])
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([f"{MULTI_TURN}.tool_config_path=tools_configs/calculator.yaml"], "convert"),
+        ([f"{MULTI_TURN}.tool_config_path=tools_configs/calculator.yaml", f"{MULTI_TURN}.tool_argument_types=refuse"],
+         "refuse"),
+        (["actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/calculator.yaml"], "refuse"),
+    ],
+)  # fmt: skip
+def test_under_verls_name_of_the_tools_file_arguments_of_another_type_reach_the_tool(words, wanted):
+    assert compose(words).actor_rollout_ref.rollout.multi_turn.tool_argument_types == wanted

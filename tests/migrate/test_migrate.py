@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl_mt.config.compose import compose
@@ -366,3 +369,83 @@ def test_the_output_is_a_script_that_runs_as_it_is(tmp_path):
 def test_what_is_no_training_by_reinforcement_is_sent_elsewhere(text, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         migrate(text)
+
+
+def test_a_runtime_environment_written_over_several_lines_reaches_the_submission(tmp_path):
+    """The printed command is run by a shell with a stand-in for ray that shows its words."""
+    text = """PORT=8265
+RUNTIME_ENV_JSON="{
+  \\"env_vars\\": {
+    \\"PYTHONPATH\\": \\"/root/lib/\\",
+    \\"LINK\\": \\"${HAS_LINK}\\"
+  }
+}"
+ray job submit --address="http://127.0.0.1:${PORT}" \\
+   --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+   -- python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4 --rollout-max-response-len 64
+"""
+    found = migrate(text)
+    (tmp_path / "ray").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    (tmp_path / "ray").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HAS_LINK": "1"}
+    done = subprocess.run(["bash", "-c", found.command()], text=True, capture_output=True, env=environment, check=True)
+    words = done.stdout.split("\0")
+    assert words[:3] == ["job", "submit", "--address=http://127.0.0.1:8265"]
+    asked = json.loads(words[3].removeprefix("--runtime-env-json="))
+    assert asked == {"env_vars": {"PYTHONPATH": "/root/lib/", "LINK": "1"}}
+    assert words[4:8] == ["--", "python", "-m", "verl_mt.trainer"]
+
+
+def test_a_list_for_the_engine_keeps_its_numbers_and_may_be_counted_by_the_shell():
+    text = SLIME + "--n-samples-per-prompt 8 --sglang-cuda-graph-bs 1 2 $(seq 4 4 12)"
+    key = "actor_rollout_ref.rollout.engine_kwargs.cuda_graph_bs"
+    found = migrate(text)
+    assert not found.refused and any(word.lstrip("+") == f"{key}=[1,2,4,8,12]" for word in found.overrides)
+    assert composed(text).actor_rollout_ref.rollout.engine_kwargs["cuda_graph_bs"] == [1, 2, 4, 8, 12]
+
+
+OVER = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+
+
+@pytest.mark.parametrize(("rate", "status"), [("0", 0), ("0.0", 0), ("0.1", 3)])
+def test_a_rate_that_leaves_samples_out_is_a_listed_difference_and_none_is_not(rate, status, capsys):
+    said = f"actor_rollout_ref.rollout.over_sample_rate={rate}"
+    words = (OVER + f"actor_rollout_ref.model.path=/m data.train_files=/d.parquet {said}").split()
+    assert main(["--", *words, "trainer.n_gpus_per_node=1"]) == status
+    listed = capsys.readouterr().out.partition("# carried over with another meaning:")[2]
+    assert (said in listed) == (status == 3)
+
+
+def test_a_rate_in_the_yaml_file_of_the_command_is_listed_too(tmp_path):
+    (tmp_path / "theirs.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 4, over_sample_rate: 0.2}}\n"
+    )
+    text = f"{OVER} --config-path={tmp_path} --config-name=theirs"
+    assert any("over_sample_rate=0.2" in line for line in migrate(text).changed)
+
+
+RATIO = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.25 data.train_batch_size=4 trainer.total_epochs=3 "
+
+
+def test_a_warm_up_ratio_is_computed_where_epochs_and_rows_are_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROWS", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 10 + "\n")
+    pq.write_table(pa.table({"a": list(range(7))}), tmp_path / "b.parquet")
+    files = """data.train_files="['$ROWS/a.jsonl','$ROWS/b.parquet']" """
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size="
+    # 17 rows are 4 batches of 4, 12 steps in 3 epochs, 3 of them to warm up
+    cases = {
+        mini + "4": 3,
+        mini + "2 actor_rollout_ref.actor.ppo_epochs=2": 12,
+        mini + "4 data.train_max_samples=9": 1,
+        mini + "4 trainer.total_training_steps=8": 2,
+    }
+    for rest, steps in cases.items():
+        found = migrate(OVER + RATIO + files + rest)
+        assert f"actor_rollout_ref.actor.optim.lr_warmup_steps={steps}" in found.overrides, (rest, found.refused)
+        assert any(f"-> {steps} optimizer steps" in line for line in found.changed)
+
+
+def test_a_warm_up_ratio_of_rows_that_are_elsewhere_is_asked_for():
+    found = migrate(OVER + RATIO + "data.train_files=/nowhere/a.parquet")
+    assert any("lr_warmup_steps_ratio" in line and "optimizer steps" in line for line in found.refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.errors import ConfigError
-from verl_mt.migrate.shell import Command, read_script
+from verl_mt.migrate.shell import Command, read_script, shell_text
 
 
 def words(text: str) -> list[list[str]]:
@@ -33,6 +34,8 @@ def words(text: str) -> list[list[str]]:
         ("if true; then\n  run x\nfi", [["true"], ["run", "x"]]),
         ("run \"['$HOME/a']\" ${N:-8} \"\\$5\"", [["run", "['${oc.env:HOME}/a']", "${oc.env:N,8}", "$5"]]),
         ('D="$(cd -- "$(dirname "$0")" && pwd)"\nrun x', [["run", "x"]]),
+        ("A=(--n 1 $(seq 2 2 6) $((1 + (2 * 3))) 'x)')\nrun ${A[@]}", [["run", "--n", "1", "2", "4", "6", "7", "x)"]]),
+        ("N=3\nrun $(seq $N) $(seq 5 -2 1) $(seq 2 1)", [["run", "1", "2", "3", "5", "3", "1"]]),
         ("run", [["run"]]),
         ("", []),
     ],
@@ -128,4 +131,36 @@ def test_a_warmup_ratio_of_a_known_number_of_steps_is_computed():
 
     words = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200"
     found = migrate(f"python -m verl.trainer.main_ppo {words}")
-    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=20" in found.overrides
+    # 20 of 200 steps, each of 1024 prompts by 256: verl's schedule moves once a step, ours with every update
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=80" in found.overrides
+
+
+FOLDER = 'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FOLDER + "run $D/a.yaml",
+        'D=$(cd "$(dirname "$0")" && pwd)\nrun $D/a.yaml',
+        "run $(dirname $BASH_SOURCE)/a.yaml",
+        'D="$(cd "$( dirname "${BASH_SOURCE}" )" >/dev/null 2>&1 && pwd -P )"\nrun "${D}/a.yaml"',
+    ],
+)
+def test_the_folder_of_the_script_is_known_where_the_script_lies_and_missed_where_not(tmp_path, text):
+    file = tmp_path / "launch.sh"
+    file.write_text(text.replace("run", "echo"))
+    script = read_script(text, file)
+    assert script.commands == [Command({}, ["run", f"{tmp_path.resolve()}/a.yaml"])] and not script.notes
+    if shutil.which("bash"):
+        said = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True).stdout
+        assert said == f"{tmp_path.resolve()}/a.yaml\n"
+    (note,) = read_script(text).notes
+    assert "where the script lies is not known" in note
+
+
+def test_a_path_made_of_the_scripts_own_name_is_left_to_the_shell_with_the_name_in_it(tmp_path):
+    file = tmp_path / "launch.sh"
+    (command,) = read_script('run $(basename "$0" .sh)', file).commands
+    (name,) = re.findall(r"oc\.env:(\w+)", command.words[1])
+    assert shell_text(name) == f'$(basename "{file.resolve()}" .sh)'

@@ -1,4 +1,4 @@
-"""Real files of other libraries, tried as they are: where they lie, and the documented replacement.
+"""Real files of other libraries, tried as they are: where they lie, the documented replacement, and what came of it.
 
 Nothing of theirs is kept here: a file is copied into a temporary folder, the replacement that its migration page
 documents is applied there, and it is imported from there.
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,33 @@ REPLACEMENTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }  # fmt: skip
 """Library -> (pattern, replacement) pairs: the commands of the migration pages, nothing else is changed in a file."""
+
+VERDICTS = (
+    "loads",
+    "composes",
+    "trained two steps",
+    "runs",
+    "runs after a named edit",
+    "refused",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one file."""
+
+    project: str
+    revision: str
+    file: str
+    """Path below the revision's folder."""
+    verdict: str
+    """One of `VERDICTS`."""
+    reason: str = ""
+    """Of a refusal, or the edit's name."""
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"{self.file}: {self.verdict!r} is none of {', '.join(VERDICTS)}")
 
 
 def revisions(library: str) -> list[Path]:
@@ -102,3 +130,10 @@ def imported(file: Path, name: str | None = None) -> Iterator[ModuleType]:
                 del sys.modules[other]
                 if other in before:  # a module of ours had that name
                     sys.modules[other] = before[other]
+
+
+def table(verdicts: list[Verdict]) -> list[str]:
+    """Lines of a Markdown table, in the order of the files."""
+    rows = sorted(verdicts, key=lambda v: (v.project, v.revision, v.file))
+    lines = ["| file | revision | verdict | |", "|---|---|---|---|"]
+    return lines + [f"| `{v.file}` | {v.project} {v.revision} | {v.verdict} | {v.reason} |" for v in rows]

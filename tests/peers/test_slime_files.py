@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status
+from verl_mt.migrate import main
+from verl_mt.migrate.shell import read_script
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import GenerateState, post
 from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
@@ -305,3 +308,33 @@ def test_a_prompt_file_without_apply_chat_template_is_shown_as_it_is_only_to_a_g
     assert not compose(words).data.apply_chat_template
     assert compose([*words, "apply_chat_template=True"]).data.apply_chat_template
     assert compose(words[:1]).data.apply_chat_template, "the default loop always renders"
+
+
+SCRIPTS = sorted(
+    (revision.name, str(file.relative_to(revision)))
+    for revision in conformance.revisions("slime")
+    for file in revision.rglob("*.sh")
+)
+
+
+@pytest.mark.slow
+def test_every_one_of_its_scripts_is_read_whole():
+    if not SCRIPTS:
+        pytest.skip("no files of slime")
+    starting = 0
+    for revision, name in SCRIPTS:
+        file = conformance.peer("slime", revision, name)
+        script = read_script(file.read_text(), file)  # raises where a bracket of it is not understood
+        starting += any(word.endswith(("train.py", "train_async.py")) for c in script.commands for word in c.words)
+        left = [word for command in script.commands for word in command.words if "seq " in word]
+        assert not left, (name, left)
+    assert starting >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scripts/run-qwen3-32B.sh", "scripts/run-moonlight-16B-A3B.sh"])
+def test_a_script_that_counts_in_an_array_is_carried_over_as_far_as_megatron_lets_it(name, capsys):
+    assert main([str(conformance.peer("slime", "2026-08", name))]) in (0, 1, 3)
+    text = capsys.readouterr().out
+    assert "cuda_graph_bs=[1,2,4,8,16,24,32," in text and "is not closed" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode == 0

@@ -258,7 +258,7 @@ def test_arithmetic_scores_the_last_turn_and_tells_the_first_answer_apart():
 
 
 def test_arithmetic_ignores_examples_of_the_prompt():
-    info = conversation("#### 12", "#### 13") | {"num_turns": 1}
+    info = conversation("#### 12", "#### 13") | {"assistant_turns": 1}
     assert arithmetic.compute_score("#### 13", 12, info) == {"score": 0.0, "first_answer": 0.0}
 
 

@@ -149,3 +149,21 @@ def test_numbers_of_numpy_are_understood():
     (trajectory,), _ = talk(Speaks(answer, score=np.float64(0.5)), "bad")
     assert trajectory.turn_scores == [0.25, 1.0] and trajectory.info["interaction_score"] == 0.5, trajectory.error
     json.dumps(trajectory.turn_scores)
+
+
+def test_what_an_interaction_says_last_is_a_turn_of_the_conversation_in_verls_count():
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        seen.append((extra_info["num_turns"], len(extra_info["messages"])))
+        return 1.0
+
+    for question in ("good", "bad"):
+        runner = runner_for(
+            ScriptedEngine(lambda request: said("yes")), ToolLoopDoor(),
+            interactions={"speaks": Speaks((False, "again", 0.0, None))},
+            reward=compute_score,
+        )  # fmt: skip
+        (done,) = roll_out(runner, [prompt_of(question)])
+        assert done.stop_reason is StopReason.INTERACTION, done.error
+    assert seen == [(3, 2), (5, 4)]

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from search_service import SearchService, found
+from search_service import SearchService, answered, found
 
 from verl_mt.tools.search_client import (
     KEY_VARIABLE,
@@ -24,17 +24,67 @@ pytestmark = pytest.mark.slow  # servers
 
 
 def search(service: SearchService | str, *queries: str, client: SearchClient | None = None, **given):
-    """Search for all queries at once."""
+    """Search for all queries at once, each in a search of its own."""
     url = service if isinstance(service, str) else service.url
     client = client or SearchClient(SearchSettings(**{"retrieval_service_url": url, "timeout_s": 5.0, **given}))
 
     async def run():
         try:
-            return await client.search_all(queries)
+            return await asyncio.gather(*(alone(client, query) for query in queries))
         finally:
             await client.close()
 
     return asyncio.run(run())
+
+
+async def alone(client: SearchClient, query: str) -> SearchResult | SearchError:
+    try:
+        return await client.search(query)
+    except SearchError as error:
+        return error
+
+
+def test_several_queries_of_one_call_are_one_request_without_those_that_are_known():
+    with SearchService() as service:
+        client = SearchClient(SearchSettings(retrieval_service_url=service.url))
+
+        async def run():
+            try:
+                first = await client.search("known")
+                return first, await client.search_all(["a", "KNOWN", " b ", "A", "c"])
+            finally:
+                await client.close()
+
+        first, found_all = asyncio.run(run())
+    assert [body["queries"] for body in service.bodies] == [["known"], ["a", "b", "c"]]
+    assert [r.documents[0].split("\n")[0] for r in found_all] == [f"About {q}" for q in ("a", "known", "b", "a", "c")]
+    assert [r.hit for r in found_all] == [False, True, False, True, False] and not first.hit
+
+
+@pytest.mark.parametrize("refusal", [(400, b"one query only"), (200, found("A\na")), (200, b"no JSON")])
+def test_a_service_that_takes_no_batch_is_asked_one_by_one(refusal):
+    with SearchService(lambda b: refusal if len(b["queries"]) > 1 else (200, answered(*b["queries"]))) as service:
+        client = SearchClient(SearchSettings(retrieval_service_url=service.url))
+        results = asyncio.run(client.search_all(["a", "b"]))
+    assert [r.documents for r in results] == [("About a\nIt is a.",), ("About b\nIt is b.",)]
+    assert sorted(len(body["queries"]) for body in service.bodies) == [1, 1, 2]
+
+
+def test_a_batch_that_nobody_waits_for_any_more_is_given_up_and_one_that_fails_is_every_querys():
+    with SearchService(lambda b: (time.sleep(0.3), (503, b"busy"))[1]) as service:
+        client = SearchClient(SearchSettings(retrieval_service_url=service.url, retries=0))
+
+        async def run():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await client.search_all(["a", "b"])
+            await asyncio.sleep(0)
+            left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and not t.cancelling()]
+            return left, await client.search_all(["c", "d"])
+
+        left, failed = asyncio.run(run())
+    assert left == [] and [str(e) for e in failed] == ["the search service answered 503: busy"] * 2
+    assert len(service.bodies) == 2
 
 
 @pytest.mark.cap("C46", "V12")

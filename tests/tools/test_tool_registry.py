@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from pathlib import Path
 
@@ -221,6 +222,46 @@ def test_nested_wrong_arguments_are_named_by_their_path():
         ToolSet([search]).check_call("search", {"queries": ["a", 5], "top": "x"})
     assert "argument 'queries.1'" in str(caught.value) and "argument 'top'" in str(caught.value)
     assert "{queries: array, top: integer (optional)}" in str(caught.value)
+
+
+@function_tool
+def mixed(text: str, whole: int = 0, part: float = 0.0, yes: bool = False, names: list[str] | None = None) -> str:
+    """Take one of each.
+
+    Args:
+        text: a text
+        whole: a whole number
+        part: a number
+        yes: true or false
+        names: texts
+    """
+    return repr((text, whole, part, yes, names))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "count"),
+    [
+        ({"text": 5}, {"text": "5"}, 1),
+        ({"text": 0.25, "whole": "-3", "part": "1e2", "yes": "True"},
+         {"text": "0.25", "whole": -3, "part": 100.0, "yes": True}, 4),
+        ({"text": "right", "whole": 2}, {"text": "right", "whole": 2}, 0),
+        ({"text": "x", "whole": "3.5"}, None, 0),  # would lose something
+        ({"text": "x", "part": "nan"}, None, 0),
+        ({"text": "x", "yes": "perhaps"}, None, 0),
+        ({"text": {"a": 1}}, None, 0),
+        ({"whole": "3"}, None, 0),  # text is missing all the same
+        ([1], None, 0),
+    ],
+)  # fmt: skip
+def test_simple_values_of_another_type_are_converted_where_nothing_else_is_wrong(given, wanted, count):
+    tools, before = ToolSet([mixed]), copy.deepcopy(given)
+    found = tools.converted("mixed", given)
+    assert found == (given if wanted is None else wanted, count) and given == before
+    if wanted is None:
+        with pytest.raises(ToolCallError):
+            tools.check_call("mixed", found[0])
+    else:
+        tools.check_call("mixed", found[0])
 
 
 def test_rows_choose_tools_and_give_arguments_without_the_nulls_of_parquet():

@@ -104,6 +104,14 @@ class MultiTurnConfig(Section):
         False, "Also train the assistant messages of the data set's prompts (few-shot turns), which nobody sampled."
     )
     tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0, when=_HAS_TOOLS)
+    tool_argument_types: str = knob(
+        "refuse",
+        "An argument of another simple type than the schema's (a number for text, '3' for 3): refuse = the model is "
+        "told; convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`, which is what a "
+        "tools file under verl's name for it means.",
+        choices=("refuse", "convert"),
+        when=_HAS_TOOLS,
+    )
     tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1, when=_HAS_TOOLS)
     tool_parser: str = knob(
         "hermes",

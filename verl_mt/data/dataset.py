@@ -330,11 +330,15 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
 
 def _column(raw: dict[str, Any], name: str, where: str) -> Any:
     if name not in raw:
-        hint = suggest(name, map(str, raw)).removesuffix("?")
-        raise DataError(f"{where}: column {name!r} is missing{hint}; columns present: {listing(map(str, raw))}")
+        raise DataError(f"{where}: column {name!r} is missing{_instead_of(raw, name)}")
     if raw[name] is None:
         raise DataError(f"{where}: column {name!r} is null")
     return raw[name]
+
+
+def _instead_of(raw: dict[str, Any], name: str) -> str:
+    """What is there where a column is missing."""
+    return f"{suggest(name, map(str, raw)).removesuffix('?')}; columns present: {listing(map(str, raw))}"
 
 
 def _text(value: Any, where: str) -> str:
@@ -347,6 +351,12 @@ def _ground_truth(raw: dict[str, Any], where: str) -> Any:
     """`reward_model.ground_truth`, else the column `ground_truth` (which may be null: a task without one says so)."""
     if "ground_truth" in raw and "reward_model" not in raw:
         return raw["ground_truth"]
+    if "reward_model" not in raw:
+        raise DataError(
+            f"{where}: column 'reward_model' is missing{_instead_of(raw, 'reward_model')}. Rows of a task without "
+            "labels, which an environment scores, say, have a column ground_truth that is null; data.label_key names "
+            "another one"
+        )
     model = _column(raw, "reward_model", where)
     if not isinstance(model, dict) or "ground_truth" not in model:
         raise DataError(f"{where}: column reward_model must be a mapping with ground_truth, got {_short(model)}")

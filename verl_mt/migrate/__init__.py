@@ -10,15 +10,18 @@ import argparse
 import contextlib
 import io
 import itertools
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from pyarrow import parquet
 
 from verl_mt.config.compose import compose
 from verl_mt.config.hydra_source import read_yaml
@@ -30,6 +33,7 @@ from verl_mt.migrate.shell import read_script, shell_text
 __all__ = ["Migration", "main", "migrate"]
 
 _ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
+_ACTOR = "actor_rollout_ref.actor"
 _FILES = {
     "verl": {
         "actor_rollout_ref.rollout.tool_kwargs.tools_config_file": "in its class names write verl_mt. for verl.",
@@ -81,7 +85,7 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
         ConfigError: it starts nothing that is known, or a quote is not closed.
     """
     text, taken = _with_commented_rollout(text)
-    script = read_script(text)
+    script = read_script(text, script_file)
     if taken:
         script.note("the `swift rollout` command stands in a comment of the script; what it says was taken over")
     launch = find_launch(script)
@@ -172,11 +176,11 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
 
 
 def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
-    overrides, instead = _instead(launch.overrides) if library == "verl" else (list(launch.overrides), [])
+    content = {} if yaml is None else read_yaml(yaml) or {}
+    overrides, instead = _instead(launch.overrides, content) if library == "verl" else (list(launch.overrides), [])
     _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
     if yaml is not None:
-        content = read_yaml(yaml) or {}
         _, of_file = normalize_tree({k: v for k, v in content.items() if k not in ("defaults", "hydra")}, str(yaml))
         named |= {item.key for item in of_file.items}
     added = _unsaid(launch, library, named, yaml)
@@ -201,10 +205,21 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     return found
 
 
-def _instead(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """verl's words with those that have a counterpart of another name put in their place, and what that changes."""
+def _instead(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """verl's words with those that have a counterpart of another name put in their place, and what that changes.
+
+    Args:
+        content: what the YAML file sets that the command names.
+    """
     kept, said = [], []
-    total = next((w.partition("=")[2] for w in words if w.lstrip("+").startswith("trainer.total_training_steps=")), "")
+    values = {**_flat(content), **{key.lstrip("+"): text for key, _, text in (w.partition("=") for w in words)}}
+    if "actor_rollout_ref.rollout.over_sample_rate" in values:
+        rate = str(values["actor_rollout_ref.rollout.over_sample_rate"])
+        if not (_is_number(rate) and float(rate) == 0):
+            said.append(
+                f"actor_rollout_ref.rollout.over_sample_rate={rate}: every prompt that was issued is trained here; "
+                "there the slowest share of a step is left out"
+            )
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
@@ -216,15 +231,76 @@ def _instead(words: Sequence[str]) -> tuple[list[str], list[str]]:
             said.append(f"{key}={value}: not offered, left out; otel sends spans to any collector of OpenTelemetry")
         elif key == "actor_rollout_ref.rollout.trace.token2text":
             said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
-        elif key.endswith(".optim.lr_warmup_steps_ratio") and total.isdigit() and _is_number(value):
-            steps = int(float(value) * int(total))
+        elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
+            continue
+        elif key.endswith(".optim.lr_warmup_steps_ratio") and _is_number(value) and (known := _num_steps(values)):
+            total, how = known
+            updates = _updates(values, key.partition(".optim.")[0])
+            steps = int(float(value) * total) * updates
             kept.append(f"{key.removesuffix('_ratio')}={steps}")
-            said.append(f"{word} -> {steps} steps: the ratio of trainer.total_training_steps={total}")
+            each = f", {updates} updates each" if updates > 1 else ""
+            said.append(f"{word} -> {steps} optimizer steps: the ratio of {total} steps ({how}){each}")
         elif key == "trainer.device" and value == "npu":
             said.append(f"{word}: left out; the device is found where the run starts")
         else:
             kept.append(word)
     return kept, said
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _whole(values: dict[str, Any], key: str, default: int) -> int | None:
+    text = str(values.get(key, default))
+    return int(text) if text.isdigit() else None
+
+
+def _num_steps(values: dict[str, Any]) -> tuple[int, str] | None:
+    """How many steps verl trains, and from what that is known; None where it is not."""
+    total = str(values.get("trainer.total_training_steps"))
+    if total.isdigit():
+        return int(total), f"trainer.total_training_steps={total}"
+    epochs, batch = _whole(values, "trainer.total_epochs", 30), _whole(values, "data.train_batch_size", 1024)
+    rows = _num_rows(values)
+    if not epochs or not batch or rows is None or rows < batch:
+        return None
+    return epochs * (rows // batch), f"{epochs} epochs of {rows} rows by {batch}; prompts that are too long are in it"
+
+
+def _updates(values: dict[str, Any], part: str) -> int:
+    """Optimizer steps of one step: verl counts its warm-up in steps."""
+    batch = _whole(values, "data.train_batch_size", 1024)
+    mini = _whole(values, f"{part}.ppo_mini_batch_size", _whole(values, f"{_ACTOR}.ppo_mini_batch_size", 256) or 256)
+    epochs = _whole(values, f"{part}.ppo_epochs", 1)
+    return max(1, batch // mini) * epochs if batch and mini and epochs else 1
+
+
+def _num_rows(values: dict[str, Any]) -> int | None:
+    """Training rows, where the files are on this machine or the command says how many it takes."""
+    files = values.get("data.train_files")
+    if isinstance(files, str):
+        text = _ENV.sub(lambda m: os.environ.get(m[1]) or m[2] or m[0], files)
+        try:
+            files = OverridesParser.create().parse_override(f"files={text}").value()
+        except HydraException:
+            return None
+    paths = [Path(str(name)).expanduser() for name in (files if isinstance(files, list) else [files])]
+    if not all(path.is_file() and path.suffix in (".parquet", ".jsonl") for path in paths):
+        return None
+    rows = sum(
+        parquet.read_metadata(path).num_rows
+        if path.suffix == ".parquet"
+        else sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+        for path in paths
+    )
+    most = _whole(values, "data.train_max_samples", -1)
+    return rows if most is None else min(rows, most)
 
 
 def _is_number(text: str) -> bool:

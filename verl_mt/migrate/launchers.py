@@ -349,6 +349,11 @@ def _slime(words: list[str], name: str, launch: Launch) -> None:
             launch.refused.append(f"{flag}: no counterpart{suggest(key, known)}")
             continue
         _, [word, *more] = split_argv([flag, *values])
+        if more and key.startswith("sglang_"):  # a list: --sglang-cuda-graph-bs 1 2 4
+            name = "actor_rollout_ref.rollout.engine_kwargs." + key.removeprefix("sglang_")
+            whole = all(re.fullmatch(r"-?\d+", value) for value in values)
+            word = f"{name}=[{','.join(values)}]" if whole else _override(name, values)
+            more = []
         launch.overrides.append(_override(key, values) if more or not parses(word) else word)
 
 

@@ -7,22 +7,27 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from verl_mt.errors import ConfigError
 
+_NESTED = r"[^()]*"
+for _ in range(3):  # brackets in brackets in brackets: $((1 + (2 * 3)))
+    _NESTED = rf"(?:[^()]|\({_NESTED}\))*"
 _TOKEN = re.compile(
-    r"""
+    rf"""
       (?P<continued>\\\n)
     | (?P<comment>(?<![^\s;&|()])\#[^\n]*)
     | (?P<single>'[^']*')
-    | (?P<double>"(?:\\.|\$\((?:[^()]|\([^()]*\))*\)|[^"\\])*")
+    | (?P<double>"(?:\\.|\$\({_NESTED}\)|[^"\\])*")
     | (?P<escaped>\\.)
-    | (?P<computed>\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`)
-    | (?P<variable>\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$[A-Za-z_]\w*|\$[@*\#?0-9])
-    | (?P<array>(?<==)\((?:'[^']*'|"(?:\\.|[^"\\])*"|(?<=\s)\#[^\n]*|[^()'"])*\))
+    | (?P<computed>\$\({_NESTED}\)|`[^`]*`)
+    | (?P<variable>\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$[A-Za-z_]\w*|\$[@*\#?0-9])
+    | (?P<array>(?<==)\((?:'[^']*'|"(?:\\.|[^"\\])*"|(?<=\s)\#[^\n]*|\$\({_NESTED}\)|[^()'"])*\))
     | (?P<heredoc><<-?[ \t]*['"]?(?P<end>\w+)['"]?)
     | (?P<redirection>\d*(?:>>|>&|&>|<<<|>|<)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;&|<>]*))
     | (?P<operator>\|\||&&|;;|[;|&\n])
@@ -32,11 +37,17 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _KEPT = "VERL_MT_SHELL_"
-_COMPUTED = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
+_COMPUTED = re.compile(rf"\$\({_NESTED}\)|`[^`]*`")
 _FUNCTION = re.compile(r"^(?:function\s+)?([A-Za-z_]\w*)\s*\(\)\s*\{.*?^\}", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+_SEQUENCE = re.compile(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)")
+_OWN_NAME = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b|\$\{0\}|\$0(?!\w)")
+_OWN_FOLDER = re.compile(
+    r"""\$\(\s*(?:cd\s+(?:--\s+)?"?\$\(\s*)?dirname\s+(?:--\s+)?"?(?P<file>[\w./+-]+)"?\s*\)"?"""
+    r"""(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?(?:\s*&&\s*pwd(?:\s+-P)?\s*\))?"""
+)
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{@.*\}")
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "(", ")", "!"}
 _DECLARE = {"export", "local", "declare", "readonly"}
@@ -64,6 +75,8 @@ class Script:
     exported: dict[str, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
     """Name -> its definition as written, for what the shell computes with it."""
+    file: str = ""
+    """Where it lies; "" = not known."""
     _variables: dict[str, str] = field(default_factory=dict)
     _arrays: dict[str, list[str]] = field(default_factory=dict)
 
@@ -72,11 +85,17 @@ class Script:
             self.notes.append(text)
 
 
-def read_script(text: str) -> Script:
-    """Raises:
-    ConfigError: a quote or a bracket that is not closed.
+def read_script(text: str, file: Path | None = None) -> Script:
+    """What a script does.
+
+    Args:
+        file: where it lies, which is what `$0` and `BASH_SOURCE` mean in it.
+
+    Raises:
+        ConfigError: a quote or a bracket that is not closed.
     """
-    script = Script(functions={found[1]: found.group() for found in _FUNCTION.finditer(text)})
+    functions = {found[1]: found.group() for found in _FUNCTION.finditer(text)}
+    script = Script(functions=functions, file="" if file is None else str(file.resolve()))
     for words in _split(text):
         _run(words, script)
     return script
@@ -171,10 +190,20 @@ def _expand(word: Word, script: Script) -> list[str]:
         if _ARGUMENTS.fullmatch(raw):
             script.note(f"{raw}: what the script is given on its own command line goes behind the command")
             return []
+        if word[0][0] == "expands" and (sequence := _SEQUENCE.fullmatch(_for_inside(raw, script))):
+            return _numbers([int(number) for number in sequence[1].split()])
         if word[0][0] == "expands" and (variable := _VARIABLE.fullmatch(raw)):
             filled = _fill_word(word, script)
             return filled.split() if (variable.group(1) or variable.group(3)) in script._variables else [filled]
     return [_fill_word(word, script)]
+
+
+def _numbers(given: list[int]) -> list[str]:
+    """What `seq` prints: to last; first to last; first, step, last."""
+    first, step, last = (given[0], 1, given[1]) if len(given) == 2 else given if len(given) == 3 else (1, 1, given[0])
+    if step == 0:
+        return []  # seq refuses it
+    return [str(number) for number in range(first, last + (1 if step > 0 else -1), step)]
 
 
 def _fill_word(word: Word, script: Script) -> str:
@@ -205,6 +234,12 @@ def _for_inside(text: str, script: Script) -> str:
 
 def _computed(found: re.Match[str], script: Script) -> str:
     text = _for_inside(found.group(), script)
+    if _OWN_NAME.search(text):
+        if not re.fullmatch(r"[\w./+-]+", script.file):
+            script.note(f"{text}: where the script lies is not known here; write the folder in its place")
+        text = _OWN_NAME.sub(lambda name: script.file or name.group(), text)
+        if (folder := _OWN_FOLDER.fullmatch(text)) is not None:
+            return os.path.dirname(folder["file"])
     sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", text)
     if sum_ is None:
         return kept(text)

@@ -214,7 +214,7 @@ class VerlReward(_FunctionReward):
                 data_source=item.data_source,
                 solution_str=item.solution_str,
                 ground_truth=item.ground_truth,
-                extra_info={**item.extra_info, "messages": _messages(item)},
+                extra_info=_verl_info(item),
             )
             return as_scores(value, self.label)
         except (CallFailed, InvalidScore) as error:
@@ -273,7 +273,7 @@ class VerlBatchReward(_BatchReward):
             data_sources=[item.data_source for item in items],
             solution_strs=[item.solution_str for item in items],
             ground_truths=[item.ground_truth for item in items],
-            extra_infos=[{**item.extra_info, "messages": _messages(item)} for item in items],
+            extra_infos=[_verl_info(item) for item in items],
         )
         return _as_list(values, len(items))
 
@@ -388,6 +388,12 @@ def _columns_of(item: RewardInput) -> dict[str, Any]:
 def _messages(item: RewardInput) -> list[dict[str, Any]]:
     """A copy: a reward that edits them must not edit the trajectory."""
     return [dict(message) for message in item.extra_info.get("messages") or []]
+
+
+def _verl_info(item: RewardInput) -> dict[str, Any]:
+    """`extra_info` as verl's functions know it: `num_turns` counts the prompt and the answers too."""
+    info = {**item.extra_info, "messages": _messages(item)}
+    return info if item.conversation_turns is None else info | {"num_turns": item.conversation_turns}
 
 
 def _is_truncated(item: RewardInput) -> bool:

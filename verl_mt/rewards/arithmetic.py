@@ -36,7 +36,7 @@ def compute_score(
 def _sampled_turns(extra_info: Mapping[str, Any]) -> list[str]:
     """Texts of the turns that the model sampled, not examples of the prompt; a turn with a call is blank."""
     turns = [m for m in extra_info.get("messages") or [] if m.get("role") == "assistant"]
-    num_turns = extra_info.get("num_turns", len(turns))
+    num_turns = extra_info.get("assistant_turns", len(turns))
     return ["" if m.get("tool_calls") else str(m.get("content") or "") for m in turns[len(turns) - num_turns :]]
 
 

@@ -32,7 +32,8 @@ class RewardInput:
     """What the model wrote: its assistant turns joined by a newline. Tool and interaction text is not in it."""
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """The row's `extra_info`, with `messages`, `turn_scores`, `tool_rewards`, `num_turns`, `stop_reason`,
+    """The row's `extra_info`, with `messages`, `turn_scores`, `tool_rewards`, `num_turns` and `assistant_turns` (both
+    the assistant turns; functions of verl's signature see `conversation_turns` as `num_turns`), `stop_reason`,
     `rollout_infos` and `trajectory_id`; `trajectory_inputs` (a list) where a trajectory became several records."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data set's row, all columns."""
@@ -40,6 +41,9 @@ class RewardInput:
     """The text of the last assistant turn."""
     sample: Sample | None = None
     """The trajectory as slime's functions know it; there where the reward `needs_samples`."""
+    conversation_turns: int | None = None
+    """The prompt, each assistant turn and each answer to one (the results of a turn's calls are one answer; so is what
+    the interaction says last). None = unknown."""
 
     @property
     def where(self) -> str:

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from verl_mt.chat.parsers.base import ToolParser
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.interactions.session import InteractionSession
@@ -92,6 +93,11 @@ class DoorParts:
     parser: ToolParser
     media: frozenset[str] = frozenset()
     """What model and engine take beside text."""
+
+
+def has_own_loop(rollout: RolloutConfig) -> bool:
+    """Whether a loop of the user's drives the conversations, and not the tool loop."""
+    return any(attrgetter(key)(rollout) is not None for key in DOORS)
 
 
 def build_door(config: Config, parts: DoorParts) -> Door:

@@ -12,13 +12,19 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, has_media
-from verl_mt.errors import DataError, TemplateError
+from verl_mt.errors import DataError, TemplateError, value_text
+from verl_mt.plugins import listing, suggest
 from verl_mt.tools.registry import ToolSet
 
 _LONG_CHARS = 200_000
 """Shorter prompts are tokenized in less than a second."""
 _MAX_CUT_CHARS = 2_000_000
 """What `data.truncation` still cuts: some seconds of tokenization."""
+
+
+_ONE_TURN = "single_turn_agent"
+_LOOPS = ("tool_agent", _ONE_TURN)
+"""What the column `agent_name` of verl's rows may say."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Prompt:
     with this text, the others go on. `PromptBuilder.keep` refuses such a row."""
     truncated: bool = False
     """`data.truncation` cut it to `data.max_prompt_length`."""
+    one_turn: bool = False
+    """The row's `agent_name` asks for one answer, without tools and interaction."""
 
 
 @dataclass
@@ -50,6 +58,9 @@ class PromptBuilder:
     truncation: str
     single_turn: bool = False
     """`multi_turn.enable` is False: rows that ask for tools do without them."""
+    reads_agent_name: bool = True
+    """The column `agent_name` says how a row is rolled out; False where a loop of the user's drives the conversations,
+    to which it is a column as any other."""
     num_filtered: int = 0
     """Rows that `keep` left out."""
     num_truncated: int = 0
@@ -65,7 +76,10 @@ class PromptBuilder:
         known = self._cache.get(id(row))
         if known is not None:
             return known
-        toolset, problem = self._tools_of(row)
+        one_turn, problem = self._loop_of(row)
+        toolset = None
+        if not one_turn and problem is None:
+            toolset, problem = self._tools_of(row)
         tools = toolset.schemas() if toolset is not None else []
         if self._far_too_long(row, tools):
             return None
@@ -75,7 +89,7 @@ class PromptBuilder:
             if self.filter_overlong:
                 return None
             ids = self._truncate(row, ids)
-        return Prompt(row, row.prompt, tools, ids, toolset, problem, truncated=too_long)
+        return Prompt(row, row.prompt, tools, ids, toolset, problem, truncated=too_long, one_turn=one_turn)
 
     def keep(self, rows: Sequence[DataRow]) -> list[DataRow]:
         """The rows whose prompt fits; the others are counted in `num_filtered`.
@@ -116,6 +130,17 @@ class PromptBuilder:
             return ids
         except (TemplateError, DataError) as error:
             raise DataError(f"{row.file}, row {row.index}: {error}") from error
+
+    def _loop_of(self, row: DataRow) -> tuple[bool, str | None]:
+        """Whether the row wants one answer only; what is wrong with its `agent_name`."""
+        name = row.raw.get("agent_name") if self.reads_agent_name else None
+        if name is None or name in _LOOPS:
+            return name == _ONE_TURN, None
+        return False, (
+            f"{row.file}, row {row.index}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
+            f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a loop of your own leave "
+            "the column out, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
+        )
 
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
         if self.tools is None:

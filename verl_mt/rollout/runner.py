@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -182,10 +183,10 @@ class RolloutRunner:
             session.start(prompt.ids, prompt.messages, prompt.tools)
             if prompt.problem is not None:
                 raise DataError(prompt.problem)
-            if self.tools is not None:
+            if self.tools is not None and not prompt.one_turn:
                 tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"), tools=prompt.toolset)
                 await tools.start()
-            if self.interactions:
+            if self.interactions and not prompt.one_turn:
                 interaction = InteractionSession.open(
                     self.interactions,
                     extra.get("interaction_kwargs"),
@@ -358,13 +359,25 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
             "turn_scores": trajectory.turn_scores,
             "tool_rewards": trajectory.tool_rewards,
             "num_turns": trajectory.num_turns,
+            "assistant_turns": trajectory.num_turns,
             "stop_reason": str(trajectory.stop_reason),
             "rollout_infos": trajectory.info,
             "trajectory_id": trajectory.trajectory_id,
             **({"trajectory_inputs": _records(trajectory)} if len(trajectory.records) > 1 else {}),
         },
         row=row.raw,
+        conversation_turns=_conversation_turns(trajectory),
     )
+
+
+def _conversation_turns(trajectory: Trajectory) -> int:
+    """The prompt, the assistant turns and the answers to them. Of an interaction that ended the conversation the last
+    answer is no message, since the model never sees it; it counts all the same."""
+    is_said = [m["role"] == "assistant" for m in trajectory.messages]
+    positions = [position for position, said in enumerate(is_said) if said]
+    sampled = positions[max(0, len(positions) - trajectory.num_turns) :]
+    answers = sum(after > before + 1 for before, after in pairwise(sampled))
+    return 1 + trajectory.num_turns + answers + (trajectory.stop_reason is StopReason.INTERACTION)
 
 
 def _last_answer(trajectory: Trajectory) -> str:

@@ -20,6 +20,8 @@ CORRECTION = "algorithm.rollout_correction."
 SWIFT_RANK, SWIFT_ALPHA = 8, 32
 SLIME_DELTA = 1e-4
 
+_ARGUMENTS_AND_TOOLS = ("multi_turn.tool_argument_types", "tool_kwargs.tools_config_file")
+
 Converter = Callable[[Any], Any]
 
 
@@ -221,6 +223,7 @@ def swift_correction(mode: Any) -> Any:
 def settle_verl(outcome: Outcome, where: str) -> None:
     _leave_critic(outcome, where)
     _name_sampler(outcome)
+    _hand_on_arguments(outcome, where)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
 
@@ -233,6 +236,17 @@ def settle_slime(outcome: Outcome, where: str) -> None:
 
 def settle_swift(outcome: Outcome, where: str) -> None:
     outcome.items = _low_rank_adapters(_kl_loss_by_its_weight(outcome.items))
+
+
+def _hand_on_arguments(outcome: Outcome, where: str) -> None:
+    """verl hands a tool what the model wrote, whatever its type: its tools make text of a number themselves."""
+    key, tools = (f"actor_rollout_ref.rollout.{name}" for name in _ARGUMENTS_AND_TOOLS)
+    named = [item for item in outcome.items if item.key == tools != item.spelling and item.value is not None]
+    if not named or any(item.key == key for item in outcome.items):
+        return
+    outcome.items.append(Item(key, "convert", named[0].spelling))
+    why = "an argument of another simple type reaches the tool there"
+    outcome.notes.append(f"{named[0].spelling} ({where}) -> also {key}=convert: {why}")
 
 
 def _place_ranks_on_ray(outcome: Outcome, where: str, spelling: str) -> None:

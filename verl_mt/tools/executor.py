@@ -132,8 +132,9 @@ class ToolSession:
     def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
         self.trajectory_id = trajectory_id
         self.counters: dict[str, float] = {}
-        """`tools/<name>/calls|errors|timeouts|model_errors|over_budget|truncated|retries|media_dropped|latency_s`, and
-        the numbers that `execute` returned as metrics, summed (`numeric_metrics` says under which names).
+        """`tools/<name>/calls|errors|timeouts|model_errors|over_budget|truncated|retries|media_dropped|latency_s`,
+        `.../converted_arguments`, and the numbers that `execute` returned as metrics, summed (`numeric_metrics` says
+        under which names).
 
         `calls` counts every call the model wrote; `errors`, `model_errors` and `over_budget` never overlap; `timeouts`
         are among the first, or among the second where a tool ran what the model wrote and that did not end;
@@ -205,8 +206,9 @@ class ToolSession:
                 raise ToolCallError(call.error)
             if name not in self._tools and name in self._executor.tools:
                 raise ToolCallError(f"tool {name!r} is not available here. Available: {listing(self._tools.names)}")
-            self._tools.check_call(name, call.arguments)
-            answer = await self._execute(name, call.arguments, turn)
+            arguments = self._arguments(name, metric, call.arguments)
+            self._tools.check_call(name, arguments)
+            answer = await self._execute(name, arguments, turn)
         except ToolCallError as error:
             answer = _Answer(error_text(error), failure="model")
             self._count(metric, "timeouts", float(error.timed_out))
@@ -227,6 +229,14 @@ class ToolSession:
             key = f"tools/{metric}/{own}"
             self.counters[key] = self.counters.get(key, 0.0) + value
         return self._finish(name, call_id, metric, answer)
+
+    def _arguments(self, name: str, metric: str, given: Any) -> Any:
+        """What the tool gets: as the model wrote them, or with simple types converted."""
+        if not self._limits.convert_arguments:
+            return given
+        arguments, count = self._tools.converted(name, given)
+        self._count(metric, "converted_arguments", float(count))
+        return arguments
 
     def _refuse_over_budget(self, name: str, call_id: str, metric: str) -> ToolResult:
         self.budget_spent = True

@@ -64,6 +64,8 @@ class ToolLimits:
     """Calls of one trajectory that are run, those that fail included; None = no limit."""
     max_response_tokens: int = 512
     keep: Keep = "both"
+    convert_arguments: bool = False
+    """Arguments of another simple type than the schema's are converted, not refused."""
 
     @classmethod
     def from_config(cls, config: MultiTurnConfig) -> ToolLimits:
@@ -76,6 +78,7 @@ class ToolLimits:
             max_calls=config.max_tool_calls,
             max_response_tokens=config.max_tool_response_tokens,
             keep=config.tool_response_keep,  # type: ignore[arg-type]
+            convert_arguments=config.tool_argument_types == "convert",
         )
 
     def concurrency_of(self, tool: BaseTool) -> int:

@@ -239,6 +239,10 @@ class SearchError(Exception):
     """A search that failed; the text is fit to be shown to the model."""
 
 
+class RefusedSearch(SearchError):
+    """The service is there, and does not take such a request, or answers it in another form."""
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """The answer to one query."""
@@ -278,23 +282,37 @@ class SearchClient:
             SearchError: the service refused, failed, or did not answer in time.
         """
         now = settings or self.settings
-        asked = " ".join(query.split())
-        key = (now.backend, _url(now), now.topk, now.gl, now.hl, asked.casefold())
-        documents, hit = await self.cache.get(key, lambda: self._ask(asked, now))
-        return SearchResult(documents, hit)
+        return await self._look_up(query, now, lambda asked: self._ask_one(asked, now))
 
     async def search_all(
         self, queries: Sequence[str], settings: SearchSettings | None = None
     ) -> list[SearchResult | SearchError]:
-        """Several queries at once, in their order; one that fails does not lose the others."""
+        """Several queries at once, in their order; one that fails does not lose the others.
+
+        Backend `local` gets those that no earlier search has answered in one request; `google` takes one at a time.
+        A service that refuses a batch, or does not answer each query of it, is asked one by one.
+        """
+        now = settings or self.settings
+        batch = _Batch(self, now)
 
         async def one(query: str) -> SearchResult | SearchError:
             try:
-                return await self.search(query, settings)
+                if now.backend == "local":
+                    return await self._look_up(query, now, batch.answer_to)
+                return await self.search(query, now)
             except SearchError as error:
                 return error
 
         return list(await asyncio.gather(*map(one, queries)))
+
+    async def _look_up(
+        self, query: str, now: SearchSettings, ask: Callable[[str], Awaitable[tuple[str, ...]]]
+    ) -> SearchResult:
+        """From the cache, or by `ask`, which gets the query in its plain form."""
+        asked = " ".join(query.split())
+        key = (now.backend, _url(now), now.topk, now.gl, now.hl, asked.casefold())
+        documents, hit = await self.cache.get(key, lambda: ask(asked))
+        return SearchResult(documents, hit)
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
@@ -302,15 +320,19 @@ class SearchClient:
         if http is not None:
             await http.aclose()
 
-    async def _ask(self, query: str, settings: SearchSettings) -> tuple[str, ...]:
+    async def _ask_one(self, query: str, settings: SearchSettings) -> tuple[str, ...]:
+        return (await self._ask([query], settings))[0]
+
+    async def _ask(self, queries: Sequence[str], settings: SearchSettings) -> list[tuple[str, ...]]:
+        """The passages for each query, by one request; backend `google` takes one query."""
         async with self._limit.slot():
             if settings.backend == "google":
-                body: dict[str, Any] = {"q": query, "num": settings.topk, "gl": settings.gl, "hl": settings.hl}
-                found = _google_documents(await self._post(body, settings, {"X-API-KEY": settings.api_key()}))
+                body: dict[str, Any] = {"q": queries[0], "num": settings.topk, "gl": settings.gl, "hl": settings.hl}
+                found = [_google_documents(await self._post(body, settings, {"X-API-KEY": settings.api_key()}))]
             else:
-                body = {"queries": [query], "topk": settings.topk, "return_scores": False}
-                found = _local_documents(await self._post(body, settings, {}))
-        return tuple(found[: settings.topk])
+                body = {"queries": list(queries), "topk": settings.topk, "return_scores": False}
+                found = _local_documents(await self._post(body, settings, {}), len(queries))
+        return [tuple(documents[: settings.topk]) for documents in found]
 
     async def _post(self, body: dict[str, Any], settings: SearchSettings, headers: dict[str, str]) -> Any:
         """The answer's JSON; tries again what may go better, within one deadline."""
@@ -325,7 +347,7 @@ class SearchClient:
                     return _json(response)
                 problem = f"the search service answered {response.status_code}{_detail(response)}"
                 if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
-                    raise SearchError(problem)
+                    raise RefusedSearch(problem)
                 wait_s = _retry_after_s(response)
             except TimeoutError:
                 problem = f"the search service did not answer within {settings.timeout_s:g} s"
@@ -349,6 +371,38 @@ class SearchClient:
                 trust_env=settings.backend != "local",
             )
         return self._clients[loop]
+
+
+class _Batch:
+    """The queries of one `search_all` that nobody has answered yet, in one request.
+
+    They join before the first of them waits: the searches of a `gather` reach the cache in one round of the loop.
+    """
+
+    def __init__(self, client: SearchClient, settings: SearchSettings):
+        self._client, self._settings = client, settings
+        self._queries: list[str] = []
+        self._request: asyncio.Task[list[tuple[str, ...]]] | None = None
+        self._num_waiting = 0
+
+    def answer_to(self, query: str) -> Awaitable[tuple[str, ...]]:
+        self._queries.append(query)
+        return self._answer(len(self._queries) - 1)
+
+    async def _answer(self, place: int) -> tuple[str, ...]:
+        if len(self._queries) == 1:
+            return await self._client._ask_one(self._queries[0], self._settings)
+        if self._request is None:
+            self._request = asyncio.ensure_future(self._client._ask(self._queries, self._settings))
+        self._num_waiting += 1
+        try:
+            return (await asyncio.shield(self._request))[place]
+        except RefusedSearch:
+            return await self._client._ask_one(self._queries[place], self._settings)
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._request.cancel()
 
 
 def format_documents(documents: Sequence[str]) -> str:
@@ -379,17 +433,22 @@ def _json(response: httpx.Response) -> Any:
     try:
         return response.json()
     except ValueError as error:
-        raise SearchError("the search service's answer is not JSON") from error
+        raise RefusedSearch("the search service's answer is not JSON") from error
 
 
-def _local_documents(answer: Any) -> list[str]:
-    """Both forms of the answer: passages, and `{document, score}`."""
+def _local_documents(answer: Any, count: int) -> list[list[str]]:
+    """Both forms of the answer: passages, and `{document, score}`; a list for each of `count` queries."""
     try:
-        (found,) = answer["result"]
-        documents = [item.get("document", item)["contents"] for item in found]
+        by_query = answer["result"]
+        found = [[str(item.get("document", item)["contents"]) for item in items] for items in by_query]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SearchError("the search service's answer has another form than {result: [[{contents}]]}") from error
-    return [str(contents) for contents in documents]
+        raise RefusedSearch("the search service's answer has another form than {result: [[{contents}]]}") from error
+    if len(found) != count:
+        raise RefusedSearch(
+            "the search service's answer has another form than {result: [[{contents}]]} with a list for each query: "
+            f"{len(found)} for {count}"
+        )
+    return found
 
 
 def _google_documents(answer: Any) -> list[str]:

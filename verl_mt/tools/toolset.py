@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +126,32 @@ class ToolSet:
             reasons = "; ".join(_explain(error) for error in errors[:3])
             raise ToolCallError(f"wrong arguments for {name}: {reasons}. Expected {_signature(entry.schema)}")
 
+    def converted(self, name: str, arguments: Any) -> tuple[Any, int]:
+        """Arguments whose only mistake is another simple type (a number where text is asked for, "3" where a whole
+        number is), as the schema wants them; a copy.
+
+        Returns:
+            The arguments, and how many values were converted; 0 and the arguments as they are where a conversion
+            loses something, or does not make them right.
+        """
+        if name not in self._entries or not isinstance(arguments, dict):
+            return arguments, 0
+        validator, changed, count = self._entries[name].validator, copy.deepcopy(arguments), 0
+        for error in list(validator.iter_errors(changed)):
+            kinds = error.validator_value if isinstance(error.validator_value, list) else [error.validator_value]
+            if error.validator != "type" or not error.absolute_path:
+                return arguments, 0
+            found = next((v for kind in kinds if (v := _as_kind(error.instance, kind)) is not None), None)
+            if found is None:
+                return arguments, 0
+            *parents, last = error.absolute_path
+            place: Any = changed
+            for part in parents:
+                place = place[part]
+            place[last] = found
+            count += 1
+        return (changed, count) if validator.is_valid(changed) else (arguments, 0)
+
     def for_row(
         self,
         tools_kwargs: Mapping[str, Any] | None = None,
@@ -239,6 +268,23 @@ def _with_nulls(schema: Any) -> Any:
     if isinstance(known.get("enum"), list):
         known["enum"] = [*known["enum"], None]
     return known
+
+
+def _as_kind(value: Any, kind: str) -> Any:
+    """A simple value as another simple JSON type; None where that would lose something."""
+    if kind == "string" and isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if kind == "boolean" and isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    if kind == "integer" and isinstance(value, str):
+        return int(value) if re.fullmatch(r"\s*[+-]?\d{1,300}\s*", value, re.ASCII) else None
+    if kind == "number" and isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return None
+        return number if math.isfinite(number) else None
+    return None
 
 
 def _explain(error: ValidationError) -> str:

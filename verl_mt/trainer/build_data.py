@@ -15,6 +15,7 @@ from verl_mt.data.dataset import DataSource, load_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
+from verl_mt.rollout.doors import has_own_loop
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.tools.registry import ToolSet
 
@@ -65,7 +66,10 @@ def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> 
     data, rollout = config.data, config.actor_rollout_ref.rollout
     length = data.max_prompt_length
     single_turn = rollout.multi_turn.enable is False
-    return PromptBuilder(chat, tools, length, data.filter_overlong_prompts, data.truncation, single_turn)
+    return PromptBuilder(
+        chat, tools, length, data.filter_overlong_prompts, data.truncation, single_turn,
+        reads_agent_name=not has_own_loop(rollout),
+    )  # fmt: skip
 
 
 def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
