@@ -19,7 +19,7 @@ from verl_mt.config.compose import compose
 from verl_mt.config.write_reference import _show
 from verl_mt.errors import ConfigError
 from verl_mt.migrate import main, migrate, report
-from verl_mt.migrate.launchers import VERL_DEFAULTS
+from verl_mt.migrate.verl import VERL_DEFAULTS
 
 pytestmark = pytest.mark.slow  # many configurations
 REPO = Path(__file__).resolve().parents[2]

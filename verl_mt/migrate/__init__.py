@@ -10,30 +10,51 @@ import argparse
 import contextlib
 import io
 import itertools
-import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from pyarrow import parquet
 
 from verl_mt.config.compose import compose
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides, normalize_tree
+from verl_mt.config.redact import is_secret_name
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.migrate.launchers import VERL_DEFAULTS, Launch, Library, find_launch, parses
-from verl_mt.migrate.shell import read_script, shell_text
+from verl_mt.migrate.launch import ENV, Launch, Library, parses
+from verl_mt.migrate.ms_swift import read_swift
+from verl_mt.migrate.shell import Command, Script, read_script, shell_text
+from verl_mt.migrate.slime import read_slime
+from verl_mt.migrate.verl import VERL_DEFAULTS, read_verl, with_counterparts
 
 __all__ = ["Migration", "main", "migrate"]
 
-_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
-_ACTOR = "actor_rollout_ref.actor"
+_PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?")
+_OTHERS = {
+    "verl.trainer.fsdp_sft_trainer": "supervised training is python -m verl_mt.sft",
+    "verl.trainer.sft_trainer": "supervised training is python -m verl_mt.sft",
+    "verl.trainer.main_generation": "sampling is python -m verl_mt.evaluate",
+    "verl.trainer.main_eval": "evaluation is python -m verl_mt.evaluate",
+    "verl.model_merger": "a checkpoint becomes a model by python -m verl_mt.export",
+    "swift sft": "supervised training is python -m verl_mt.sft",
+    "swift infer": "sampling is python -m verl_mt.evaluate",
+    "swift eval": "evaluation is python -m verl_mt.evaluate",
+    "swift export": "a checkpoint becomes a model by python -m verl_mt.export",
+}
+_ENV_DROPPED = {
+    "VLLM_": "vLLM is not an engine of verl_mt",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron asks for it",
+    "NVTE_": "Transformer Engine is not used",
+    "MASTER_ADDR": "Ray finds its machines itself",
+    "MASTER_PORT": "Ray finds its machines itself",
+    "NODE_RANK": "Ray finds its machines itself",
+    "NNODES": "machines are trainer.nnodes",
+    "HYDRA_FULL_ERROR": "VERL_MT_TRACEBACK=1 shows tracebacks",
+}
 _FILES = {
     "verl": {
         "actor_rollout_ref.rollout.tool_kwargs.tools_config_file": "in its class names write verl_mt. for verl.",
@@ -170,14 +191,16 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
     if name is None:
         return None
     places = [Path.cwd(), *(script_file.resolve().parents if script_file else ())]
-    inner = _ENV.sub("", folder).lstrip("/") if _ENV.search(folder) else folder
+    inner = ENV.sub("", folder).lstrip("/") if ENV.search(folder) else folder
     files = [place / inner / f"{name.removesuffix('.yaml')}.yaml" for place in places]
     return next((file for file in files if file.is_file()), None)
 
 
 def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
     content = {} if yaml is None else read_yaml(yaml) or {}
-    overrides, instead = _instead(launch.overrides, content) if library == "verl" else (list(launch.overrides), [])
+    overrides, instead = (
+        with_counterparts(launch.overrides, content) if library == "verl" else (list(launch.overrides), [])
+    )
     _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
     if yaml is not None:
@@ -192,7 +215,11 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
         found.added["trainer.placement=ray"] = "several ranks need it"
-    found.changed = [*instead, *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks)]
+    found.changed = [
+        *launch.changed,
+        *instead,
+        *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks),
+    ]
     found.dropped = [*launch.dropped, *(_text(n).replace(" has nothing to set", "") for n in dropped)]
     by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in added.items()}
     values = {_key(line): line for line in found.overrides}
@@ -203,108 +230,6 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     if not found.refused:
         found.refused = _composing(found, yaml)
     return found
-
-
-def _instead(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """verl's words with those that have a counterpart of another name put in their place, and what that changes.
-
-    Args:
-        content: what the YAML file sets that the command names.
-    """
-    kept, said = [], []
-    values = {**_flat(content), **{key.lstrip("+"): text for key, _, text in (w.partition("=") for w in words)}}
-    if "actor_rollout_ref.rollout.over_sample_rate" in values:
-        rate = str(values["actor_rollout_ref.rollout.over_sample_rate"])
-        if not (_is_number(rate) and float(rate) == 0):
-            said.append(
-                f"actor_rollout_ref.rollout.over_sample_rate={rate}: every prompt that was issued is trained here; "
-                "there the slowest share of a step is left out"
-            )
-    for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
-            kept.append(f"{key}=sglang")
-            said.append(
-                f"{key}={value} -> sglang: the engine for real work here; it samples, nothing that is learned changes"
-            )
-        elif key == "actor_rollout_ref.rollout.trace.backend" and value in ("mlflow", "weave"):
-            said.append(f"{key}={value}: not offered, left out; otel sends spans to any collector of OpenTelemetry")
-        elif key == "actor_rollout_ref.rollout.trace.token2text":
-            said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
-        elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
-            continue
-        elif key.endswith(".optim.lr_warmup_steps_ratio") and _is_number(value) and (known := _num_steps(values)):
-            total, how = known
-            updates = _updates(values, key.partition(".optim.")[0])
-            steps = int(float(value) * total) * updates
-            kept.append(f"{key.removesuffix('_ratio')}={steps}")
-            each = f", {updates} updates each" if updates > 1 else ""
-            said.append(f"{word} -> {steps} optimizer steps: the ratio of {total} steps ({how}){each}")
-        elif key == "trainer.device" and value == "npu":
-            said.append(f"{word}: left out; the device is found where the run starts")
-        else:
-            kept.append(word)
-    return kept, said
-
-
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
-
-
-def _whole(values: dict[str, Any], key: str, default: int) -> int | None:
-    text = str(values.get(key, default))
-    return int(text) if text.isdigit() else None
-
-
-def _num_steps(values: dict[str, Any]) -> tuple[int, str] | None:
-    """How many steps verl trains, and from what that is known; None where it is not."""
-    total = str(values.get("trainer.total_training_steps"))
-    if total.isdigit():
-        return int(total), f"trainer.total_training_steps={total}"
-    epochs, batch = _whole(values, "trainer.total_epochs", 30), _whole(values, "data.train_batch_size", 1024)
-    rows = _num_rows(values)
-    if not epochs or not batch or rows is None or rows < batch:
-        return None
-    return epochs * (rows // batch), f"{epochs} epochs of {rows} rows by {batch}; prompts that are too long are in it"
-
-
-def _updates(values: dict[str, Any], part: str) -> int:
-    """Optimizer steps of one step: verl counts its warm-up in steps."""
-    batch = _whole(values, "data.train_batch_size", 1024)
-    mini = _whole(values, f"{part}.ppo_mini_batch_size", _whole(values, f"{_ACTOR}.ppo_mini_batch_size", 256) or 256)
-    epochs = _whole(values, f"{part}.ppo_epochs", 1)
-    return max(1, batch // mini) * epochs if batch and mini and epochs else 1
-
-
-def _num_rows(values: dict[str, Any]) -> int | None:
-    """Training rows, where the files are on this machine or the command says how many it takes."""
-    files = values.get("data.train_files")
-    if isinstance(files, str):
-        text = _ENV.sub(lambda m: os.environ.get(m[1]) or m[2] or m[0], files)
-        try:
-            files = OverridesParser.create().parse_override(f"files={text}").value()
-        except HydraException:
-            return None
-    paths = [Path(str(name)).expanduser() for name in (files if isinstance(files, list) else [files])]
-    if not all(path.is_file() and path.suffix in (".parquet", ".jsonl") for path in paths):
-        return None
-    rows = sum(
-        parquet.read_metadata(path).num_rows
-        if path.suffix == ".parquet"
-        else sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-        for path in paths
-    )
-    most = _whole(values, "data.train_max_samples", -1)
-    return rows if most is None else min(rows, most)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[\d.]+(?:e-?\d+)?", text) is not None
 
 
 def _unsaid(launch: Launch, library: Library, named: set[str], yaml: Path | None) -> dict[str, str]:
@@ -337,7 +262,7 @@ def _composing(found: Migration, yaml: Path | None) -> list[str]:
     if yaml is None and any(f.startswith("-") for f in found.flags):
         found.notes.append("the YAML file that the command names is not here: run it with --cfg job where it is")
         return []
-    words = [_ENV.sub(lambda m: m.group(2) or "1", word) for word in found.overrides]
+    words = [ENV.sub(lambda m: m.group(2) or "1", word) for word in found.overrides]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # what is to be said of the command stands in the report
             compose(words, yaml.stem if yaml else None, yaml.parent if yaml else None)
@@ -351,7 +276,7 @@ def _plain(line: str) -> str:
     """Without Hydra's quotes where the value is read the same without them."""
     key, _, value = line.partition("=")
     short = value.replace("'", "").replace(", ", ",")
-    if short != value and re.fullmatch(r"\[?[\w./:@%+,-]+\]?", _ENV.sub("x", short)):
+    if short != value and re.fullmatch(r"\[?[\w./:@%+,-]+\]?", ENV.sub("x", short)):
         bare = f"{key}={short}"
         try:
             parse = OverridesParser.create().parse_override
@@ -367,15 +292,15 @@ def _key(line: str) -> str:
 
 
 def _text(text: str) -> str:
-    return _ENV.sub(lambda m: shell_text(m.group(1)) or f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
+    return ENV.sub(lambda m: shell_text(m.group(1)) or f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
 
 
 def _for_shell(word: str) -> str:
     """Quoted; `${oc.env:NAME}` is the shell's variable again."""
-    if not _ENV.search(word):
+    if not ENV.search(word):
         return shlex.quote(word)
     parts, place = [], 0
-    for found in _ENV.finditer(word):
+    for found in ENV.finditer(word):
         parts.append(re.sub(r'([\\"$`])', r"\\\1", word[place : found.start()]))
         name, default = found.groups()
         if (computed := shell_text(name)) is not None:
@@ -390,3 +315,80 @@ def _for_shell(word: str) -> str:
         if re.fullmatch(r"\$\w+", part) and re.match(r"\w", parts[k + 1]):
             parts[k] = f"${{{part[1:]}}}"
     return '"' + "".join(parts) + '"'
+
+
+def find_launch(script: Script) -> Launch:
+    """The launch commands of a script; several (a rollout server and its trainer) become one.
+
+    A script without one has `framework` None.
+    """
+    launch = Launch(notes=list(script.notes))
+    for command in script.commands:
+        _take(command, launch)
+    names = re.findall(r"oc\.env:(\w+)", " ".join([*launch.overrides, *launch.flags, *launch.env.values()]))
+    computed = " ".join(text for name in names if (text := shell_text(name)))
+    launch.functions = [body for name, body in script.functions.items() if re.search(rf"\b{name}\b", computed)]
+    if launch.framework is not None:
+        _take_env(script.exported, launch)
+    if launch.wants_server and "swift rollout" not in launch.started:
+        launch.refused.append(
+            "--vllm_mode server: a `swift rollout` command elsewhere starts the server, and says which scheduler runs "
+            "there; give both commands in one text"
+        )
+    return launch
+
+
+def _take(command: Command, launch: Launch) -> None:
+    words = [w for w in command.words if w not in ("nohup", "exec", "time", "&")]
+    wrapper: list[str] = []
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        cut = words.index("--") + 1
+        wrapper, words = words[:cut], words[cut:]
+    found = _which(words)
+    if found is None:
+        return
+    library, name, rest = found
+    if name in _OTHERS or (library == "verl" and name != "verl.trainer.main_ppo"):
+        launch.refused.append(f"{name}: {_OTHERS.get(name, 'only verl.trainer.main_ppo has a counterpart')}")
+        return
+    if launch.framework not in (None, library):
+        launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")
+        return
+    launch.framework = library
+    launch.started.append(name)
+    launch.wrapper = wrapper or launch.wrapper
+    _take_env(command.env, launch)
+    {"verl": read_verl, "ms-swift": read_swift, "slime": read_slime}[library](rest, name, launch)
+
+
+def _which(words: Sequence[str]) -> tuple[Library, str, list[str]] | None:
+    """(library, what is started, its words)."""
+    if not words:
+        return None
+    if re.fullmatch(r"(?:.*/)?(?:swift|megatron)", words[0]) and len(words) > 1:
+        name = " ".join([words[0].rpartition("/")[2], words[1]])
+        return "ms-swift", name, list(words[2:])
+    if not _PYTHON.fullmatch(words[0]):
+        return None
+    rest = [w for w in words[1:] if w not in ("-u", "-O")]
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        started = re.match(r"verl\.|recipe\.|slime\.", rest[1])
+        return ("verl", rest[1], rest[2:]) if started else None
+    if rest and re.fullmatch(r"(?:.*/)?train(?:_async)?\.py", rest[0]):
+        return "slime", rest[0].rpartition("/")[2], rest[1:]
+    return None
+
+
+def _take_env(env: dict[str, str], launch: Launch) -> None:
+    for name, value in env.items():
+        reason = next((why for prefix, why in _ENV_DROPPED.items() if name.startswith(prefix)), None)
+        if name == "NPROC_PER_NODE":
+            launch.added.append(f"trainer.n_workers_per_node={value} # NPROC_PER_NODE")
+            if value != "1":
+                launch.added.append("trainer.placement=ray # several ranks need it")
+        elif reason is not None:
+            launch.dropped.append(f"{name}: {reason}")
+        elif is_secret_name(name):
+            launch.dropped.append(f"{name}: a secret; set it in the environment that the run starts in")
+        else:
+            launch.env[name] = value
