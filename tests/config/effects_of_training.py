@@ -12,6 +12,7 @@ ACTOR = {
     "optim.betas": Effect("[0.5, 0.6]", "other weights", probes.weights, NOT_VALIDATED),
     "optim.weight_decay": Effect("0.9", "other weights", probes.weights, NOT_VALIDATED),
     "optim.lr_warmup_steps": Effect("2", "the rate rises", metric("actor/lr"), NOT_VALIDATED),
+    "optim.lr_warmup_steps_ratio": Effect("1", "the rate rises", metric("actor/lr"), NOT_VALIDATED),
     "optim.lr_scheduler_type": Effect(
         "cosine", "the rate falls", metric("actor/lr"), (f"{AC}.optim.lr_scheduler_type=constant", *NOT_VALIDATED)
     ),
@@ -67,6 +68,9 @@ CRITIC = {
     "optim.betas": Effect("[0.1, 0.2]", "other values", probes.weights, (*PPO, "trainer.total_training_steps=3")),
     "optim.weight_decay": Effect("0.9", "other values", probes.weights, (*PPO, "trainer.total_training_steps=3")),
     "optim.lr_warmup_steps": Effect("2", "the rate rises", metric("critic/lr"), PPO),
+    "optim.lr_warmup_steps_ratio": Effect(
+        "1", "the rate rises", metric("critic/lr"), (*PPO, "trainer.total_training_steps=3")
+    ),
     "optim.lr_scheduler_type": Effect("cosine", "the rate falls", metric("critic/lr"), PPO),
     "optim.min_lr_ratio": Effect(
         "0.5", "how far it falls", metric("critic/lr"), (*PPO, "critic.optim.lr_scheduler_type=linear")

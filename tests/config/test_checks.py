@@ -82,6 +82,10 @@ def test_the_schemas_defaults_pass():
         (["data.sampler_kwargs.a=1"], ["data.sampler"]),
         ([f"{ACTOR}.optim.betas=[0.9]"], ["betas"]),
         (
+            [f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
+            ["lr_warmup_steps=3", "lr_warmup_steps_ratio=0.1", "set one of them to 0"],
+        ),
+        (
             ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=False"],
             ["norm_adv_by_std_in_grpo is False", "only with algorithm.adv_estimator=grpo or grpo_passk (it is rloo)"],
         ),

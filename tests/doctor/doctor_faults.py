@@ -223,6 +223,9 @@ FAULTS = {
     "warm-up longer than the run": Fault(
         lambda folder: [f"{ACTOR}.optim.lr_warmup_steps=500"], "steps", "never reached", "warning"
     ),
+    "warm-up as a share that is the whole run": Fault(
+        lambda folder: [f"{ACTOR}.optim.lr_warmup_steps_ratio=1"], "steps", "by the last one only", "warning"
+    ),
     "learning rate 0": Fault(lambda folder: [f"{ACTOR}.optim.lr=0"], "steps", "rate is 0", "warning"),
     "unfinished run with another config": Fault(other_run, "run directory", "another config"),
     "directory of somebody else": Fault(read_only, "run directory", "not a run directory"),

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from verl_mt.config.compose import compose
@@ -200,11 +198,13 @@ def test_steps_per_generation_and_a_warm_up_ratio_are_computed_with_the_ranks():
     assert {
         "data.train_batch_size=4",  # 2 x 2 ranks x 8 / 8
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 x 2 ranks x 4 / 8
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=250",  # 0.05 of 2500 batches of two updates each
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.05",
     } <= set(found.overrides)
     assert any("swanlab: not offered" in line for line in found.dropped)
-    unknown = migrate(SWIFT + "--warmup_ratio 0.05")
-    assert unknown.refused == [] and any("--warmup_ratio 0.05: set" in note for note in unknown.notes)
+    both = migrate(SWIFT + "--warmup_ratio 0.05 --warmup_steps 3")
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=3" in both.overrides and not both.refused
+    assert not any("steps_ratio" in word for word in both.overrides)
+    assert any("--warmup_ratio 0.05: --warmup_steps" in line for line in both.dropped)
 
 
 SERVER = "# swift rollout --model org/model \\\n#     --multi_turn_scheduler math_tip_trick \\\n#     --max_turns 3\n"
@@ -424,28 +424,28 @@ def test_a_rate_in_the_yaml_file_of_the_command_is_listed_too(tmp_path):
     assert any("over_sample_rate=0.2" in line for line in migrate(text).changed)
 
 
-RATIO = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.25 data.train_batch_size=4 trainer.total_epochs=3 "
+WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
 
 
-def test_a_warm_up_ratio_is_computed_where_epochs_and_rows_are_known(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROWS", str(tmp_path))
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 10 + "\n")
-    pq.write_table(pa.table({"a": list(range(7))}), tmp_path / "b.parquet")
-    files = """data.train_files="['$ROWS/a.jsonl','$ROWS/b.parquet']" """
-    mini = "actor_rollout_ref.actor.ppo_mini_batch_size="
-    # 17 rows are 4 batches of 4, 12 steps in 3 epochs, 3 of them to warm up
+def test_verls_steps_of_warm_up_become_optimizer_steps_and_its_ratio_stays():
+    split = (
+        "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=2 actor_rollout_ref.actor.ppo_epochs=3 "
+    )
+    critic = "algorithm.adv_estimator=gae critic.optim.lr_warmup_steps=5 critic.ppo_epochs=1 "
     cases = {
-        mini + "4": 3,
-        mini + "2 actor_rollout_ref.actor.ppo_epochs=2": 12,
-        mini + "4 data.train_max_samples=9": 1,
-        mini + "4 trainer.total_training_steps=8": 2,
+        f"{WARM_UP}=10": (f"{WARM_UP}=40", "10 steps of verl's trainer with 4"),  # 1024 by 256
+        f"{split}{WARM_UP}=10": (f"{WARM_UP}=120", "with 12"),
+        f"{split}{critic}": ("critic.optim.lr_warmup_steps=20", "with 4"),
+        f"{WARM_UP}=0 {WARM_UP}_ratio=0.1": (f"{WARM_UP}_ratio=0", "its ratio of 0.1 does not"),
     }
-    for rest, steps in cases.items():
-        found = migrate(OVER + RATIO + files + rest)
-        assert f"actor_rollout_ref.actor.optim.lr_warmup_steps={steps}" in found.overrides, (rest, found.refused)
-        assert any(f"-> {steps} optimizer steps" in line for line in found.changed)
+    for words, (override, how) in cases.items():
+        found = migrate(OVER + words)
+        assert how in found.added[override] and found.refused == [], (words, found)
+        assert override in found.overrides and not any("warmup" in line for line in found.changed)
+    ratio = migrate(f"{OVER}{WARM_UP}_ratio=0.285 {WARM_UP}=-1 data.train_files=/nowhere/a.parquet")
+    assert f"{WARM_UP}_ratio=0.285" in ratio.overrides and ratio.refused == [] and ratio.changed == []
 
 
-def test_a_warm_up_ratio_of_rows_that_are_elsewhere_is_asked_for():
-    found = migrate(OVER + RATIO + "data.train_files=/nowhere/a.parquet")
-    assert any("lr_warmup_steps_ratio" in line and "optimizer steps" in line for line in found.refused)
+def test_steps_of_warm_up_of_a_batch_that_only_the_shell_knows_are_listed():
+    found = migrate(f"{OVER}{WARM_UP}=10 data.train_batch_size=$SIZE")
+    assert any(f"{WARM_UP}=10: steps of the trainer there" in line for line in found.changed)

@@ -126,15 +126,6 @@ def test_vllm_becomes_sglang_and_is_listed():
     assert any("vllm -> sglang" in line for line in found.changed)
 
 
-def test_a_warmup_ratio_of_a_known_number_of_steps_is_computed():
-    from verl_mt.migrate import migrate
-
-    words = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=200"
-    found = migrate(f"python -m verl.trainer.main_ppo {words}")
-    # 20 of 200 steps, each of 1024 prompts by 256: verl's schedule moves once a step, ours with every update
-    assert "actor_rollout_ref.actor.optim.lr_warmup_steps=80" in found.overrides
-
-
 FOLDER = 'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
 
 

@@ -12,7 +12,6 @@ from verl_mt.config.compose import compose
 from verl_mt.migrate import main
 
 REFUSED = {
-    "search_r1_like/run_qwen2.5-3b_instruct_search_multiturn.sh": "lr_warmup_steps_ratio",  # of an unknown number
     "run_qwen3_4b_dapo_multiturn.sh": "data.custom_cls",  # a data set class of a recipe that is not there
 }
 """Scripts that need no Megatron and are refused -> what they name that has no counterpart."""

@@ -28,7 +28,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 """Among them is, for every row, one that it takes, and for every converter that refuses, one that it refuses."""
 REFUSING = {
-    "warmup_ratio", "swift_warmup_ratio", "as_list", "one_reward", "trackers", "trace_backend", "engine", "convert",
+    "as_list", "one_reward", "trackers", "trace_backend", "engine", "convert",
     "slime_estimator", "group_filter", "swift_correction", "async_or_sync", "plus_one",
 }  # fmt: skip
 """Converters with values that have no counterpart; `convert` is that of a closed list of values."""

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.workers.optimizer import MASTER, MasterAdamW, build_adamw, lr_factor, state_of
+from verl_mt.config.actor import OptimConfig
+from verl_mt.workers.optimizer import MASTER, MasterAdamW, build_adamw, lr_factor, state_of, warmup_steps_of
 
 
 def train(dtype, optimizer_class, steps=50, lr=1e-5):
@@ -112,3 +113,9 @@ def test_constant_stays():
 )
 def test_always_between_nothing_and_the_peak_also_after_the_end(kind, warmup, total, min_ratio, step):
     assert 0.0 <= lr_factor(step, warmup_steps=warmup, total_steps=total, kind=kind, min_ratio=min_ratio) <= 1.0
+
+
+def test_a_ratio_is_a_share_of_all_updates_and_stands_for_the_steps():
+    assert warmup_steps_of(OptimConfig(lr_warmup_steps_ratio=0.285), 400) == 114
+    assert warmup_steps_of(OptimConfig(lr_warmup_steps=5), 400) == 5
+    assert warmup_steps_of(OptimConfig(lr_warmup_steps=5, lr_warmup_steps_ratio=0.1), 39) == 3

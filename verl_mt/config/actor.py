@@ -65,6 +65,13 @@ class OptimConfig(Section):
         read="step",
     )
     min_lr_ratio: float = knob(0.0, "Last learning rate as a share of the peak.", min=0, max=1, read="step")
+    lr_warmup_steps_ratio: float = knob(
+        0.0,
+        "`lr_warmup_steps` as a share of all optimizer steps of the run, rounded down; above 0 it counts instead.",
+        min=0,
+        max=1,
+        read="step",
+    )
 
 
 @dataclass

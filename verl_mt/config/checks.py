@@ -517,3 +517,9 @@ def _numbers(config: Config) -> Iterator[str]:
     for key, optim in optimizers.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield f"{key}.betas is {optim.betas}: expected two numbers in [0, 1)"
+        both = {f"{key}.lr_warmup_steps", f"{key}.lr_warmup_steps_ratio"} <= given_keys(config)
+        if both and optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+            yield (
+                f"{key}.lr_warmup_steps={optim.lr_warmup_steps} and {key}.lr_warmup_steps_ratio="
+                f"{optim.lr_warmup_steps_ratio} both say how long the warm-up is: set one of them to 0"
+            )

@@ -24,6 +24,7 @@ from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.runner import RolloutPlan, RolloutStream
 from verl_mt.trainer import build_data, build_rollout
+from verl_mt.workers.optimizer import warmup_steps_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
@@ -173,11 +174,14 @@ def schedule(subject: Subject) -> Iterator[Finding]:
             "raise trainer.total_epochs, or lower total_training_steps",
         )
     optim = config.actor_rollout_ref.actor.optim
-    updates = steps * (batch // (config.actor_rollout_ref.actor.ppo_mini_batch_size or batch))
-    if optim.lr_warmup_steps >= updates > 0:
+    actor = config.actor_rollout_ref.actor
+    updates = steps * (batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+    if (warmup := warmup_steps_of(optim, updates)) >= updates > 0:
+        name = "lr_warmup_steps_ratio" if optim.lr_warmup_steps_ratio else "lr_warmup_steps"
         yield warning(
-            f"optim.lr_warmup_steps={optim.lr_warmup_steps} of {updates} updates: the peak rate is never reached",
-            "lower actor_rollout_ref.actor.optim.lr_warmup_steps",
+            f"optim.{name}={getattr(optim, name)} of {updates} updates: the peak rate is reached "
+            f"{'never' if warmup > updates else 'by the last one only'}",
+            f"lower actor_rollout_ref.actor.optim.{name}",
         )
     if optim.lr == 0:
         yield warning("the learning rate is 0: nothing will change", "set actor_rollout_ref.actor.optim.lr")

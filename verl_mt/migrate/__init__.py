@@ -198,8 +198,8 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
 
 def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
     content = {} if yaml is None else read_yaml(yaml) or {}
-    overrides, instead = (
-        with_counterparts(launch.overrides, content) if library == "verl" else (list(launch.overrides), [])
+    overrides, instead, same = (
+        with_counterparts(launch.overrides, content) if library == "verl" else (list(launch.overrides), [], {})
     )
     _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
@@ -212,6 +212,7 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     found.functions = launch.functions
     found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]
+    found.added |= {word: how for word, how in same.items() if word in found.overrides}
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
         found.added["trainer.placement=ray"] = "several ranks need it"

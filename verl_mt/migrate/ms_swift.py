@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from verl_mt.config.normalize import split_argv
@@ -38,7 +37,7 @@ def read_swift(words: list[str], name: str, launch: Launch) -> None:
     count = _rows_wanted(given)
     if count is not None:
         launch.added.append(f"data.train_max_samples={count} # the number behind the data set's name")
-    _swift_warmup(given, count, launch)
+    _swift_warmup(given, launch)
     for key, values in given.items():
         if key not in known:
             launch.refused.append(f"--{key}: no counterpart{suggest(key, known)}")
@@ -78,29 +77,11 @@ def _swift_server(given: dict[str, list[str]], launch: Launch) -> list[str]:
     return [key for key in ("vllm_mode", "vllm_server_host", "vllm_server_port") if key in given]
 
 
-def _swift_warmup(given: dict[str, list[str]], rows: str | None, launch: Launch) -> None:
-    """`--warmup_ratio` in optimizer steps, where it is known how many there are."""
-    try:
-        ratio = float(given["warmup_ratio"][0])
-        epochs = float(given.get("num_train_epochs", [SWIFT_DEFAULTS["num_train_epochs"]])[0])
-        iterations = int(given.get("num_iterations", ["1"])[0])
-    except (KeyError, IndexError, ValueError):
-        return  # not given, or a variable of the shell
-    sizes = dict(word.partition(" ")[0].split("=", 1) for word in launch.added)
-    batch = sizes.get("data.train_batch_size")
-    if ratio == 0 or "warmup_steps" in given:
-        return
-    del given["warmup_ratio"]
-    if rows is None or batch is None or "max_steps" in given:
-        launch.notes.append(
-            f"--warmup_ratio {ratio:g}: set actor_rollout_ref.actor.optim.lr_warmup_steps to that share of the "
-            "optimizer steps; how many there are depends on the rows, which the command does not count"
-        )
-        return
-    mini = sizes.get("actor_rollout_ref.actor.ppo_mini_batch_size", batch)
-    steps = int(int(rows) * epochs) // int(batch) * (int(batch) // int(mini)) * iterations
-    why = f"{ratio:g} of {steps} optimizer steps"
-    launch.added.append(f"actor_rollout_ref.actor.optim.lr_warmup_steps={math.ceil(ratio * steps)} # {why}")
+def _swift_warmup(given: dict[str, list[str]], launch: Launch) -> None:
+    """`--warmup_steps` counts where both are given."""
+    if "warmup_ratio" in given and given.get("warmup_steps", ["0"]) != ["0"]:
+        [ratio] = given.pop("warmup_ratio")
+        launch.dropped.append(f"--warmup_ratio {ratio}: --warmup_steps is given, and counts")
 
 
 def _swift_trackers(given: dict[str, list[str]], launch: Launch) -> None:

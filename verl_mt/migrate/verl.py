@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from pyarrow import parquet
-
-from verl_mt.migrate.launch import ENV, Launch
+from verl_mt.migrate.launch import Launch
 
 _ACTOR = "actor_rollout_ref.actor"
+_OF_UPDATES = {"ppo_mini_batch_size": 256, "ppo_epochs": 1}
+"""What says how many optimizer steps a step has -> verl's default; the critic's own are the actor's."""
 
 VERL_DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -46,13 +42,18 @@ def read_verl(words: list[str], name: str, launch: Launch) -> None:
             launch.overrides.append(word)
 
 
-def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """verl's words with those that have a counterpart of another name put in their place, and what that changes.
+def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
+    """verl's words with those that have a counterpart of another name put in their place.
 
     Args:
         content: what the YAML file sets that the command names.
+
+    Returns:
+        the words; what that changes; words among them that mean the same in other units -> how.
     """
-    kept, said = [], []
+    kept: list[str] = []
+    said: list[str] = []
+    same: dict[str, str] = {}
     values = {**_flat(content), **{key.lstrip("+"): text for key, _, text in (w.partition("=") for w in words)}}
     if "actor_rollout_ref.rollout.over_sample_rate" in values:
         rate = str(values["actor_rollout_ref.rollout.over_sample_rate"])
@@ -74,18 +75,13 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
             said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
         elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
             continue
-        elif key.endswith(".optim.lr_warmup_steps_ratio") and _is_number(value) and (known := _num_steps(values)):
-            total, how = known
-            updates = _updates(values, key.partition(".optim.")[0])
-            steps = int(float(value) * total) * updates
-            kept.append(f"{key.removesuffix('_ratio')}={steps}")
-            each = f", {updates} updates each" if updates > 1 else ""
-            said.append(f"{word} -> {steps} optimizer steps: the ratio of {total} steps ({how}){each}")
         elif key == "trainer.device" and value == "npu":
             said.append(f"{word}: left out; the device is found where the run starts")
         else:
             kept.append(word)
-    return kept, said
+    for part in (_ACTOR, "critic"):
+        kept = _warm_up(kept, values, part, said, same)
+    return kept, said, same
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -98,50 +94,35 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _whole(values: dict[str, Any], key: str, default: int) -> int | None:
-    text = str(values.get(key, default))
+    text = str(default if values.get(key) is None else values[key])
     return int(text) if text.isdigit() else None
 
 
-def _num_steps(values: dict[str, Any]) -> tuple[int, str] | None:
-    """How many steps verl trains, and from what that is known; None where it is not."""
-    total = str(values.get("trainer.total_training_steps"))
-    if total.isdigit():
-        return int(total), f"trainer.total_training_steps={total}"
-    epochs, batch = _whole(values, "trainer.total_epochs", 30), _whole(values, "data.train_batch_size", 1024)
-    rows = _num_rows(values)
-    if not epochs or not batch or rows is None or rows < batch:
-        return None
-    return epochs * (rows // batch), f"{epochs} epochs of {rows} rows by {batch}; prompts that are too long are in it"
-
-
-def _updates(values: dict[str, Any], part: str) -> int:
-    """Optimizer steps of one step: verl counts its warm-up in steps."""
+def _updates(values: dict[str, Any], part: str) -> int | None:
+    """Optimizer steps of one step of the trainer; None where a size is known to the shell only."""
     batch = _whole(values, "data.train_batch_size", 1024)
-    mini = _whole(values, f"{part}.ppo_mini_batch_size", _whole(values, f"{_ACTOR}.ppo_mini_batch_size", 256) or 256)
-    epochs = _whole(values, f"{part}.ppo_epochs", 1)
-    return max(1, batch // mini) * epochs if batch and mini and epochs else 1
+    own = {name: values.get(f"{part}.{name}", values.get(f"{_ACTOR}.{name}")) for name in _OF_UPDATES}
+    mini, epochs = (_whole(own, name, default) for name, default in _OF_UPDATES.items())
+    return max(1, batch // mini) * epochs if batch and mini and epochs else None
 
 
-def _num_rows(values: dict[str, Any]) -> int | None:
-    """Training rows, where the files are on this machine or the command says how many it takes."""
-    files = values.get("data.train_files")
-    if isinstance(files, str):
-        text = ENV.sub(lambda m: os.environ.get(m[1]) or m[2] or m[0], files)
-        try:
-            files = OverridesParser.create().parse_override(f"files={text}").value()
-        except HydraException:
-            return None
-    paths = [Path(str(name)).expanduser() for name in (files if isinstance(files, list) else [files])]
-    if not all(path.is_file() and path.suffix in (".parquet", ".jsonl") for path in paths):
-        return None
-    rows = sum(
-        parquet.read_metadata(path).num_rows
-        if path.suffix == ".parquet"
-        else sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-        for path in paths
-    )
-    most = _whole(values, "data.train_max_samples", -1)
-    return rows if most is None else min(rows, most)
+def _warm_up(words: list[str], values: dict[str, Any], part: str, said: list[str], same: dict[str, str]) -> list[str]:
+    """The words with verl's steps of warm-up as optimizer steps: its schedule moves once a step of the trainer, ours
+    with every update. A number of steps counts there beside a ratio."""
+    steps, ratio = f"{part}.optim.lr_warmup_steps", f"{part}.optim.lr_warmup_steps_ratio"
+    count, updates = _whole(values, steps, -1), _updates(values, part)
+    if count is None:
+        return words
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in (steps, ratio)]
+    if ratio in values:
+        kept.append(f"{ratio}=0")
+        same[kept[-1]] = f"verl's lr_warmup_steps={count} counts, its ratio of {values[ratio]} does not"
+    kept.append(f"{steps}={count * (updates or 1)}")
+    if count and updates is None:
+        said.append(f"{kept[-1]}: steps of the trainer there, optimizer steps here: multiply by those of one step")
+    elif count and updates != 1:
+        same[kept[-1]] = f"{count} steps of verl's trainer with {updates} optimizer steps each"
+    return kept
 
 
 def _is_number(text: str) -> bool:

@@ -115,20 +115,6 @@ def warmup_steps(value: Any) -> Any:
     return 0 if value == -1 else value
 
 
-def warmup_ratio(value: Any) -> int:
-    return _no_ratio(value, "lr_warmup_steps")
-
-
-def swift_warmup_ratio(value: Any) -> int:
-    return _no_ratio(value, "actor_rollout_ref.actor.optim.lr_warmup_steps")
-
-
-def _no_ratio(value: Any, key: str) -> int:
-    if value in (0, 0.0, None):
-        return 0
-    raise ValueError(f"give {key} in optimizer steps (ratio x total steps)")
-
-
 def list_of_one(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from verl_mt.config.actor import OptimConfig
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of one parameter; `step` is a number."""
 MASTER = "master"
@@ -105,6 +107,13 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
         if parameter.dtype != torch.float32:
             state[MASTER] = parameter.detach().to(device, torch.float32, copy=True)
     return state
+
+
+def warmup_steps_of(optim: OptimConfig, total_steps: int) -> int:
+    """Optimizer steps of warm-up in a run of `total_steps` optimizer steps."""
+    if optim.lr_warmup_steps_ratio:
+        return int(optim.lr_warmup_steps_ratio * total_steps + 1e-9)  # 0.285 x 400 is just below 114 in floating point
+    return optim.lr_warmup_steps
 
 
 def lr_factor(step: int, *, warmup_steps: int, total_steps: int, kind: str, min_ratio: float) -> float:

@@ -18,7 +18,7 @@ from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.actor import OptimConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
-from verl_mt.workers.optimizer import build_adamw, lr_factor
+from verl_mt.workers.optimizer import build_adamw, lr_factor, warmup_steps_of
 from verl_mt.workers.sharding import model_of, ranks_of, whole
 from verl_mt.workers.state import copy_into, live_tensors
 
@@ -195,7 +195,7 @@ class Trainable:
         step = self._num_batches * self._updates_per_batch + min(mini, self._updates_per_batch - 1)
         factor = lr_factor(
             step,
-            warmup_steps=optim.lr_warmup_steps,
+            warmup_steps=warmup_steps_of(optim, self._total_updates),
             total_steps=self._total_updates,
             kind=optim.lr_scheduler_type,
             min_ratio=optim.min_lr_ratio,
