@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
 
 import conformance
@@ -15,6 +18,8 @@ from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, tra
 from verl_mt.config.compose import compose
 from verl_mt.errors import PluginError
 from verl_mt.rewards.base import load_reward, rewards
+from verl_mt.rewards.contract import RewardInput, RunState
+from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
 from verl_mt.rollout.scheduler import (
     ContextType,
@@ -70,15 +75,8 @@ def test_its_tool_call_scheduler_takes_the_place_of_ours_and_trains_only_what_wa
     assert run.trajectory.info["tool_results"] == "Result: 5"
 
 
-def test_its_rewards_score_what_their_texts_say(tmp_path, registries):
+def test_its_rewards_of_services_say_what_they_need(tmp_path, registries):
     with plugin(PLUGIN, tmp_path) as module:
-        countdown = module.CountdownORM()(["<answer>1 + 2</answer>", "<answer>3</answer>"], [3, 3], [[1, 2], [1, 2]])
-        assert countdown == [1.0, 0.0]
-        solution = '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>'
-        state = type("State", (), {"global_step": 3})()
-        one = f"<think>t</think> {solution}"
-        assert module.ToolUseFormatReward()([one, "x"], [solution] * 2, trainer_state=state) == [1.0, 0.0]
-        assert module.ToolUseCorrectnessReward()([one, "x"], [solution] * 2, trainer_state=state) == [3.0, -3.0]
         assert load_reward("external_countdown") is not None
         with pytest.raises(PluginError, match="JUDGE0_ENDPOINT"):
             load_reward("external_code_reward_by_judge0")
@@ -88,6 +86,147 @@ def test_its_rewards_score_what_their_texts_say(tmp_path, registries):
         texts = ["so \\boxed{1,234}", "#### 7", "no"]
         assert module.GSM8KAccuracy()(texts, ["#### 1234", "#### 8", "#### 1"]) == [1.0, 0.0, 0.0]
         assert module.GSM8KFormat()(texts) == [1.0, 1.0, 0.0]
+
+
+CALL = '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>'
+NEAR = '<tool_call>{"name": "a", "parameters": {"x": 2}}</tool_call>'
+PYTHON = {"verification_info": {"language": "python", "test_cases": []}}
+
+
+# What each class documents: a countdown uses every number once; an answer is compared as mathematics, then as text;
+# the tool-use rewards are format 0..1, length words/512, correctness -3..3 by names, parameters and values.
+SCORED = [
+    ("external_countdown", "<answer>(1 + 2) * 4 = 12</answer>", {"target": 12, "nums": [1, 2, 4]}, 1.0),
+    ("external_countdown", "<answer>1 + 2 + 4</answer>", {"target": 12, "nums": [1, 2, 4]}, 0.0),
+    ("external_countdown", "<answer>12</answer>", {"target": 12, "nums": [1, 2, 4]}, 0.0),
+    ("external_r1v_acc", "so $\\frac{1}{2}$", {"solution": "$0.5$"}, 1.0),
+    ("external_r1v_acc", "<answer>a cat</answer>", {"solution": "<answer>a cat</answer>"}, 1.0),
+    ("external_r1v_acc", "<answer>a cat</answer>", {"solution": "<answer>a dog</answer>"}, 0.0),
+    ("thinking_tips", "it is $\\boxed{12}$", {"solution": "$12$"}, 1.0),
+    ("thinking_tips", "it is $\\boxed{13}$", {"solution": "$12$"}, 0.0),
+    ("external_code_format", "<think>t</think><answer>```python\n1```</answer>", PYTHON, 1.0),
+    ("external_code_format", "```python\n1```", PYTHON, 0.0),
+    ("external_tooluse_format_reward", f"<think>t</think> {CALL}", {"solution": CALL}, 1.0),
+    ("external_tooluse_format_reward", CALL, {"solution": CALL}, 0.0),
+    ("external_tooluse_format_reward", "<think>t</think><response>r</response>", {"solution": "<response>"}, 1.0),
+    ("external_tooluse_length_reward", f"<think>{'w ' * 256}</think> {CALL}", {"solution": CALL}, 0.5),
+    ("external_tooluse_length_reward", f"{'w ' * 256} {CALL}", {"solution": CALL}, 0.0),
+    ("external_tooluse_correct_reward", f"<think>t</think> {CALL}", {"solution": CALL}, 3.0),
+    ("external_tooluse_correct_reward", "<think>t</think> none", {"solution": CALL}, -3.0),
+    # the name (1), the parameter's name (1), not its value: 6 * 2 / 3 - 3
+    ("external_tooluse_correct_reward", f"<think>t</think> {NEAR}", {"solution": CALL}, 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "columns", "score"), SCORED)
+def test_every_reward_of_its_plug_in_that_needs_no_service_scores_a_trajectory_as_it_documents(
+    name, text, columns, score, tmp_path, registries
+):
+    if name in ("external_r1v_acc", "thinking_tips"):
+        pytest.importorskip("math_verify", reason="an extra: pip install 'verl_mt[math]'")
+    with plugin(PLUGIN, tmp_path):
+        run = converse(ToolLoopDoor(), [said(text)], prompt=prompt_of(**columns), reward=load_reward(name).function)
+    assert (run.trajectory.error, run.trajectory.reward) == (None, pytest.approx(score))
+
+
+def test_the_table_of_scored_rewards_holds_all_that_the_plug_in_registers(tmp_path, registries):
+    before = set(rewards)
+    with plugin(PLUGIN, tmp_path):
+        registered = set(rewards) - before | {"thinking_tips"}
+    services = {"external_code_reward", "external_code_reward_by_judge0", "async_genrm"}
+    assert registered == {name for name, *_ in SCORED} | services
+
+
+@pytest.mark.parametrize(("step", "scores"), [(0, [2.0, -2.0]), (75, [2.5, -2.5]), (150, [3.0, -3.0])])
+def test_a_reward_with_a_schedule_follows_the_trainers_state(step, scores, tmp_path, registries, monkeypatch):
+    monkeypatch.setenv("SCHEDULEREWARD", "1")
+    with plugin(PLUGIN, tmp_path):
+        reward = load_reward("external_tooluse_correct_reward")
+        run = RunState(step=step // 3, total_steps=100, updates_per_step=3)
+        items = [
+            RewardInput("d", text, CALL, {}, {"solution": CALL}, text, run=run)
+            for text in (f"<think>t</think> {CALL}", "x")
+        ]
+        found = asyncio.run(reward.score(items))
+    assert [s["score"] for s in found] == pytest.approx(scores)
+
+
+@contextmanager
+def judge_server(reply):
+    """A model behind OpenAI's endpoint that always says `reply`; yields its URL and what it was asked."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"object": "list", "data": [{"id": "judge", "object": "model"}]})
+
+        def do_POST(self):
+            asked.append(loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"])
+            self.answer({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+
+        def answer(self, value):
+            body = dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_its_async_reward_asks_a_model_for_each_of_a_groups_answers(tmp_path, registries, monkeypatch):
+    for package in ("openai", "aiohttp"):
+        pytest.importorskip(package, reason="the plug-in's judge needs it")
+    with judge_server("good [[7]]") as (url, asked), plugin(PLUGIN, tmp_path):
+        monkeypatch.setenv("GENRM_API_BASE", url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        reward = load_reward("async_genrm").function
+        run = converse(ToolLoopDoor(), [said("four")], prompt=prompt_of("2+2?"), reward=reward)
+    assert (run.trajectory.error, run.trajectory.reward) == (None, 0.7)
+    assert len(asked) == 1 and "2+2?" in asked[0] and "four" in asked[0]
+
+
+class Asked:
+    """A reward that keeps what it is called with."""
+
+    def __init__(self):
+        self.given = {}
+
+    def __call__(self, completions, **kwargs):
+        self.given = {"completions": completions, **kwargs}
+        return [0.0] * len(completions)
+
+
+def test_a_reward_is_given_the_trainers_state_and_the_ids_of_each_message():
+    asked = Asked()
+    turns = [said("Action: calculator\nAction Input: 2+3\n"), said("Final Answer: 5")]
+    run = converse(load_scheduler("tool_call_scheduler", max_turns=3), turns, reward=asked)
+    given = asked.given
+    assert run.trajectory.error is None and given["completions"] == [run.trajectory.messages[-1]["content"]]
+    start = run.record.num_prompt_tokens
+    assert given["response_token_ids"] == [[run.record.token_ids[start:]]], "its observation is inside the message"
+    assert given["request_id"] == [run.trajectory.trajectory_id] and given["prompt_id"] == [run.trajectory.prompt_id]
+    assert (given["finish_reason"], given["is_truncated"]) == (["stop"], [False])
+    state = given["trainer_state"]
+    assert (state.global_step, state.max_steps, state.is_world_process_zero) == (0, 0, True)
+    with pytest.raises(AttributeError, match="no 'best_metric'; it has global_step"):
+        _ = state.best_metric
+    several = [said("one"), said("two")]
+    run = converse(Hooked(), several, reward=asked)
+    assert asked.given["response_token_ids"] == [[several[0][0], several[1][0]]], "a list for each message"
+    run = converse(ToolLoopDoor(), [said("one", reason="length")], reward=asked)
+    assert asked.given["response_token_ids"] == [[*ids_of("one")]], "one list where a run has one turn"
+    assert asked.given["finish_reason"] == ["length"]
 
 
 def lake_rows(count):
@@ -226,3 +365,15 @@ def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registri
     _, read = two_steps(tmp_path, LAKE, rows, "data.label_key=solution", *words)
     assert len(read) == 8 and all(row["stop_reason"] != "error" for row in read)
     assert all("FrozenLake 4x4" in row["messages"][1]["content"] for row in read)
+
+
+@pytest.mark.slow
+def test_its_tool_use_rewards_train_two_steps_and_see_the_steps_pass(tmp_path, registries, monkeypatch):
+    monkeypatch.setenv("SCHEDULEREWARD", "1")
+    rows = [{"messages": [{"role": "user", "content": f"Call a with {k}."}], "solution": CALL} for k in range(8)]
+    words = ("reward_funcs=external_tooluse_correct_reward", "data.label_key=solution")
+    words += ("actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_epochs=2")
+    _, read = two_steps(tmp_path, PLUGIN, rows, *words)
+    # A tiny model calls nothing: the least score, which moves by 1/150 with each of a step's four updates.
+    by_step = {row["step"]: row["reward"] for row in read}
+    assert by_step == pytest.approx({1: -2.0, 2: 4 / 150 - 2 - 4 / 150 * 2})

@@ -140,6 +140,9 @@ class Trajectory:
     stop_reason: StopReason | None = None
     num_turns: int = 0
     """Assistant turns."""
+    rounds: list[int] = field(default_factory=list)
+    """For each assistant turn, the number of its message among the assistant ones, from 0: turns that went on inside
+    one message share it. Empty before the conversation ends."""
     counters: dict[str, float] = field(default_factory=dict)
     """Counted events: `tools/<name>/calls`, `tools/<name>/errors`, `tools/<name>/latency_s`, `retries`, ..."""
     time_spans: list[TimeSpan] = field(default_factory=list)

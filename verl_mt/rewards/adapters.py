@@ -7,19 +7,25 @@ A batch is a group: the samples of one prompt, whose rewards are compared with e
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import logging
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.errors import ConfigError, PluginError, error_text, traceback_text, value_text
+from verl_mt.plugins import listing
 from verl_mt.rewards.contract import (
     FailureKind,
     InvalidScore,
     Reward,
     RewardFailure,
     RewardInput,
+    RunState,
     Scores,
     as_scores,
     reading_scores,
@@ -154,6 +160,8 @@ class _FunctionReward(Reward):
         self.kwargs = dict(kwargs)
         self.timeout_s = timeout_s
         self._code = UserCode(function, object, "verl_mt-reward", repeatable=True)
+        if _names_math_verify(function):
+            verify_in_threads()
         parameters = _parameters(function, label)
         self._takes_any = _takes_any(parameters)
         self._names = {p.name for p in parameters}
@@ -164,6 +172,8 @@ class _FunctionReward(Reward):
         }
 
     async def _call(self, *args: Any, **offered: Any) -> Any:
+        if "math_verify" in sys.modules:  # also where a call before this one imported it
+            verify_in_threads()
         taken = {k: v for k, v in offered.items() if self._takes_any or k in self._names}
         return await call_with_deadline(
             self._code, self.function, args, {**taken, **self.kwargs}, timeout_s=self.timeout_s
@@ -193,6 +203,42 @@ class _FunctionReward(Reward):
             return as_scores(value, self.label)
         except InvalidScore as error:
             return self._failure(item, error)
+
+
+def verify_in_threads() -> None:
+    """Let `math_verify`, with the deadlines that it has by default, work in the threads that rewards run in.
+
+    Those deadlines are signals, which only a main thread may set: elsewhere every answer raises, and the functions that
+    people write around it catch that and score 0. Off the main thread they are left out; `reward.timeout_s` is around
+    the whole call. Nothing happens where the package is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        return
+    for name in ("math_verify.parser", "math_verify.grader"):
+        module = importlib.import_module(name)
+        with_signals = getattr(module, "timeout", None)
+        if with_signals is None or hasattr(with_signals, "in_threads"):
+            continue
+        module.timeout = _signals_in_main_thread(with_signals)  # type: ignore[attr-defined]
+
+
+def _signals_in_main_thread(with_signals: Callable[..., Any]) -> Callable[..., Any]:
+    def timeout(timeout_seconds: int | None = 10) -> Callable[..., Any]:
+        is_main = threading.current_thread() is threading.main_thread()
+        decorator: Callable[..., Any] = with_signals(timeout_seconds=timeout_seconds if is_main else None)
+        return decorator
+
+    timeout.in_threads = True  # type: ignore[attr-defined]
+    return timeout
+
+
+def _names_math_verify(function: Callable[..., Any]) -> bool:
+    """Whether the file that it stands in imports the package, perhaps inside of a function."""
+    kind = function if inspect.isroutine(function) else type(function)
+    try:
+        return "math_verify" in Path(inspect.getfile(kind)).read_text(encoding="utf-8", errors="replace")
+    except (OSError, TypeError):  # written in C, or at a prompt
+        return False
 
 
 class VerlReward(_FunctionReward):
@@ -282,8 +328,10 @@ class SwiftReward(_BatchReward):
     """ms-swift's `__call__(completions, **kwargs) -> list[float]`: the whole batch in one call.
 
     `completions` are the texts of the last assistant turns; `kwargs` hold, as lists of the batch's length, the columns
-    of the rows, `messages`, `is_truncated`, `rollout_infos`, `request_id` (the trajectory's id), `solution` and
-    `ground_truth` (where the rows have no such column), and `trajectory_inputs`: trajectory id -> its records in order.
+    of the rows, `messages`, `is_truncated`, `finish_reason` (length or stop), `rollout_infos`, `request_id` (the
+    trajectory's id), `prompt_id`, `response_token_ids` (one list of ids; in a run of several turns one for each
+    assistant message), `solution` and `ground_truth` (where the rows have no such column); and for the whole batch
+    `trajectory_inputs`: trajectory id -> its records in order, and `trainer_state` (`TrainerState`).
     """
 
     async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
@@ -355,8 +403,31 @@ def _as_list(values: Any, count: int) -> Sequence[Any]:
     return values
 
 
+class TrainerState:
+    """`trainer_state` of ms-swift's rewards, under transformers' names.
+
+    Attributes:
+        global_step: optimizer updates before this batch was sampled, 0 in the first step.
+        max_steps: of the whole run; 0 where nothing is trained.
+        num_train_epochs: `trainer.total_epochs`.
+        is_world_process_zero, is_local_process_zero: True: rewards are asked once, in the trainer's process.
+    """
+
+    is_world_process_zero = True
+    is_local_process_zero = True
+
+    def __init__(self, run: RunState):
+        self.global_step = run.step * run.updates_per_step
+        self.max_steps = run.total_steps * run.updates_per_step
+        self.num_train_epochs = run.total_epochs
+
+    def __getattr__(self, name: str) -> Any:
+        known = [*vars(self), "is_world_process_zero", "is_local_process_zero"]
+        raise AttributeError(f"trainer_state has no {name!r}; it has {listing(known)}")
+
+
 def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:
-    """The keyword arguments of an ms-swift reward for a batch."""
+    """The keyword arguments of an ms-swift reward for a batch, which all come from one rollout."""
     names = list(dict.fromkeys(name for item in items for name in item.row))
     columns: dict[str, Any] = {
         "solution": [item.ground_truth for item in items],
@@ -368,8 +439,12 @@ def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:
     ids = [str(item.extra_info.get("trajectory_id", position)) for position, item in enumerate(items)]
     columns["messages"] = messages
     columns["is_truncated"] = [_is_truncated(item) for item in items]
+    columns["finish_reason"] = ["length" if cut else "stop" for cut in columns["is_truncated"]]
     columns["rollout_infos"] = infos
     columns["request_id"] = ids
+    columns["prompt_id"] = [item.prompt_id for item in items]
+    columns["response_token_ids"] = [_response_ids(item) for item in items]
+    columns["trainer_state"] = TrainerState(items[0].run if items else RunState())
     columns["trajectory_inputs"] = {
         ids[k]: [
             {**_columns_of(item), "rollout_infos": infos[k], "request_id": ids[k], **record}
@@ -378,6 +453,12 @@ def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:
         for k, item in enumerate(items)
     }
     return columns
+
+
+def _response_ids(item: RewardInput) -> list[Any]:
+    """Copies, like all that a reward may edit."""
+    each = [list(ids) for ids in item.message_ids]
+    return each if item.several_turns or len(each) > 1 else [i for ids in each for i in ids]
 
 
 def _columns_of(item: RewardInput) -> dict[str, Any]:

@@ -24,6 +24,20 @@ other kind fails it."""
 
 
 @dataclass(frozen=True)
+class RunState:
+    """Where its run stands when a trajectory is scored, for rewards that follow a schedule."""
+
+    step: int = 0
+    """Finished training steps; 0 in the first one, and where nothing is trained (`python -m verl_mt.evaluate`)."""
+    total_steps: int = 0
+    """Of the whole run; 0 = unknown."""
+    updates_per_step: int = 1
+    """Optimizer updates of a full step."""
+    total_epochs: int = 0
+    """`trainer.total_epochs`; 0 = unknown."""
+
+
+@dataclass(frozen=True)
 class RewardInput:
     """One trajectory to score."""
 
@@ -44,6 +58,14 @@ class RewardInput:
     conversation_turns: int | None = None
     """The prompt, each assistant turn and each answer to one (the results of a turn's calls are one answer; so is what
     the interaction says last). None = unknown."""
+    prompt_id: str = ""
+    """Shared by the samples of one prompt."""
+    message_ids: Sequence[Sequence[int]] = ()
+    """Token ids of each assistant message that was sampled, in order: text that a loop put into the message included,
+    prompts and observations between messages not."""
+    several_turns: bool = False
+    """Conversations of its run may have several assistant turns."""
+    run: RunState = RunState()
 
     @property
     def where(self) -> str:

@@ -19,6 +19,7 @@ from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.plugins import load_object
+from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
@@ -34,6 +35,8 @@ class Place:
     sample: int = 0
     """Number of the episode, from 0."""
     evaluation: bool = False
+    run: RunState = RunState()
+    """Where the training run stands; for rewards."""
 
 
 @dataclass

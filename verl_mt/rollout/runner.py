@@ -28,6 +28,7 @@ from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneErro
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
+from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
@@ -65,6 +66,8 @@ class RolloutPlan:
     """A validation: nothing of it is trained."""
     greedy_too: bool = False
     """One more, greedy answer to each prompt. Its reward goes to the others (`greedy_reward`); it is not trained."""
+    run: RunState = RunState()
+    """Where the training run stands; for rewards."""
 
     @property
     def episodes_per_prompt(self) -> int:
@@ -122,13 +125,13 @@ class RolloutRunner:
         row, first = prompt.row, position * plan.episodes_per_prompt
         runs = []
         for sample, own in enumerate(contexts):
-            name, place = f"{prompt_id}.{sample:02d}", Place(position, first + sample, plan.evaluation)
+            name, place = f"{prompt_id}.{sample:02d}", Place(position, first + sample, plan.evaluation, plan.run)
             begin = partial(Trajectory, name, prompt_id, prompt_id, name, row.data_source, row.index, source=row.source)
             runs.append(self._run_one(own, name, begin, prompt, gate, place))
         outcomes = await asyncio.gather(*runs)
         finished = [t for outcome in outcomes for t in outcome]
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
-        await self._score(group, prompt)
+        await self._score(group, prompt, plan.run)
         if plan.greedy_too:
             set_aside(group, outcomes[-1])
         return group
@@ -240,7 +243,7 @@ class RolloutRunner:
                     self._fail(trajectory, error)
             trajectory.time_spans += interaction.time_spans
 
-    async def _score(self, group: TrajectoryGroup, prompt: Prompt) -> None:
+    async def _score(self, group: TrajectoryGroup, prompt: Prompt, run: RunState) -> None:
         """Reward every trajectory that was not aborted or failed, unless its door has scored it; a reward that raises
         fails its own trajectory."""
         scored, inputs = [], []
@@ -248,7 +251,7 @@ class RolloutRunner:
             if trajectory.status not in ("completed", "truncated") or trajectory.reward is not None:
                 continue
             try:
-                inputs.append(self._reward_input(trajectory, prompt))
+                inputs.append(self._reward_input(trajectory, prompt, run))
                 scored.append(trajectory)
             except Exception as error:
                 self._fail(trajectory, error)
@@ -299,8 +302,9 @@ class RolloutRunner:
         charged = {"turn_cost": self.turn_cost, "token_cost": self.token_cost}
         return {name: 0.0 - cost for name, cost in costs.items() if charged[name]}
 
-    def _reward_input(self, trajectory: Trajectory, prompt: Prompt) -> RewardInput:
-        item = _reward_input(trajectory, prompt)
+    def _reward_input(self, trajectory: Trajectory, prompt: Prompt, run: RunState) -> RewardInput:
+        one_turn = isinstance(self.door, ToolLoopDoor) and self.tools is None and not self.interactions
+        item = replace(_reward_input(trajectory, prompt), run=run, several_turns=not one_turn)
         if not self.reward.needs_samples:
             return item
         decode, row = self.context.chat.decode, prompt.row
@@ -365,9 +369,25 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
             "trajectory_id": trajectory.trajectory_id,
             **({"trajectory_inputs": _records(trajectory)} if len(trajectory.records) > 1 else {}),
         },
-        row=row.raw,
+        row={**row.raw, **trajectory.media},
         conversation_turns=_conversation_turns(trajectory),
+        prompt_id=trajectory.prompt_id,
+        message_ids=list(message_ids(trajectory).values()),
     )
+
+
+def message_ids(trajectory: Trajectory) -> dict[int, list[int]]:
+    """Number of a sampled assistant message -> its ids in order, text that was put into it included."""
+    found: dict[int, list[int]] = {}
+    for record in trajectory.records:
+        stretches: dict[int, tuple[int, int]] = {}
+        for span in record.assistant_turns:
+            number = trajectory.rounds[span.turn - 1] if trajectory.rounds else span.turn - 1
+            start, _ = stretches.get(number, (span.start, 0))
+            stretches[number] = (start, span.end)
+        for number, (start, end) in stretches.items():
+            found.setdefault(number, []).extend(record.token_ids[start:end])
+    return found
 
 
 def _conversation_turns(trajectory: Trajectory) -> int:

@@ -521,6 +521,7 @@ class RolloutSession:
         on a clock.
         """
         context, trajectory = self.context, self.trajectory
+        trajectory.rounds = list(self.rounds)
         if self._queue.messages:
             trajectory.counters["unread_messages"] = len(self._queue.messages)
         for record in trajectory.records:

@@ -31,6 +31,7 @@ from verl_mt.errors import CheckpointError, ConfigError, DataError
 from verl_mt.interactions.session import pick_interaction
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
+from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner, RolloutStream
 from verl_mt.tools.registry import ToolSet
@@ -57,6 +58,7 @@ from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
+from verl_mt.workers.trainable import num_mini_batches
 from verl_mt.workers.weight_sync import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
@@ -211,6 +213,12 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
             "one step. Lower the batch size, raise total_epochs, or give more rows"
         )
     total = by_epochs if trainer.total_training_steps is None else min(by_epochs, trainer.total_training_steps)
+    actor = config.actor_rollout_ref.actor
+    run = RunState(
+        total_steps=total,
+        updates_per_step=actor.ppo_epochs * num_mini_batches(data.train_batch_size, actor.ppo_mini_batch_size),
+        total_epochs=trainer.total_epochs,
+    )
     return BatchPlan(
         num_prompts=data.train_batch_size,
         n=rollout.n,
@@ -221,6 +229,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_batch_size=data.val_batch_size,
         total_steps=total,
         greedy_too=config.algorithm.adv_estimator == "remax",
+        run=run,
     )
 
 

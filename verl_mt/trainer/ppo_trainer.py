@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, DataError, UserCodeError
+from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutStream
 from verl_mt.trainer import checkpoint
@@ -53,10 +54,13 @@ class BatchPlan:
     total_steps: int
     greedy_too: bool = False
     """Each training prompt has a greedy answer too, which the others are compared with (ReMax)."""
+    run: RunState = RunState()
+    """What rewards are told of the run as a whole."""
 
-    def rollout(self, prompts: list[Prompt], name: str) -> RolloutPlan:
-        """A training rollout."""
-        return RolloutPlan(prompts, self.n, name, self.sampling, greedy_too=self.greedy_too)
+    def rollout(self, prompts: list[Prompt], name: str, step: int) -> RolloutPlan:
+        """A training rollout after `step` finished steps."""
+        run = replace(self.run, step=step)
+        return RolloutPlan(prompts, self.n, name, self.sampling, greedy_too=self.greedy_too, run=run)
 
 
 @dataclass
@@ -277,7 +281,7 @@ class PPOTrainer:
             if not self.stream.started(name):
                 self._drawn = {}
                 prompts = self._draw(self.plan.num_prompts)
-                self.stream.start(self.plan.rollout(prompts, name))
+                self.stream.start(self.plan.rollout(prompts, name, number))
         groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
@@ -285,7 +289,7 @@ class PPOTrainer:
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
         name = f"s{self.step_number + 1:06d}.{number:03d}"
-        self.stream.start(self.plan.rollout(self._draw(num_prompts), name))
+        self.stream.start(self.plan.rollout(self._draw(num_prompts), name, self.step_number))
         groups = self.stream.collect(name, self._while_waiting)
         self.selection.shape(groups)
         return groups
@@ -340,7 +344,8 @@ class PPOTrainer:
         for start in range(0, len(self.val_prompts), size):
             plan_name = f"{name}.s{self.step_number:06d}.{start:06d}"
             part = self.val_prompts[start : start + size]
-            self.stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True))
+            run = replace(self.plan.run, step=self.step_number)
+            self.stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
             groups += self.stream.collect(plan_name, self._while_waiting)
         return groups
 

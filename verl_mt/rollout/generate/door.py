@@ -371,4 +371,6 @@ def _reward_input(sample: Sample, call: _Call) -> RewardInput:
         },
         row=row.raw,
         sample=sample,
+        prompt_id=trajectory.prompt_id,
+        run=call.episode.place.run,
     )
