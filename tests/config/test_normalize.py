@@ -220,7 +220,7 @@ text_values = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size
 @settings(max_examples=40, deadline=None)
 def test_any_text_survives_the_way_through_an_alias(text):
     # A value of a renamed key is written anew in Hydra's grammar and must be read back as the same text.
-    word = f"{MULTI_TURN}.tool_config_path={_literal(text)}"
+    word = f"{MULTI_TURN}.interaction_config_path={_literal(text)}"
     lines, outcome = normalize_overrides([word])
     assert not outcome.problems
     _, again = normalize_overrides(lines)
