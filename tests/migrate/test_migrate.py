@@ -436,7 +436,7 @@ def test_verls_steps_of_warm_up_become_optimizer_steps_and_its_ratio_stays():
         f"{WARM_UP}=10": (f"{WARM_UP}=40", "10 steps of verl's trainer with 4"),  # 1024 by 256
         f"{split}{WARM_UP}=10": (f"{WARM_UP}=120", "with 12"),
         f"{split}{critic}": ("critic.optim.lr_warmup_steps=20", "with 4"),
-        f"{WARM_UP}=0 {WARM_UP}_ratio=0.1": (f"{WARM_UP}_ratio=0", "its ratio of 0.1 does not"),
+        f"{WARM_UP}=0 {WARM_UP}_ratio=0.1": (f"{WARM_UP}_ratio=0.0", "its ratio of 0.1 does not"),
     }
     for words, (override, how) in cases.items():
         found = migrate(OVER + words)

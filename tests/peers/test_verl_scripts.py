@@ -7,9 +7,10 @@ import subprocess
 
 import conformance
 import pytest
+from verl_resolved import ours, theirs, verl_resolves, we_resolve
 
 from verl_mt.config.compose import compose
-from verl_mt.migrate import main
+from verl_mt.migrate import main, migrate
 
 REFUSED = {
     "run_qwen3_4b_dapo_multiturn.sh": "data.custom_cls",  # a data set class of a recipe that is not there
@@ -76,3 +77,42 @@ def test_what_a_script_prints_is_what_a_shell_hands_to_the_trainer(capsys, tmp_p
     assert config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.name == "sglang"
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0  # verl's default, not ours
     assert config.trainer.max_actor_ckpt_to_keep is None and config.trainer.n_workers_per_node == 8
+
+
+OUTSIDE = {"use_kl_loss": "False"}
+"""A variable that one of the scripts reads and does not set."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("revision", "script"), [p for p in SCRIPTS if "megatron" not in p[1] and p[1] not in REFUSED])
+def test_a_script_resolves_to_what_verl_itself_resolves(revision, script, tmp_path):
+    file = conformance.peer("verl", revision, f"{EXAMPLES}/{script}")
+    root = conformance.peer("verl", revision)
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    wanted = theirs(verl_resolves(file, root, tmp_path / "theirs", OUTSIDE))
+    found = ours(we_resolve(migrate(file.read_text(), file).command(), root, tmp_path / "ours", OUTSIDE))
+    if wanted["calls of a turn"] is None:  # its other rollout has no limit
+        del found["calls of a turn"], wanted["calls of a turn"]
+    assert found == wanted and wanted["batch"] > 1
+
+
+def test_a_variable_that_a_script_does_not_set_is_named():
+    found = migrate("N=4\npython -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N trainer.total_epochs=$EPOCHS")
+    assert any(note.startswith("$EPOCHS: not set by the script") for note in found.notes)
+    assert not any("$N:" in note for note in found.notes)
+
+
+WITHOUT_YAML = "python -m verl.trainer.main_ppo "
+
+
+def test_defaults_that_count_beside_what_is_given_are_carried_over():
+    actor = "actor_rollout_ref.actor"
+    clipped = migrate(f"{WITHOUT_YAML}{actor}.clip_ratio=0.1 {actor}.clip_ratio_high=0.28")
+    assert f"{actor}.clip_ratio_low=0.2" in clipped.added and f"{actor}.clip_ratio_high=0.28" in clipped.overrides
+    assert f"{actor}.shuffle=False" in clipped.added
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    tools = f"{turns}.tool_config_path=tools_configs/calculator.yaml"
+    loop = migrate(f"{WITHOUT_YAML}{tools} actor_rollout_ref.rollout.mode=async").overrides
+    assert {f"{turns}.max_parallel_calls=1", f"{turns}.max_tool_response_tokens=256"} <= set(loop)
+    assert not any("max_parallel_calls" in word for word in migrate(WITHOUT_YAML + tools).overrides)

@@ -212,7 +212,6 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     found.functions = launch.functions
     found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]
-    found.added |= {word: how for word, how in same.items() if word in found.overrides}
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
         found.added["trainer.placement=ray"] = "several ranks need it"
@@ -222,12 +221,12 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
         *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks),
     ]
     found.dropped = [*launch.dropped, *(_text(n).replace(" has nothing to set", "") for n in dropped)]
-    by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in added.items()}
+    by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}
     values = {_key(line): line for line in found.overrides}
     for item in outcome.items:
         if item.spelling in by_spelling and item.key in values:
             found.added[values[item.key]] = by_spelling[item.spelling]
-    found.notes = [*launch.notes, *_by_hand(library, outcome.items)]
+    found.notes = [*launch.notes, *_by_hand(library, outcome.items), *_from_outside(found)]
     if not found.refused:
         found.refused = _composing(found, yaml)
     return found
@@ -256,6 +255,13 @@ def _by_hand(library: Library, items: Sequence[object]) -> list[str]:
         if not keys.get(key):
             notes.append(f"the command names no {what}: add {key}=...; without it the default task's is used")
     return notes
+
+
+def _from_outside(found: Migration) -> list[str]:
+    """Variables that the script reads and does not set."""
+    names = {m[1] for word in found.overrides for m in ENV.finditer(word) if m[2] is None and shell_text(m[1]) is None}
+    wanted = sorted(names - found.env.keys() - {"HOME", "USER", "PWD", "HOSTNAME"})
+    return [f"{', '.join(f'${name}' for name in wanted)}: not set by the script; set it before"] if wanted else []
 
 
 def _composing(found: Migration, yaml: Path | None) -> list[str]:

@@ -17,6 +17,7 @@ VERL_DEFAULTS: dict[str, Any] = {
     "data.filter_overlong_prompts": False,
     "data.train_batch_size": 1024,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.shuffle": False,
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 1,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
@@ -28,6 +29,12 @@ VERL_DEFAULTS: dict[str, Any] = {
 }
 """What verl does where a command says nothing and verl_mt does something else, written out so that a command that is
 carried over does what it did. `docs/migrating_from_verl.md` shows the table."""
+
+
+_IN_AGENT_LOOPS = {"max_parallel_calls": 1, "max_tool_response_length": 256}
+"""Of `rollout.multi_turn`: defaults that verl's agent loops read (rollout.mode=async); its sync one does not."""
+_CLIPPED = (None, "vanilla", "gspo", "cispo", "clip_cov")
+"""Losses that read a clip range, in both."""
 
 
 def read_verl(words: list[str], name: str, launch: Launch) -> None:
@@ -81,7 +88,27 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
             kept.append(word)
     for part in (_ACTOR, "critic"):
         kept = _warm_up(kept, values, part, said, same)
+    kept += (beside := _defaults_beside(values))
+    same |= beside
     return kept, said, same
+
+
+def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
+    """Words for verl's defaults that count only beside something that was given -> why."""
+    words, rollout = {}, "actor_rollout_ref.rollout"
+    clip = values.get(f"{_ACTOR}.clip_ratio", 0.2)
+    if str(clip) != "0.2" and values.get(f"{_ACTOR}.policy_loss.loss_mode") in _CLIPPED:
+        for name in ("clip_ratio_low", "clip_ratio_high"):
+            if f"{_ACTOR}.{name}" not in values:
+                words[f"{_ACTOR}.{name}=0.2"] = f"verl's default, which counts there and not clip_ratio={clip}"
+    tools = any(
+        f"{rollout}.{key}" in values for key in ("multi_turn.tool_config_path", "tool_kwargs.tools_config_file")
+    )
+    if tools and values.get(f"{rollout}.mode") == "async":
+        for name, value in _IN_AGENT_LOOPS.items():
+            if f"{rollout}.multi_turn.{name}" not in values:
+                words[f"{rollout}.multi_turn.{name}={value}"] = "verl's default with rollout.mode=async"
+    return words
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -115,7 +142,7 @@ def _warm_up(words: list[str], values: dict[str, Any], part: str, said: list[str
         return words
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in (steps, ratio)]
     if ratio in values:
-        kept.append(f"{ratio}=0")
+        kept.append(f"{ratio}=0.0")
         same[kept[-1]] = f"verl's lr_warmup_steps={count} counts, its ratio of {values[ratio]} does not"
     kept.append(f"{steps}={count * (updates or 1)}")
     if count and updates is None:

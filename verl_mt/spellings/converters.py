@@ -274,7 +274,7 @@ def _name_sampler(outcome: Outcome) -> None:
 
 def _leave_critic(outcome: Outcome, where: str) -> None:
     """Their commands give a critic's settings beside an estimator that has none; there nothing reads them."""
-    estimator = next((item.value for item in outcome.items if item.key == "algorithm.adv_estimator"), "gae")
+    estimator = ["gae", *(item.value for item in outcome.items if item.key == "algorithm.adv_estimator")][-1]
     if estimator == "gae" or "${" in str(estimator):
         return
     left = [item for item in outcome.items if item.key.startswith("critic.")]
