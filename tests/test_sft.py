@@ -295,3 +295,68 @@ def test_the_command_takes_the_configuration_as_the_trainer_does(tmp_path, capsy
     data, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     assert sft.main(["--data", str(data), "--out", str(out), "--config-name", "tiny"]) == 2
     assert "function.strict is False in the row and absent in the run" in capsys.readouterr().err and not out.exists()
+
+
+def words_of(data: Path, out: Path) -> list[str]:
+    words = ["--data", str(data), "--out", str(out), "--config-name", "tiny", "trainer.save_freq=2"]
+    return [*words, "data.train_batch_size=4", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
+
+
+def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the next step is computed."""
+    update = supervised.SupervisedTrainer._step
+
+    def once(self: Any, rows: Any) -> Any:
+        if self.step == step:
+            raise KeyboardInterrupt
+        return update(self, rows)
+
+    monkeypatch.setattr(supervised.SupervisedTrainer, "_step", once)
+
+
+@pytest.mark.slow
+def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_one_that_was_not(
+    tmp_path, capsys, monkeypatch
+):
+    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    assert sft.main(words_of(data, tmp_path / "whole")) == 0
+    with monkeypatch.context() as patch:
+        interrupted_after(3, patch)
+        assert sft.main(words_of(data, tmp_path / "cut")) == 130
+    assert sft.main([*words_of(data, tmp_path / "cut"), "actor_rollout_ref.actor.optim.lr=1e-3"]) == 2
+    assert "lr: 0.001" in capsys.readouterr().err
+    other = write(tmp_path / "other.jsonl", conversations(6, 8))
+    data.rename(tmp_path / "kept.jsonl")
+    other.rename(data)
+    assert sft.main(words_of(data, tmp_path / "cut")) == 2
+    assert "was trained on other conversations" in capsys.readouterr().err
+    (tmp_path / "kept.jsonl").rename(data)
+    assert sft.main(words_of(data, tmp_path / "cut")) == 0
+    assert "after step 3" in capsys.readouterr().out
+    steps = [[line["step"] for line in read_jsonl_tolerant(tmp_path / n / "metrics.jsonl")] for n in ("whole", "cut")]
+    assert steps == [[1, 2, 3, 4, 5, 6]] * 2
+    whole, cut = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+    assert sft.main(words_of(data, tmp_path / "cut")) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rollouts_say_how_often_the_model_is_right_and_end_the_training(tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    words = [*words_of(data, tmp_path / "out"), "--rollouts", "--stop-at-accuracy", "0.05", "data.val_max_samples=40"]
+    assert sft.main([*words, "trainer.test_freq=1"]) == 0
+    lines = read_jsonl_tolerant(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0]  # the shipped model is right more often than that
+    assert lines[0]["val/accuracy"] > 0.2
+    assert "val/accuracy" in capsys.readouterr().out
+
+
+def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, capsys):
+    for given in (["--stop-at-accuracy", "0.5"], ["--rollouts", "--stop-at-accuracy", "50"]):
+        assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), *given]) == 2
+        assert "a share in (0, 1], and it needs --rollouts" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.response_length;"):
+        sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
+    config = sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
+    assert config.actor_rollout_ref.rollout.response_length == 64

@@ -8,7 +8,8 @@
 A row has `messages` (and `tools`, which must be those of the run's tools file), or is a rollout that a run has written:
 those are trained with the very ids that were sampled. The loss is the mean negative log-likelihood of what assistants
 said, over the same template, masks and workers as RL. One optimizer step per `data.train_batch_size` conversations.
-There are no checkpoints in between; Ctrl-C writes the model as it is.
+Ctrl-C writes the model as it is; with `trainer.save_freq` there are checkpoints in between, and the same command goes
+on from the newest one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ DEFAULTS = (
     "trainer.total_epochs=1",
     "trainer.total_training_steps=null",
     "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
 )
 """This command's own: what a configuration says of them is meant for RL. The command line may say otherwise."""
 _READ = (
@@ -48,13 +50,17 @@ _READ = (
     "trainer.n_workers_per_node",
     "trainer.nnodes",
     "trainer.num_threads",
+    "trainer.max_actor_ckpt_to_keep",
     "trainer.placement",
+    "trainer.save_freq",
     "trainer.seed",
     "trainer.test_freq",
     "trainer.total_epochs",
     "trainer.total_training_steps",
 )
 """Keys that mean something here; any other is refused, not ignored."""
+_READ_BY_ROLLOUTS = ("actor_rollout_ref.rollout.", "data.", "reward.")
+"""With `--rollouts` these do, too."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,6 +75,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="parquet or JSONL file, or a run directory (its rollouts)")
     parser.add_argument("--val-data", help="the same, held out: its loss is reported, nothing is trained on it")
     parser.add_argument("--min-reward", type=float, help="of rollouts: train only on those with at least this reward")
+    parser.add_argument(
+        "--rollouts",
+        action="store_true",
+        help="measure the accuracy, too: sample the run's validation prompts (data.val_files) before the first step, "
+        "every trainer.test_freq steps and at the end",
+    )
+    parser.add_argument("--stop-at-accuracy", type=float, help="with --rollouts: end when so many of them are right")
     parser.add_argument("--out", required=True, help="a new folder for config.yaml, metrics.jsonl and hf/")
     parser.add_argument("--config-name", "-cn", help="the run's YAML file (a name without .yaml, or a path)")
     parser.add_argument("--config-path", "-cp", help="folder of that file (default: the shipped config/)")
@@ -78,25 +91,34 @@ def main(argv: list[str] | None = None) -> int:
         value = getattr(args, flag[2:].replace("-", "_"))
         words = [flag, value, *words] if value is not None else words
     try:
-        config = _config(args.data, words)
+        if args.stop_at_accuracy is not None and not (args.rollouts and 0 < args.stop_at_accuracy <= 1):
+            raise ConfigError(f"--stop-at-accuracy {args.stop_at_accuracy}: a share in (0, 1], and it needs --rollouts")
+        config = _config(args.data, words, rollouts=args.rollouts)
         if config is None:
             return 0
         from verl_mt.trainer import supervised  # after the config is known to be right: torch takes seconds
 
-        return supervised.train(
-            config, args.data, val_data=args.val_data, out=Path(args.out).expanduser(), min_reward=args.min_reward
+        plan = supervised.Plan(
+            args.data,
+            Path(args.out).expanduser(),
+            args.val_data,
+            args.min_reward,
+            args.rollouts,
+            args.stop_at_accuracy,
         )
+        return supervised.train(config, plan)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _config(data: str, words: list[str]) -> Config | None:
+def _config(data: str, words: list[str], *, rollouts: bool = False) -> Config | None:
     """The configuration of a command line; None where printing it was all that was asked for (`--cfg job`)."""
     flags, overrides = split_argv(words)
+    read = (*_READ, *_READ_BY_ROLLOUTS) if rollouts else _READ
     _, outcome = normalize_overrides(overrides)
     raise_problems(outcome.problems)
-    idle = [item.spelling for item in outcome.items if not item.key.startswith(_READ)]
+    idle = [item.spelling for item in outcome.items if not item.key.startswith(read)]
     if idle:
         raise ConfigError(
             f"supervised training reads no {', '.join(idle)}; it reads {', '.join(key.rstrip('.') for key in _READ)}"
@@ -105,7 +127,7 @@ def _config(data: str, words: list[str]) -> Config | None:
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
     config = config_of_command(given, "ppo_trainer", "verl_mt.sft")
     if config is not None:
-        refuse_idle_keys(config, among=_READ)
+        refuse_idle_keys(config, among=read)
     return config
 
 

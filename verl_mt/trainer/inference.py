@@ -45,12 +45,20 @@ class Inference(AbstractContextManager["Inference"]):
         config: the same config that a trainer gets.
         tools: instead of those that the config's YAML declares.
         engine: samples instead of the one that `rollout.name` asks for; no model is loaded then.
+        module: the policy, where it is loaded already.
 
     Raises:
         VerlMTError: what `build_trainer` would refuse.
     """
 
-    def __init__(self, config: Config, *, tools: ToolSet | None = None, engine: InferenceEngine | None = None):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tools: ToolSet | None = None,
+        engine: InferenceEngine | None = None,
+        module: Any = None,
+    ):
         check_once(config)
         import_plugins(config.external_plugins)
         if engine is None:
@@ -62,7 +70,7 @@ class Inference(AbstractContextManager["Inference"]):
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
         build_rollout.check_parser(config, self.chat, self.tools)
         shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-        module = _load(config) if shares else None
+        module = None if not shares else _load(config) if module is None else module
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, module, engine)
         self.stream = RolloutStream(self.runner)
         try:
