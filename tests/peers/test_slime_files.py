@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
 from pathlib import Path
+from types import SimpleNamespace
 
 import conformance
 import pytest
@@ -18,15 +20,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 
 from generate_support import CHAT, EOS, roll_out, rows, runner_of, turn
 
+from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
+from verl_mt.data.batch import build_batch, trajectory_rewards, weighed_together
+from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.data.slime_sample import Sample
-from verl_mt.data.trajectory import Status
+from verl_mt.data.trajectory import Status, StopReason, Trajectory
+from verl_mt.errors import ConfigError, PluginError
 from verl_mt.migrate import main
 from verl_mt.migrate.shell import read_script
+from verl_mt.rewards.adapters import by_reward_key
+from verl_mt.rewards.contract import InvalidScore
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import GenerateState, post
+from verl_mt.rollout.custom_generate import GenerateState, generate_turn, post
+from verl_mt.rollout.custom_generate import generate as default_generate
 from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
+from verl_mt.rollout.generate.returned import place
 from verl_mt.trainer.build import build_trainer
 
 REVISIONS = ["2026-06", "2026-08"]
@@ -160,6 +171,49 @@ def test_appended_tokens_keep_a_samples_columns_in_step():
         sample.append_response_tokens(None, tokens=[1], log_probs=[0.1], trainable=False)
 
 
+def test_appended_tokens_reach_a_list_that_the_function_holds_under_a_name_of_its_own():
+    sample = Sample(tokens=[1])
+    sample.loss_mask = []
+    sample.rollout_log_probs = None
+    mask = sample.loss_mask
+    sample.append_response_tokens(None, meta_info={"finish_reason": {"type": "stop"}})
+    assert (sample.loss_mask, sample.rollout_log_probs, sample.status) == ([], None, Status.COMPLETED)
+    sample.append_response_tokens(None, tokens=(3, 4), log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(None, tokens=[5], log_probs=[0.0], trainable=False)
+    assert mask is sample.loss_mask and mask == [1, 1, 0]
+    assert Sample.SpecInfo.from_dict(sample.spec_info.to_dict()) == sample.spec_info
+    assert Sample.PrefixCacheInfo.from_dict({"cached_tokens": 2}).cached_tokens == 2
+
+
+def members(*rollout_ids, plan="s1"):
+    """Trajectories of two and three tokens in turn, as they come back from a function."""
+    found = []
+    for k, rollout_id in enumerate(rollout_ids):
+        record = TrajectoryRecord()
+        record.append_given([1], kind="prompt", turn=0)
+        record.append_sampled([2] * (2 + k % 2), [-1.0] * (2 + k % 2), [0] * (2 + k % 2), turn=1)
+        trajectory = Trajectory(f"t{k}", f"{plan}.00000", f"{plan}.00000", "e", records=[record], reward=float(k))
+        trajectory.stop_reason = StopReason.SCHEDULER
+        place(Sample(index=k, rollout_id=rollout_id, status=Status.COMPLETED), trajectory)
+        found.append(trajectory)
+    return found
+
+
+def test_samples_of_one_execution_weigh_as_one_as_in_slimes_reducer():
+    trajectories = members(7, 7, 8, None)
+    batch = build_batch(trajectories, pad_token_id=0)
+    weights = token_weights(batch["loss_mask"], weighed_together(batch), mode="seq-mean-token-mean")
+    # Each token over the tokens of its execution (2 + 3, 2, 3), and all over three executions.
+    assert weights.sum(1).tolist() == pytest.approx([2 / 15, 3 / 15, 1 / 3, 1 / 3])
+    alone = build_batch(members(None, None), pad_token_id=0)
+    assert "execution_index" not in alone and trajectories[3].sample.rollout_id == 3
+    assert trajectory_rewards(batch)[0].tolist() == [0.0, 1.0, 2.0, 3.0], "each is compared with the others by itself"
+    again = [row_to_trajectory(trajectory_to_row(t, step=1)) for t in trajectories]
+    assert [t.execution_id for t in again] == ["s1/7", "s1/7", "s1/8", None]
+    later = members(7, plan="s1.001")
+    assert later[0].execution_id != trajectories[0].execution_id, "a step's next rollout numbers its samples anew"
+
+
 TEAM = "examples/multi_agent"
 
 
@@ -204,6 +258,7 @@ def test_multi_agent_fans_out_into_solvers_rewriters_and_a_selector_with_weighte
     assert (
         len({t.episode_id for t in group.trajectories}) == 1
         and len({t.sample.rollout_id for t in group.trajectories}) == 1
+        and {t.execution_id for t in group.trajectories} == {"s1/0"}
     )
     for trajectory in group.trajectories:
         [record] = trajectory.records
@@ -263,6 +318,127 @@ def test_multi_agent_trains_two_steps_with_the_tiny_model(tmp_path, monkeypatch)
     assert len(episodes) == 8 and len(rows_read) >= 5 * len(episodes), (
         "each episode fans out into five solvers at least"
     )
+    assert len({(row["step"], row["execution_id"]) for row in rows_read}) == 8, "each weighs as one"
+
+
+async def aliased(args, sample, sampling_params):
+    """Holds the mask under a name of its own and hands it back, counts its budget itself, posts ids."""
+    assert not args.partial_rollout
+    sample.rollout_log_probs, sample.rollout_top_p_token_ids, sample.loss_mask = None, None, []
+    state, url = GenerateState(args), f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sample.tokens, mask, ids, response = list(prompt), sample.loss_mask, [], ""
+    for turn_number in range(2):
+        left = args.rollout_max_context_len - len(prompt) - len(ids)
+        params = {**sampling_params, "max_new_tokens": min(sampling_params["max_new_tokens"], left)}
+        reply = await post(url, {"input_ids": prompt + ids, "sampling_params": params, "return_logprob": True})
+        items = reply["meta_info"]["output_token_logprobs"]
+        said = [item[1] for item in items]
+        response += state.tokenizer.decode(said)
+        ids += said
+        sample.append_response_tokens(
+            args, tokens=said, log_probs=[i[0] for i in items], trainable=True, meta_info=reply["meta_info"]
+        )
+        if turn_number == 0:
+            observed = state.tokenizer("\n<interpreter>5</interpreter>\n", add_special_tokens=False)["input_ids"]
+            ids += observed
+            sample.append_response_tokens(args, tokens=observed, trainable=False)
+            assert len(ids) == len(sample.rollout_log_probs)
+            response += "\n<interpreter>5</interpreter>\n"
+    sample.tokens, sample.response_length, sample.response, sample.loss_mask = prompt + ids, len(ids), response, mask
+    return sample
+
+
+async def by_turns(args, sample, sampling_params):
+    """slime's own helper for a turn, and a result between two of them."""
+    state = GenerateState(args)
+    sample.tokens = state.tokenizer.encode(sample.prompt, add_special_tokens=False)
+    output = await generate_turn(args, sample, {**sampling_params, "stop": ["</calc>"]})
+    assert output["text"].endswith("</calc>") and sample.status is Sample.Status.COMPLETED
+    tokens = state.tokenizer.encode("<result>5</result>", add_special_tokens=False)
+    sample.append_response_tokens(args, tokens=tokens, trainable=False, text="<result>5</result>")
+    await generate_turn(args, sample, sampling_params)
+    return sample
+
+
+async def gave_up(args, sample, sampling_params):
+    """As functions that fan out say that nothing came of it."""
+    sample.tokens, sample.response_length, sample.loss_mask, sample.reward = [0, 0], 1, [0], 0.0
+    sample.status = Sample.Status.ABORTED
+    return [sample]
+
+
+@pytest.mark.parametrize(
+    ("function", "script", "told"),
+    [
+        (aliased, ["<code>2+3</code>", "Answer: 5"], "interpreter"),
+        (by_turns, ["<calc>2+3</calc>", "5"], "<result>5"),
+        (default_generate, ["5"], ""),
+    ],
+)
+def test_functions_in_the_manner_of_its_examples_train_what_was_sampled_and_nothing_else(function, script, told):
+    turns = iter([turn(text) for text in script])
+    path = (
+        f"{__name__}.{function.__name__}"
+        if function is not default_generate
+        else ("verl_mt.rollout.custom_generate.generate")
+    )
+    [group] = roll_out(runner_of(path, lambda request: next(turns)), rows("2+3?"))
+    [trajectory] = group.trajectories
+    assert (trajectory.error, trajectory.status) == (None, Status.COMPLETED)
+    record = trajectory.records[0]
+    trained = [i for i, bit in zip(record.token_ids, record.loss_mask) if bit]
+    assert CHAT.decode([i for i in trained if i != EOS]) == "".join(script)
+    assert record.loss_mask == record.sampled and told in trajectory.sample.response
+    assert sum(trajectory.sample.loss_mask) == len(trained)
+
+
+def test_a_list_of_nothing_but_given_up_samples_is_aborted():
+    [group] = roll_out(runner_of(f"{__name__}.gave_up", lambda request: turn("x")), rows("q"))
+    [trajectory] = group.trajectories
+    assert (trajectory.status, trajectory.reward) == (Status.ABORTED, None)
+
+
+async def keyed(args, sample):
+    return {"acc": 1.0, "score": -1.0}
+
+
+async def scored_itself(args, sample, sampling_params):
+    sample = await default_generate(args, sample, sampling_params)
+    sample.reward = {"acc": 0.5}
+    return sample
+
+
+def test_reward_key_names_the_entry_of_a_dict_that_is_the_reward():
+    config = Config()
+    config.actor_rollout_ref.rollout.custom_generate_kwargs = {"reward_key": "acc"}
+    own = "verl_mt.rollout.custom_generate.generate"
+    found = {}
+    for path, reward in ((own, f"{__name__}.keyed"), (f"{__name__}.scored_itself", None)):
+        runner = runner_of(path, lambda request: turn("x"), reward=reward, config=deepcopy(config))
+        [group] = roll_out(runner, rows("q"))
+        found[path] = group.trajectories[0].reward
+    assert found == {own: 1.0, f"{__name__}.scored_itself": 0.5}
+    args = SimpleNamespace(reward_key="accuracy")
+    with pytest.raises(InvalidScore, match=r"without 'accuracy'.*it has acc"):
+        by_reward_key({"acc": 1.0}, args)
+    assert Sample(reward={"acc": 2.0}).get_reward_value(SimpleNamespace(reward_key="acc")) == 2.0
+
+
+async def generate_and_rm_group(args, group, sampling_params, evaluation=False):
+    return group
+
+
+def test_what_rolls_out_more_than_a_sample_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"takes group, a group of samples.*reward_func\(args, samples\)"):
+        runner_of(f"{__name__}.generate_and_rm_group", lambda request: turn("x"))
+    from verl_mt.rollout.custom_generate import E2BSandbox, RolloutDataSource, generate_rollout  # type: ignore
+
+    for use in (generate_rollout, type("Mine", (RolloutDataSource,), {})):
+        with pytest.raises(PluginError, match="a whole rollout cannot be replaced"):
+            use(None, 0)
+    with pytest.raises(PluginError, match="agent_function_path"):
+        E2BSandbox("image")
 
 
 INDEXED: list[object] = []

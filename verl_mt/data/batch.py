@@ -64,6 +64,8 @@ GROUP_INDEX = "group_index"
 """int64 [B]; the same of group ids."""
 PROMPT_INDEX = "prompt_index"
 """int64 [B]; the same of prompt ids."""
+EXECUTION_INDEX = "execution_index"
+"""int64 [B]; rows that share it weigh in the loss as one sequence; only where trajectories share an execution."""
 RECORD_INDEX = "record_index"
 """int64 [B]; place of the record in its trajectory."""
 HAS_LOG_PROBS = "has_log_probs"
@@ -172,8 +174,18 @@ def _add_what_some_have(batch: TensorDict, rows: Sequence[tuple[Trajectory, Traj
     if any(owner.greedy_reward is not None for owner, _ in rows):
         greedy = [math.nan if owner.greedy_reward is None else owner.greedy_reward for owner, _ in rows]
         batch[GREEDY_REWARDS] = torch.tensor(greedy, dtype=torch.float32)
+    if any(owner.execution_id is not None for owner, _ in rows):
+        # A prefix each, so that a trajectory's id is never taken for an execution's.
+        names = [f"t {o.trajectory_id}" if o.execution_id is None else f"e {o.execution_id}" for o, _ in rows]
+        batch[EXECUTION_INDEX] = _factorise(names)
     if any(record.media for _, record in rows):
         batch[MEDIA] = NonTensorStack(*(RowMedia(tuple(record.media)) for _, record in rows))
+
+
+def weighed_together(batch: TensorDict) -> Tensor:
+    """int64 [B]: rows of one number weigh in the loss as one sequence."""
+    own: Tensor = batch[TRAJECTORY_INDEX]
+    return batch.get(EXECUTION_INDEX, own)
 
 
 def media_of(batch: TensorDict) -> list[RowMedia] | None:

@@ -3,13 +3,13 @@
 Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
-`counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward) and
-`greedy_reward`, `media` (images as data URIs, where a plug-in replaced the row's), `time_spans` (phase, start_s, end_s
-on a monotonic clock, turn, name), `sanity`, `error`, `info`, and `records`: per record, of equal length, `token_ids`,
-`sampled`, `loss_mask`, `rollout_log_probs`, `policy_versions`, and where the update computed them `advantages` and
-`old_log_probs` (else null), and `clipped`, the places of the tokens that its policy loss did not move though they have
-an advantage; besides `has_log_probs` and `turns` (kind, start, end, turn), and `messages` and `tools`
-where these were changed after the record.
+`counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward),
+`greedy_reward`, `execution_id` (rows that share it weigh in the loss as one) and `media` (images as data URIs, where a
+plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`,
+`info`, and `records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`,
+`policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
+places of the tokens that its policy loss did not move though they have an advantage; besides `has_log_probs` and
+`turns` (kind, start, end, turn), and `messages` and `tools` where these were changed after the record.
 NaN and infinities are written as null.
 
 Beside the rows, `token_texts.jsonl` holds the text of every token id that occurs in them: lines of objects, id -> text.
@@ -48,7 +48,7 @@ _PLAIN = (
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
     "error", "info", "source",
 )  # fmt: skip
-_WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards")
+_WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id")
 
 
 def trajectory_to_row(
@@ -103,6 +103,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
         greedy_reward=row.get("greedy_reward"),
+        execution_id=row.get("execution_id"),
         tool_calls=row.get("tool_calls", []),
         tool_reward_turns=row.get("tool_reward_turns", {}),
         turn_rewards={int(turn): reward for turn, reward in row.get("turn_rewards", {}).items()},

@@ -7,9 +7,9 @@ that a reward function, a dump and the trainer see the same numbers (docs/migrat
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Status as _Status
@@ -18,8 +18,20 @@ from verl_mt.data.user_values import MAX_DEPTH, WrongValue, bits_of, bool_of, id
 from verl_mt.errors import LedgerError, key_text, value_text
 
 
+class _Counts:
+    """Numbers that a Sample carries, as plain data and back; a key that is absent counts 0."""
+
+    def to_dict(self) -> dict[str, int]:
+        return vars(self).copy()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
 @dataclass
-class Speculation:
+class Speculation(_Counts):
     """Speculative decoding of a sample's turns, summed; all 0 where the engine does none."""
 
     spec_accept_token_num: int = 0
@@ -46,7 +58,7 @@ class Speculation:
 
 
 @dataclass
-class PrefixCache:
+class PrefixCache(_Counts):
     """How many prompt tokens of a sample's turns needed no prefill, and of how many."""
 
     cached_tokens: int = 0
@@ -100,8 +112,8 @@ class Sample:
     session_id: str | None = None
     """The trajectory's id."""
     rollout_id: int | None = None
-    """Number of the execution that it came from: the Samples that one call of a generate function returns may share
-    it. At first the sample's own `index`."""
+    """The execution that it came from: Samples of a batch that share it weigh in the loss as one. None = its own; after
+    the generate function it is the sample's `index` then."""
     train_metadata: dict[str, Any] | None = None
     """Kept with the sample, not read by training."""
     multimodal_inputs: dict[str, Any] | None = None
@@ -113,6 +125,9 @@ class Sample:
     spec_info: Speculation = field(default_factory=Speculation)
     prefix_cache_info: PrefixCache = field(default_factory=PrefixCache)
     teacher_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
     turn_texts: list[str] = field(default_factory=list)
     """What the model itself wrote, turn by turn: no observation is in it. Filled from the ledger."""
 
@@ -144,10 +159,12 @@ class Sample:
     ) -> None:
         """Put tokens behind the response, and keep `tokens`, `loss_mask`, `rollout_log_probs` and lengths in step.
 
+        The three lists grow in place: a function may hold one of them under a name of its own.
+
         Args:
             args: of the generate function; not needed.
             tokens: ids. `sample.tokens` must hold the prompt's before the first call.
-            log_probs: the engine's, one per token, for tokens that it sampled; None for others, which get 0.0.
+            log_probs: the engine's, one per token, for tokens that it sampled; None (or zeros) for others.
             trainable: True = sampled, in the loss; False = text of a tool or an environment.
             meta_info: of the engine's reply; sets status and counts.
             text: appended to `response`.
@@ -165,20 +182,28 @@ class Sample:
                 "append_response_tokens: sampled tokens need log_probs; take both from meta_info.output_token_logprobs "
                 "(return_logprob: True), or say trainable=False"
             )
-        if ids and not trainable and known is not None:
+        if ids and not trainable and any(known or ()):
             raise ValueError("append_response_tokens: tokens that are not trainable have no log_probs; leave them out")
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
-        if self.rollout_log_probs is None:
-            self.rollout_log_probs = [0.0] * self.response_length
-        self.tokens = [*self.tokens, *ids]
-        self.response_length += len(ids)
-        self.loss_mask = [*self.loss_mask, *([int(trainable)] * len(ids))]
-        self.rollout_log_probs = [*self.rollout_log_probs, *(known if known is not None else [0.0] * len(ids))]
+        if ids:
+            if self.loss_mask is None:
+                self.loss_mask = [1] * self.response_length
+            if self.rollout_log_probs is None:
+                self.rollout_log_probs = [0.0] * self.response_length
+            self.response_length += len(ids)
+            self._grow("tokens", ids)
+            self._grow("loss_mask", [int(trainable)] * len(ids))
+            self._grow("rollout_log_probs", known if known is not None else [0.0] * len(ids))
         if text is not None:
             self.response += text
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(args, meta_info)
+
+    def _grow(self, name: str, items: list[Any]) -> None:
+        column = getattr(self, name)
+        if not isinstance(column, list):  # an array or a tuple that a function has set
+            column = list(column)
+            setattr(self, name, column)
+        column += items
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Status, weight version and cache counts of one reply of the engine."""
@@ -235,7 +260,7 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every further attribute; the status by its value."""
-        counts = {"spec_info": vars(self.spec_info).copy(), "prefix_cache_info": vars(self.prefix_cache_info).copy()}
+        counts = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), "status": plain(self.status), **counts}
 
     @classmethod
@@ -249,7 +274,7 @@ class Sample:
         data = {**data}
         for name, kind in (("spec_info", Speculation), ("prefix_cache_info", PrefixCache)):
             if isinstance(data.get(name), Mapping):
-                data[name] = kind(**data[name])
+                data[name] = kind.from_dict(data[name])
         sample = cls(**{k: v for k, v in data.items() if k in names})
         sample.status = _status(sample.status)
         for name, value in data.items():
@@ -357,6 +382,11 @@ def check_unsupported(sample: Sample) -> None:
     Raises:
         LedgerError: names the field.
     """
-    for name in ("multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs"):
-        if getattr(sample, name) is not None:
+    unused = (
+        "multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs", "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets", "rollout_routed_experts",
+    )  # fmt: skip
+    for name in unused:
+        value = getattr(sample, name)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise LedgerError(f"sample.{name} is set, but training does not use it; leave it None")

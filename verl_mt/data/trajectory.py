@@ -156,6 +156,8 @@ class Trajectory:
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
+    execution_id: str | None = None
+    """Trajectories of a batch that share it weigh in the loss as one; None = this one weighs by itself."""
     sample: Any = None
     """The Sample that a generate function of slime's kind returned for it (`data/slime_sample.py`)."""
 

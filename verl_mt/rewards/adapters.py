@@ -350,7 +350,8 @@ class SwiftReward(_BatchReward):
 class SlimeReward(_BatchReward):
     """slime's `reward_func(args, sample, **kwargs) -> float | dict`, called once per Sample.
 
-    With a second parameter named `samples` it is called once with the list of them, and returns a list.
+    With a second parameter named `samples` it is called once with the list of them, and returns a list. Of a dict
+    the entry `args.reward_key` is the score where that is set, else `score`.
     """
 
     needs_samples = True
@@ -375,8 +376,25 @@ class SlimeReward(_BatchReward):
     async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
         samples = [item.sample for item in items]
         if self._is_batched:
-            return _as_list(await self._call(self._args, samples), len(items))
-        return [await self._call(self._args, samples[0])]
+            values = _as_list(await self._call(self._args, samples), len(items))
+        else:
+            values = [await self._call(self._args, samples[0])]
+        return [by_reward_key(value, self._args) for value in values]
+
+
+@reading_scores()
+def by_reward_key(value: Any, args: Any) -> Any:
+    """A dict that a function of slime's kind returned, with the entry that `args.reward_key` names as its score.
+
+    Raises:
+        InvalidScore: it has no such entry.
+    """
+    key = getattr(args, "reward_key", None)
+    if not key or not isinstance(value, Mapping):
+        return value
+    if key not in value:
+        raise InvalidScore(f"returned a dict without {key!r} (reward_key); it has {listing(map(str, value))}")
+    return {**value, "score": value[key]}
 
 
 def _refuse_unfilled(required: set[str], given: Sequence[str], label: str) -> None:

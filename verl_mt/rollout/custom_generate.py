@@ -5,6 +5,8 @@ The function runs as it was written; only its imports change::
     from verl_mt.rollout.custom_generate import GenerateState, Sample, post
 """
 
+from typing import Any
+
 from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.generate.args import GenerateArgs, GenerateState
 from verl_mt.rollout.generate.door import (
@@ -17,6 +19,22 @@ from verl_mt.rollout.generate.door import (
     post,
 )
 from verl_mt.rollout.generate.row_tools import RowTools
+from verl_mt.rollout.generate.slime_names import (
+    SingletonMeta,
+    generate,
+    generate_turn,
+    load_processor,
+    load_tokenizer,
+    not_offered,
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A name of slime's that is not offered loads, and says so when it is used."""
+    if (found := not_offered(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
+
 
 __all__ = [
     "CustomGenerateDoor",
@@ -24,10 +42,15 @@ __all__ = [
     "GenerateState",
     "RowTools",
     "Sample",
+    "SingletonMeta",
     "async_rm",
     "batched_async_rm",
     "call_tools",
+    "generate",
+    "generate_turn",
     "get",
     "load_function",
+    "load_processor",
+    "load_tokenizer",
     "post",
 ]

@@ -155,7 +155,7 @@ class Trainable:
         weights_BT = torch.zeros(batch[columns.LOSS_MASK].shape, device=self.device)
         weights_BT[rows] = token_weights(
             batch[columns.LOSS_MASK][rows],
-            batch[columns.TRAJECTORY_INDEX][rows],
+            columns.weighed_together(batch)[rows],
             mode=mode,
             norm_constant=norm_constant,
         )

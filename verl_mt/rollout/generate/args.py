@@ -18,6 +18,7 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.trajectory import Status
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.base import Reward
@@ -33,9 +34,11 @@ ROUTER_PORT = 30000
 class SlimeMeanings:
     """What slime means otherwise than the rest of verl_mt; it holds inside this door and nowhere else."""
 
-    trains_failed: bool = True
-    """A Sample that its function marks FAILED holds a partial answer: it is scored and trained like any other, as long
-    as its tokens are the engine's."""
+    given_up: frozenset[Status] = frozenset({Status.ABORTED})
+    """What a function sets on a Sample that is neither scored nor trained. FAILED is no such status: it holds a partial
+    answer, which counts like any other, as long as its tokens are the engine's."""
+    execution: str = "rollout_id"
+    """The field of a Sample that says of which execution it is a part: those of one execution weigh as one."""
 
 
 COMPAT = SlimeMeanings()
@@ -120,6 +123,9 @@ def runtime_of(args: Any) -> Runtime:
 
 class GenerateState:
     """slime's state object: `tokenizer`, `processor`, `sampling_params`, `semaphore`, `args`. Cheap to make."""
+
+    aborted = False
+    """A rollout that is cancelled cancels its functions; none is told to stop early."""
 
     def __init__(self, args: GenerateArgs):
         runtime = runtime_of(args)

@@ -47,6 +47,9 @@ _GRACE = 0.1
 DEADLINE_S = 120.0
 """Seconds after which a request is given up, its repetitions included."""
 
+_GROUP_NAMES = ("group", "samples", "data_source", "data_buffer")
+"""Second parameters of functions that roll out more than one sample: slime has such, and hooks for them."""
+
 _CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
 
 
@@ -69,13 +72,16 @@ _OWN: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("verl_mt_
 """The conversations that this task, or the one that started it, has had."""
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+async def post(
+    url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None, action: str = "post"
+) -> Any:
     """A JSON POST. To the router's `/generate` it is a turn of this call's conversation; elsewhere it is HTTP.
 
     Args:
         url: `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate`, or a server of your own.
         payload: for the engine `text` or `input_ids`, `sampling_params`, `return_logprob`.
         max_retries: of an HTTP request whose server is down or busy (4xx is never repeated).
+        action: another method than POST, for a server of your own.
 
     Returns:
         For the engine the shape of SGLang's reply (`api.reply_to`); else the JSON, or the text.
@@ -87,7 +93,7 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
     """
     address = urlsplit(url)
     if address.hostname != ROUTER_HOST:
-        return await http_post(url, payload, max_retries=max_retries, headers=headers)
+        return await http_post(url, payload, max_retries=max_retries, headers=headers, method=action.upper())
     if address.path.rstrip("/") != "/generate":
         raise EngineError(f"{address.path}: of the router only /generate is offered to generate functions")
     call = _current("post to the engine")
@@ -120,6 +126,7 @@ async def http_post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
     deadline_s: float = DEADLINE_S,
+    method: str = "POST",
 ) -> Any:
     """The JSON that a server answers, or its text where it is none.
 
@@ -134,16 +141,16 @@ async def http_post(
     for attempt in range(1, max_retries + 2):
         left = give_up - time.monotonic()
         try:
-            response = await client.post(url, json=payload, headers=headers, timeout=max(left, 0.01))
+            response = await client.request(method, url, json=payload, headers=headers, timeout=max(left, 0.01))
             if response.is_success:
                 return _content(response)
             problem = f"HTTP {response.status_code}: {response.text[:300]}"
             if response.status_code < 500 and response.status_code != 429:
-                raise UserCodeError(f"POST {url}: {problem}")
+                raise UserCodeError(f"{method} {url}: {problem}")
         except httpx.HTTPError as error:
             problem = f"{type(error).__name__}: {error}"
         if attempt > max_retries or time.monotonic() + wait_s >= give_up:
-            raise UserCodeError(f"POST {url}: {problem} ({attempt} attempts, {deadline_s:g} s allowed)")
+            raise UserCodeError(f"{method} {url}: {problem} ({attempt} attempts, {deadline_s:g} s allowed)")
         await asyncio.sleep(wait_s)
         wait_s = min(wait_s * 2, 10.0)
     raise AssertionError("unreachable: the last attempt raises")
@@ -284,7 +291,7 @@ class CustomGenerateDoor:
             await conversations.close()
         if conversations.lost is not None:
             raise conversations.lost
-        episode.outcome = await settle(result, conversations, self._function.path)
+        episode.outcome = await settle(result, conversations, self._function.path, self._args)
 
     def _shown_prompt(self, episode: Episode) -> str | list[dict[str, Any]]:
         """What `sample.prompt` is."""
@@ -305,7 +312,6 @@ class CustomGenerateDoor:
             label=copy.deepcopy(row.label),
             metadata=copy.deepcopy(row.metadata),
             session_id=episode.session.trajectory.trajectory_id,
-            rollout_id=place.sample,
         )
 
 
@@ -333,6 +339,13 @@ class _GenerateFunction:
                 f"{key}: {path}({', '.join(map(str, parameters.values()))}) cannot be called as "
                 f"generate(args, sample, sampling_params[, evaluation]): {error}"
             ) from error
+        second = list(parameters)[1]
+        if second in _GROUP_NAMES:
+            raise ConfigError(
+                f"{key}: {path} takes {second}, a group of samples; a whole rollout cannot be replaced. Write "
+                "generate(args, sample, sampling_params) for one sample; a reward that compares a group is "
+                "reward_func(args, samples)"
+            )
         self.trust_text = bool(getattr(self._function, "trust_text", False))
         self._takes_evaluation = "evaluation" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

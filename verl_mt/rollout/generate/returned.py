@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.slime_sample import Sample, check_unsupported, fill_from_record
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import LedgerError, UserCodeError, value_text
+from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.generate.args import COMPAT
 from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
@@ -20,28 +22,28 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4
 """Between a log-prob as the engine gave it and as the function hands it back (it may have gone through float32)."""
-_LOST = (Status.ABORTED,) if COMPAT.trains_failed else (Status.ABORTED, Status.FAILED)
 
 
-async def settle(result: Any, conversations: CallConversations, path: str) -> list[Trajectory]:
+async def settle(result: Any, conversations: CallConversations, path: str, args: Any = None) -> list[Trajectory]:
     """The trajectories of one call.
 
     Args:
         result: a Sample, or a list of Samples; None in a list is a worker that failed, and is dropped.
         path: the function, for errors.
+        args: of the call; its `reward_key` names the score in a dict.
 
     Raises:
         UserCodeError: no Sample came back.
         LedgerError: a Sample that does not fit what the engine sampled; names the numbers.
     """
     samples = _samples(result, path)
-    if not isinstance(result, list) and samples[0].status in _LOST:
+    if not isinstance(result, list) and samples[0].status in COMPAT.given_up:
         return [_lost(samples[0], conversations.main.trajectory)]
     outcome, unmatched, lost = [], list(conversations.items), 0
     for position, sample in enumerate(samples):
         where = f"generate function {path}{_which(position, samples)}"
         match = conversations.match(sample, unmatched)
-        if match is None and sample.status in (*_LOST, Status.FAILED):
+        if match is None and sample.status in COMPAT.given_up | {Status.FAILED}:
             if not isinstance(result, list):
                 return [_lost(sample, conversations.main.trajectory)]
             lost += 1
@@ -50,11 +52,11 @@ async def settle(result: Any, conversations: CallConversations, path: str) -> li
             raise _mismatch(sample, unmatched, len(conversations.items), where)
         conversation, found = match
         unmatched.remove(conversation)
-        if sample.status in _LOST:
+        if sample.status in COMPAT.given_up:
             outcome.append(_lost(sample, conversation.session.trajectory))
             continue
         try:
-            _adopt(sample, conversation.session, found)
+            _adopt(sample, conversation.session, found, args)
         except LedgerError as error:
             if sample.status is Status.FAILED:  # it gave up somewhere in the middle
                 outcome.append(_lost(sample, conversation.session.trajectory))
@@ -63,6 +65,8 @@ async def settle(result: Any, conversations: CallConversations, path: str) -> li
         if conversation.session is not conversations.main:
             await conversation.session.finish()
         outcome.append(conversation.session.trajectory)
+    if not outcome and all(sample.status in COMPAT.given_up for sample in samples):
+        return [_lost(samples[0], conversations.main.trajectory)]
     if not outcome:
         raise UserCodeError(
             f"generate function {path}: all {len(samples)} Samples were given up ({lost} without tokens)"
@@ -86,12 +90,23 @@ def _samples(result: Any, path: str) -> list[Sample]:
         raise UserCodeError(f"generate function {path} returned no Sample: {value_text(result)}")
     if len(set(map(id, items))) < len(items):
         raise LedgerError(f"generate function {path} returned the same Sample object twice; copy.deepcopy it per agent")
+    if len(items) > 1 and any(getattr(item, COMPAT.execution) is None for item in items):
+        _say_that_each_counts(path)
     for position, item in enumerate(items):
         try:
             item.check_types()
         except LedgerError as error:
             raise LedgerError(f"generate function {path}{_which(position, items)}: {error}") from None
     return items
+
+
+@functools.cache
+def _say_that_each_counts(path: str) -> None:
+    log.warning(
+        "generate function %s returns several Samples without %s: each weighs in the loss by itself. Give those of one "
+        "execution the same number (sample.index), and they weigh as one",
+        path, COMPAT.execution,
+    )  # fmt: skip
 
 
 def _which(position: int, samples: Sequence[Sample]) -> str:
@@ -106,18 +121,24 @@ def _lost(sample: Sample, trajectory: Trajectory) -> Trajectory:
     if any(record.sampled for record in trajectory.records):
         fill_from_record(sample, trajectory.records[-1])
     sample.turn_texts = list(trajectory.turn_texts)
-    _place(sample, trajectory)
+    place(sample, trajectory)
     return trajectory
 
 
-def _place(sample: Sample, trajectory: Trajectory) -> None:
-    """Its ids: agents of one episode share prompt and episode; those of one role are compared with each other."""
+def place(sample: Sample, trajectory: Trajectory) -> None:
+    """Its ids: agents of one episode share prompt and episode; those of one role are compared with each other; those of
+    one execution weigh as one."""
     role = sample.metadata.get("role")
     if role is not None:
         trajectory.group_id = f"{trajectory.prompt_id}/{role}"
     if sample.status is not Status.FAILED:  # a reward function may look at that; the trajectory is trained all the same
         sample.status = trajectory.status
     sample.session_id = trajectory.trajectory_id
+    execution = getattr(sample, COMPAT.execution)
+    if execution is None:
+        setattr(sample, COMPAT.execution, sample.index)
+    else:  # numbers of samples begin anew with each rollout of a step
+        trajectory.execution_id = f"{trajectory.prompt_id.rpartition('.')[0]}/{execution}"
     trajectory.sample = sample
 
 
@@ -152,7 +173,7 @@ def _mismatch(sample: Sample, unmatched: list[AskedConversation], num_asked: int
     return LedgerError(f"{where}: its tokens are not the engine's. {shown}")
 
 
-def _adopt(sample: Sample, session: RolloutSession, found: Alignment) -> None:
+def _adopt(sample: Sample, session: RolloutSession, found: Alignment, args: Any) -> None:
     """Verify a Sample against the record that its tokens were found in, clear what it masked, fill it from the record,
     and end the trajectory with the Sample's reward and status.
 
@@ -191,14 +212,14 @@ def _adopt(sample: Sample, session: RolloutSession, found: Alignment) -> None:
     sample.turn_texts = list(trajectory.turn_texts)
     if sample.reward is not None:
         try:
-            trajectory.reward_parts = as_scores(sample.reward, "of the generate function")
+            trajectory.reward_parts = as_scores(by_reward_key(sample.reward, args), "of the generate function")
         except InvalidScore as error:
             raise LedgerError(f"sample.reward: {error}") from None
         trajectory.reward = trajectory.reward_parts["score"]
     trajectory.stop_reason = _stop_reason(sample.status, trajectory.stop_reason or session.cut_reason)
     if sample.status is Status.FAILED:
         session.count("failed_samples_trained", 1)
-    _place(sample, trajectory)
+    place(sample, trajectory)
 
 
 def _check_response(sample: Sample, record: TrajectoryRecord, found: Alignment, first: int) -> None:

@@ -35,19 +35,14 @@ _ENV_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs.env"
 class SwiftMeanings:
     """What ms-swift means otherwise than the rest of verl_mt; it holds for what its plug-ins import."""
 
-    names_are_replaced: bool = True
-    """Its registries are plain dicts: a name that is taken gets the newer plug-in, with a note."""
+    names: Callable[[Registry[Any]], Any] = ReplacingNames
+    """What its registries are: dicts, in which a name that is taken gets the newer plug-in, with a note."""
 
 
 COMPAT = SwiftMeanings()
 
-
-def _names(registry: Registry[Any]) -> Any:
-    return ReplacingNames(registry) if COMPAT.names_are_replaced else registry
-
-
 environments: Registry[Any] = Registry("environment")
-envs = _names(environments)
+envs = COMPAT.names(environments)
 """`envs['mine'] = MyEnv` registers an environment by name."""
 
 _CALL = re.compile(r"Action:[ \t]*(?P<tool>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>[^\n]*)")
@@ -369,7 +364,7 @@ schedulers: Registry[Any] = Registry(
         "gym_scheduler": GYMScheduler,
     },
 )
-multi_turns = _names(schedulers)
+multi_turns = COMPAT.names(schedulers)
 """`multi_turns['mine'] = MyScheduler` registers a scheduler by name."""
-orms = _names(rewards)
+orms = COMPAT.names(rewards)
 """The rewards of `verl_mt.rewards` as ms-swift's plug-ins see them."""
