@@ -121,3 +121,8 @@ def test_a_critics_settings_beside_an_estimator_without_one_set_nothing():
     outcome = normalize_items(words, "command line")
     assert [item.key for item in outcome.items] == ["algorithm.adv_estimator", "trainer.n_workers_per_node"]
     assert "critic.optim.lr (command line) has nothing to set: grpo has no critic" in outcome.notes
+
+
+def test_a_reward_of_gdpo_is_named_in_a_list_there():
+    words = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[accuracy_reward, format_reward]"]
+    assert compose(words).algorithm.gdpo_reward_weights == {"accuracy_reward": 1.0, "format_reward": 1.0}

@@ -363,7 +363,7 @@ def test_the_output_is_a_script_that_runs_as_it_is(tmp_path):
     [
         ("swift sft --model m", "python -m verl_mt.sft"),
         ("python -m verl.trainer.main_eval x=1", "python -m verl_mt.evaluate"),
-        ("python -m recipe.dapo.main_dapo x=1", "only verl.trainer.main_ppo has a counterpart"),
+        ("python -m recipe.prime.main_prime x=1", "only verl.trainer.main_ppo and recipe.dapo.main_dapo have"),
     ],
 )
 def test_what_is_no_training_by_reinforcement_is_sent_elsewhere(text, reason):

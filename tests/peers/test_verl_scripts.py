@@ -116,3 +116,42 @@ def test_defaults_that_count_beside_what_is_given_are_carried_over():
     loop = migrate(f"{WITHOUT_YAML}{tools} actor_rollout_ref.rollout.mode=async").overrides
     assert {f"{turns}.max_parallel_calls=1", f"{turns}.max_tool_response_tokens=256"} <= set(loop)
     assert not any("max_parallel_calls" in word for word in migrate(WITHOUT_YAML + tools).overrides)
+
+
+MAIN_BRANCH = """
+set -xeuo pipefail
+gpus=${GPUS:-8}
+DATA=(
+    data.train_files=$HOME/a.parquet
+    data.train_batch_size=${TRAIN_BATCH_SIZE:-64}
+)
+ACTOR=(
+    actor_rollout_ref.actor.ppo_mini_batch_size=${MINI:-16}
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+)
+EXTRA=(
+)
+uv run --frozen --no-sync python3 -m verl.trainer.main_ppo "${DATA[@]}" "${ACTOR[@]}" "${EXTRA[@]}" \\
+    trainer.n_gpus_per_node=${gpus} actor_rollout_ref.rollout.max_num_batched_tokens=9000 "$@"
+"""
+
+
+def test_a_script_in_the_manner_of_its_main_branch_is_carried_over():
+    found = migrate(MAIN_BRANCH)
+    assert found.refused == []
+    assert "trainer.placement=ray" in found.overrides and "several ranks" in found.added["trainer.placement=ray"]
+    steps = "actor_rollout_ref.actor.optim.lr_warmup_steps=40"
+    assert "4 optimizer steps each (with the script's own sizes)" in found.added[steps]
+    assert [line.partition("=")[0] for line in found.changed] == [
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    ]
+
+
+def test_dapos_own_trainer_is_started_with_the_same_keys():
+    words = "data.train_files=a.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    found = migrate(
+        f"ray job submit --no-wait -- python3 -m recipe.dapo.main_dapo {words} reward_model.reward_manager=dapo"
+    )
+    assert found.refused == [] and found.wrapper[:3] == ["ray", "job", "submit"]
+    assert "actor_rollout_ref.rollout.n=4" in found.overrides

@@ -29,7 +29,7 @@ from verl_mt.migrate.launch import ENV, Launch, Library, parses
 from verl_mt.migrate.ms_swift import read_swift
 from verl_mt.migrate.shell import Command, Script, read_script, shell_text
 from verl_mt.migrate.slime import read_slime
-from verl_mt.migrate.verl import VERL_DEFAULTS, read_verl, with_counterparts
+from verl_mt.migrate.verl import MAINS, VERL_DEFAULTS, read_verl, with_counterparts
 
 __all__ = ["Migration", "main", "migrate"]
 
@@ -351,12 +351,14 @@ def _take(command: Command, launch: Launch) -> None:
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         cut = words.index("--") + 1
         wrapper, words = words[:cut], words[cut:]
+    if words[:2] == ["uv", "run"]:
+        words = words[next((k for k, word in enumerate(words) if _PYTHON.fullmatch(word)), 0) :]
     found = _which(words)
     if found is None:
         return
     library, name, rest = found
-    if name in _OTHERS or (library == "verl" and name != "verl.trainer.main_ppo"):
-        launch.refused.append(f"{name}: {_OTHERS.get(name, 'only verl.trainer.main_ppo has a counterpart')}")
+    if name in _OTHERS or (library == "verl" and name not in MAINS):
+        launch.refused.append(f"{name}: {_OTHERS.get(name) or f'only {MAINS[0]} and {MAINS[1]} have a counterpart'}")
         return
     if launch.framework not in (None, library):
         launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")

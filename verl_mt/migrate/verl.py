@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl_mt.migrate.launch import Launch
+from verl_mt.migrate.launch import ENV, Launch
 
 _ACTOR = "actor_rollout_ref.actor"
 _OF_UPDATES = {"ppo_mini_batch_size": 256, "ppo_epochs": 1}
@@ -35,6 +35,11 @@ _IN_AGENT_LOOPS = {"max_parallel_calls": 1, "max_tool_response_length": 256}
 """Of `rollout.multi_turn`: defaults that verl's agent loops read (rollout.mode=async); its sync one does not."""
 _CLIPPED = (None, "vanilla", "gspo", "cispo", "clip_cov")
 """Losses that read a clip range, in both."""
+
+
+MAINS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+"""Modules that are started with `ppo_trainer`'s keys. DAPO's has `algorithm.filter_groups` and the penalty on overlong
+responses, which are off unless a command says otherwise."""
 
 
 def read_verl(words: list[str], name: str, launch: Launch) -> None:
@@ -82,6 +87,8 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
             said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
         elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
             continue
+        elif key.endswith(".ulysses_sequence_parallel_size") and value != "1":
+            said.append(f"{key}={value}: left out; a sequence lives on one rank, which needs more of its memory")
         elif key == "trainer.device" and value == "npu":
             said.append(f"{word}: left out; the device is found where the run starts")
         else:
@@ -96,6 +103,9 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
 def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
     """Words for verl's defaults that count only beside something that was given -> why."""
     words, rollout = {}, "actor_rollout_ref.rollout"
+    ranks = str(values.get("trainer.n_gpus_per_node", ""))
+    if ENV.search(ranks) and "trainer.placement" not in values:
+        words["trainer.placement=ray"] = "several ranks need it, and how many there are is said outside"
     clip = values.get(f"{_ACTOR}.clip_ratio", 0.2)
     if str(clip) != "0.2" and values.get(f"{_ACTOR}.policy_loss.loss_mode") in _CLIPPED:
         for name in ("clip_ratio_low", "clip_ratio_high"):
@@ -121,8 +131,12 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _whole(values: dict[str, Any], key: str, default: int) -> int | None:
-    text = str(default if values.get(key) is None else values[key])
+    text = ENV.sub(lambda m: m[2] or m[0], str(default if values.get(key) is None else values[key]))
     return int(text) if text.isdigit() else None
+
+
+def _sizes(part: str) -> list[str]:
+    return ["data.train_batch_size", *(f"{place}.{name}" for place in (part, _ACTOR) for name in _OF_UPDATES)]
 
 
 def _updates(values: dict[str, Any], part: str) -> int | None:
@@ -148,7 +162,8 @@ def _warm_up(words: list[str], values: dict[str, Any], part: str, said: list[str
     if count and updates is None:
         said.append(f"{kept[-1]}: steps of the trainer there, optimizer steps here: multiply by those of one step")
     elif count and updates != 1:
-        same[kept[-1]] = f"{count} steps of verl's trainer with {updates} optimizer steps each"
+        given = " (with the script's own sizes)" if "${" in str([values.get(k) for k in _sizes(part)]) else ""
+        same[kept[-1]] = f"{count} steps of verl's trainer with {updates} optimizer steps each{given}"
     return kept
 
 

@@ -202,6 +202,11 @@ def swift_correction(mode: Any) -> Any:
     return made if kind == "truncate" else made | {"rollout_rs": levels[level], "rollout_rs_threshold_lower": 0.0}
 
 
+def equal_weights(value: Any) -> Any:
+    """verl names GDPO's rewards in a list; they weigh the same unless another one says how much."""
+    return DROP if value is None else {str(name): 1.0 for name in list_of_one(value)}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that mean something together: known only once everything that a command or a file sets is there
 
