@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.errors import ConfigError
-from verl_mt.migrate.shell import Command, read_script, shell_text
+from verl_mt.migrate.shell import Command, read_script
+from verl_mt.migrate.shell_values import shell_text
 
 
 def words(text: str) -> list[list[str]]:
@@ -31,7 +32,7 @@ def words(text: str) -> list[list[str]]:
         ("run x 2>&1 | tee log.txt &", [["run", "x"], ["tee", "log.txt"]]),
         ("run x > out.txt && echo ok; echo no", [["run", "x"], ["echo", "ok"], ["echo", "no"]]),
         ("cat <<EOF > f\nit's not a command\nEOF\nrun x", [["cat"], ["run", "x"]]),
-        ("if true; then\n  run x\nfi", [["true"], ["run", "x"]]),
+        ("if true; then\n  run x\nfi", [["run", "x"]]),
         ("run \"['$HOME/a']\" ${N:-8} \"\\$5\"", [["run", "['${oc.env:HOME}/a']", "${oc.env:N,8}", "$5"]]),
         ('D="$(cd -- "$(dirname "$0")" && pwd)"\nrun x', [["run", "x"]]),
         ("A=(--n 1 $(seq 2 2 6) $((1 + (2 * 3))) 'x)')\nrun ${A[@]}", [["run", "--n", "1", "2", "4", "6", "7", "x)"]]),

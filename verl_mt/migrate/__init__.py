@@ -27,7 +27,8 @@ from verl_mt.config.redact import is_secret_name
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.migrate.launch import ENV, Launch, Library, parses
 from verl_mt.migrate.ms_swift import read_swift
-from verl_mt.migrate.shell import Command, Script, read_script, shell_text
+from verl_mt.migrate.shell import Command, Script, read_script
+from verl_mt.migrate.shell_values import shell_text
 from verl_mt.migrate.slime import read_slime
 from verl_mt.migrate.verl import MAINS, VERL_DEFAULTS, read_verl, with_counterparts
 
@@ -45,6 +46,7 @@ _OTHERS = {
     "swift eval": "evaluation is python -m verl_mt.evaluate",
     "swift export": "a checkpoint becomes a model by python -m verl_mt.export",
 }
+_SAYS = {"echo", "printf", "set", "shift", "unset", "true", ":"}
 _ENV_DROPPED = {
     "VLLM_": "vLLM is not an engine of verl_mt",
     "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron asks for it",
@@ -113,6 +115,11 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
     if launch.framework is None:
         if launch.refused:
             raise ConfigError("; ".join(launch.refused))
+        if (script.arrays or script.sourced) and not any(_starts(command) for command in script.commands):
+            held = f" ({', '.join(sorted(script.arrays))})" if script.arrays else ""
+            raise ConfigError(
+                f"the file only holds arguments{held} and starts nothing; give the script that reads it with `source`"
+            )
         started = ", ".join(sorted({c.words[0] for c in script.commands if c.words})) or "nothing"
         raise ConfigError(
             "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
@@ -178,6 +185,11 @@ def _with_commented_rollout(text: str) -> tuple[str, bool]:
         if not line.rstrip().endswith("\\"):
             break
     return "\n".join([*command, text]), True
+
+
+def _starts(command: Command) -> bool:
+    """Whether a command does more than say or set something."""
+    return bool(command.words) and command.words[0] not in _SAYS and not command.words[0].startswith("((")
 
 
 def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
@@ -249,7 +261,8 @@ def _unsaid(launch: Launch, library: Library, named: set[str], yaml: Path | None
 
 def _by_hand(library: Library, items: Sequence[object]) -> list[str]:
     keys = {item.key: item.value for item in items}  # type: ignore[attr-defined]
-    named = {key: keys[key] if isinstance(keys[key], list) else [keys[key]] for key in _FILES[library] if keys.get(key)}
+    given = {key: keys[key] if isinstance(keys[key], list) else [keys[key]] for key in _FILES[library] if keys.get(key)}
+    named = {key: files for key, files in given.items() if any("." in str(file) for file in files)}
     notes = [_text(f"{', '.join(files)}: {_FILES[library][key]}") for key, files in named.items()]
     for key, what in (("actor_rollout_ref.model.path", "model"), ("data.train_files", "training data")):
         if not keys.get(key):
@@ -332,6 +345,8 @@ def find_launch(script: Script) -> Launch:
     launch = Launch(notes=list(script.notes))
     for command in script.commands:
         _take(command, launch)
+    if launch.cut_at:
+        launch.refused = [launch.cut_at]
     names = re.findall(r"oc\.env:(\w+)", " ".join([*launch.overrides, *launch.flags, *launch.env.values()]))
     computed = " ".join(text for name in names if (text := shell_text(name)))
     launch.functions = [body for name, body in script.functions.items() if re.search(rf"\b{name}\b", computed)]
@@ -347,6 +362,12 @@ def find_launch(script: Script) -> Launch:
 
 def _take(command: Command, launch: Launch) -> None:
     words = [w for w in command.words if w not in ("nohup", "exec", "time", "&")]
+    if launch.framework == "slime" and words and re.match(r"--[a-z]", words[0]):
+        launch.cut_at = launch.cut_at or (
+            f"the command ends before {words[0]}: the line above lacks its backslash, so that the script itself starts "
+            "without what follows"
+        )
+        return
     wrapper: list[str] = []
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         cut = words.index("--") + 1

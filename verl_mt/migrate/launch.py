@@ -37,6 +37,8 @@ class Launch:
     """Names of the commands that were read: `swift rollout`, `swift rlhf`."""
     wants_server: bool = False
     """Its trainer asks a rollout server that another command starts."""
+    cut_at: str = ""
+    """Where a line that is not continued cuts the command off, in words."""
     functions: list[str] = field(default_factory=list)
     """Definitions of the script's own functions that the shell needs for it."""
 

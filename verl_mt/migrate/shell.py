@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_mt.errors import ConfigError
+from verl_mt.migrate.shell_branches import execute
+from verl_mt.migrate.shell_values import Piece, Word, for_shell, kept
 
 _NESTED = r"[^()]*"
 for _ in range(3):  # brackets in brackets in brackets: $((1 + (2 * 3)))
@@ -27,6 +29,7 @@ _TOKEN = re.compile(
     | (?P<escaped>\\.)
     | (?P<computed>\$\({_NESTED}\)|`[^`]*`)
     | (?P<variable>\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$[A-Za-z_]\w*|\$[@*\#?0-9])
+    | (?P<arithmetic>(?<![\w$])\(\({_NESTED}\)\))
     | (?P<array>(?<==)\((?:'[^']*'|"(?:\\.|[^"\\])*"|(?<=\s)\#[^\n]*|\$\({_NESTED}\)|[^()'"])*\))
     | (?P<heredoc><<-?[ \t]*['"]?(?P<end>\w+)['"]?)
     | (?P<redirection>\d*(?:>>|>&|&>|<<<|>|<)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;&|<>]*))
@@ -36,10 +39,10 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_KEPT = "VERL_MT_SHELL_"
+_COMPUTED_NAME = re.compile(r"\$\{oc\.env:[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _COMPUTED = re.compile(rf"\$\({_NESTED}\)|`[^`]*`")
 _FUNCTION = re.compile(r"^(?:function\s+)?([A-Za-z_]\w*)\s*\(\)\s*\{.*?^\}", re.MULTILINE | re.DOTALL)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _SEQUENCE = re.compile(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)")
@@ -48,13 +51,32 @@ _OWN_FOLDER = re.compile(
     r"""\$\(\s*(?:cd\s+(?:--\s+)?"?\$\(\s*)?dirname\s+(?:--\s+)?"?(?P<file>[\w./+-]+)"?\s*\)"?"""
     r"""(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?(?:\s*&&\s*pwd(?:\s+-P)?\s*\))?"""
 )
+_FOLDER = re.compile(
+    r"""\$\(\s*cd\s+(?:--\s+)?"?(?P<folder>/[\w./+@-]*)"?(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?"""
+    r"""\s*&&\s*pwd(?:\s+-P)?\s*\)"""
+)
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{@.*\}")
-_KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "(", ")", "!"}
+_KEYWORDS = {
+    "if",
+    "then",
+    "else",
+    "elif",
+    "fi",
+    "for",
+    "while",
+    "do",
+    "done",
+    "case",
+    "esac",
+    "{",
+    "}",
+    "(",
+    ")",
+    "!",
+    "&&",
+    "||",
+}
 _DECLARE = {"export", "local", "declare", "readonly"}
-
-Piece = tuple[str, str]
-"""(kind, text): `plain`; `expands` and `quoted`, where variables are put in; `array`."""
-Word = list[Piece]
 
 
 @dataclass(frozen=True)
@@ -77,12 +99,28 @@ class Script:
     """Name -> its definition as written, for what the shell computes with it."""
     file: str = ""
     """Where it lies; "" = not known."""
-    _variables: dict[str, str] = field(default_factory=dict)
-    _arrays: dict[str, list[str]] = field(default_factory=dict)
+    sourced: list[str] = field(default_factory=list)
+    """Files that it reads with `source`, as it names them."""
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+    def run(self, words: list[Word]) -> None:
+        """One simple command."""
+        _run(words, self)
+
+    def fill(self, word: Word) -> str:
+        """A word with its variables put in."""
+        return _fill_word(word, self)
+
+    def shown(self, word: Word) -> str:
+        """A word as a shell reads it, with the script's own variables put in."""
+        return "".join(
+            f'"{_for_inside(text, self)}"' if kind == "quoted" else _for_inside(text, self) for kind, text in word
+        )
 
 
 def read_script(text: str, file: Path | None = None) -> Script:
@@ -96,9 +134,40 @@ def read_script(text: str, file: Path | None = None) -> Script:
     """
     functions = {found[1]: found.group() for found in _FUNCTION.finditer(text)}
     script = Script(functions=functions, file="" if file is None else str(file.resolve()))
-    for words in _split(text):
-        _run(words, script)
+    execute(list(_split(text)), script)
     return script
+
+
+def _source(words: list[Word], script: Script) -> None:
+    """`source FILE`: what the file sets, where it is here."""
+    named = _fill_word(words[1], script)
+    file = _here(named, script.file)
+    script.sourced.append(named)
+    if file is None:
+        shown = _COMPUTED_NAME.sub("...", named)
+        script.note(f"source {shown}: the file is not here, and what it sets is missing")
+        return
+    if str(file) != os.path.normpath(named):
+        script.note(f"source {named}: read from {file}")
+    text, before = file.read_text(errors="replace"), script.file
+    script.functions |= {found[1]: found.group() for found in _FUNCTION.finditer(text)}
+    script.file = str(file)
+    execute(list(_split(text)), script)
+    script.file = before
+
+
+def _here(named: str, script_file: str) -> Path | None:
+    """The file of a path; a repository that lies elsewhere is looked for from the script upwards."""
+    if not script_file:
+        return None
+    path = Path(os.path.normpath(_COMPUTED_NAME.sub("", named).lstrip("/") if "${" in named else named))
+    script = Path(script_file)
+    direct = path if path.is_absolute() else script.parent / path
+    if direct.is_file() and "${" not in named:
+        return direct
+    parts = [part for part in path.parts if part not in ("/", "..")]
+    tails = [Path(*parts[k:]) for k in range(len(parts) - 1)]  # a folder and a name at least
+    return next((up / tail for tail in tails for up in script.parents if (up / tail).is_file()), None)
 
 
 def _run(words: list[Word], script: Script) -> None:
@@ -110,22 +179,35 @@ def _run(words: list[Word], script: Script) -> None:
     words = words[1:] if declares else words
     env: dict[str, str] = {}
     while words and (found := _ASSIGNMENT.match(words[0][0][1])) and words[0][0][0] == "plain":
-        name, plus = found.groups()
+        name, place, plus = found.groups()
         kind, first = words[0][0]
         value: Word = [(kind, first[found.end() :]), *words[0][1:]]
         if value[-1][0] == "array":
             inner = [w for part in _split(value[-1][1]) for w in part]
-            old = script._arrays.get(name, []) if plus else []
-            script._arrays[name] = old + [text for word in inner for text in _expand(word, script)]
+            old = script.arrays.get(name, []) if plus else []
+            script.arrays[name] = old + [text for word in inner for text in _expand(word, script)]
+        elif place is not None:
+            _set_item(name, int(place), _fill_word(value, script), script)
         else:
-            env[name] = (script._variables.get(name, "") if plus else "") + _fill_word(value, script)
+            env[name] = (script.variables.get(name, "") if plus else "") + _fill_word(value, script)
         words = words[1:]
+    if words and _raw(words[0]) in ("source", ".") and len(words) > 1:
+        script.variables |= env
+        _source(words, script)
+        return
     if words and not declares:
         script.commands.append(Command(env, [text for word in words for text in _expand(word, script)]))
         return
-    script._variables |= env
+    script.variables |= env
     if exports:
         script.exported |= env
+
+
+def _set_item(name: str, place: int, value: str, script: Script) -> None:
+    items = [*script.arrays.get(name, [])]
+    items += [""] * (place + 1 - len(items))
+    items[place] = value
+    script.arrays[name] = items
 
 
 def _split(text: str) -> Iterator[list[Word]]:
@@ -143,10 +225,10 @@ def _split(text: str) -> Iterator[list[Word]]:
         elif kind == "operator":
             if words:
                 yield words
-            words = []
+            words = [[("plain", token)]] if token in ("&&", "||") else []
             if token == "\n":
                 place = _after_heredocs(text, place, heredocs)
-        elif kind in ("text", "escaped", "single", "double", "variable", "computed", "array"):
+        elif kind in ("text", "escaped", "single", "double", "variable", "computed", "array", "arithmetic"):
             word = [*word, _piece(kind, token, text, found.start())]
     words += [word] if word else []
     if words:
@@ -164,7 +246,7 @@ def _piece(kind: str, token: str, text: str, place: int) -> Piece:
         return "array", token[1:-1]
     if token in "'\"" or (token == "(" and text[place - 1 : place] == "="):
         raise ConfigError(f"line {text.count(chr(10), 0, place) + 1}: {token} is not closed")
-    return ("plain" if kind == "text" else "expands"), token
+    return ("plain" if kind in ("text", "arithmetic") else "expands"), token
 
 
 def _after_heredocs(text: str, place: int, ends: list[str]) -> int:
@@ -184,9 +266,9 @@ def _expand(word: Word, script: Script) -> list[str]:
     raw = _raw(word)
     if len(word) == 1 and word[0][0] in ("expands", "quoted"):
         if array := _ARRAY.fullmatch(raw):
-            if array.group(1) not in script._arrays:
+            if array.group(1) not in script.arrays:
                 script.note(f"the array {array.group(1)} is not set in this script: what it holds is missing")
-            return script._arrays.get(array.group(1), [])
+            return script.arrays.get(array.group(1), [])
         if _ARGUMENTS.fullmatch(raw):
             script.note(f"{raw}: what the script is given on its own command line goes behind the command")
             return []
@@ -194,7 +276,7 @@ def _expand(word: Word, script: Script) -> list[str]:
             return _numbers([int(number) for number in sequence[1].split()])
         if word[0][0] == "expands" and (variable := _VARIABLE.fullmatch(raw)):
             filled = _fill_word(word, script)
-            return filled.split() if (variable.group(1) or variable.group(3)) in script._variables else [filled]
+            return filled.split() if (variable.group(1) or variable.group(3)) in script.variables else [filled]
     return [_fill_word(word, script)]
 
 
@@ -210,24 +292,12 @@ def _fill_word(word: Word, script: Script) -> str:
     return "".join(_fill(text, script) if kind in ("expands", "quoted") else text for kind, text in word)
 
 
-def kept(text: str) -> str:
-    """What only a shell can compute, `$(pwd)`, as a variable whose name holds the text; `shell_text` reads it."""
-    return f"${{oc.env:{_KEPT}{text.encode().hex()}}}"
-
-
-def shell_text(name: str) -> str | None:
-    """The text that `kept` has put into a variable's name; None for a variable of the user's."""
-    return bytes.fromhex(name.removeprefix(_KEPT)).decode() if name.startswith(_KEPT) else None
-
-
 def _for_inside(text: str, script: Script) -> str:
     """A computation with the script's own variables put in, since the result is a command without them."""
 
     def value(found: re.Match[str]) -> str:
-        known = script._variables.get(found.group(1) or found.group(3))
-        if known is None:
-            return found.group()
-        return re.sub(r"\$\{oc\.env:(\w+)[^}]*\}", lambda m: shell_text(m[1]) or f"${{{m[1]}}}", known)
+        known = script.variables.get(found.group(1) or found.group(3))
+        return found.group() if known is None else for_shell(known)
 
     return _VARIABLE.sub(value, text)
 
@@ -240,6 +310,8 @@ def _computed(found: re.Match[str], script: Script) -> str:
         text = _OWN_NAME.sub(lambda name: script.file or name.group(), text)
         if (folder := _OWN_FOLDER.fullmatch(text)) is not None:
             return os.path.dirname(folder["file"])
+    if (folder := _FOLDER.fullmatch(text)) is not None:
+        return os.path.normpath(folder["folder"])
     sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", text)
     if sum_ is None:
         return kept(text)
@@ -268,8 +340,8 @@ def _fill(text: str, script: Script) -> str:
 
     def value(found: re.Match[str]) -> str:
         name, default = found.group(1) or found.group(3), found.group(2)
-        if name in script._variables:
-            return script._variables[name]
+        if name in script.variables:
+            return script.variables[name]
         if default is not None:
             return f"${{oc.env:{name},{_fill(default, script)}}}"
         return f"${{oc.env:{name}}}"

@@ -49,6 +49,7 @@ rewards: Registry[Any] = Registry(
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
         "llm_judge": "verl_mt.rewards.llm_judge:LLMJudge",
+        "rm_hub": "verl_mt.rewards.rm_hub:RuleReward",
     },
 )
 orms = rewards

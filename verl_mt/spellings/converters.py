@@ -74,6 +74,7 @@ with_wandb, with_tensorboard = (_if_on(["console", name], ["console"]) for name 
 token_or_null = _if_on("token", None)
 slime_delta = _if_on(SLIME_DELTA, None)
 always_if_true = _if_on("always")
+false_if_on, token_mean_if_on = _if_on(False), _if_on("token-mean")
 greedy_unless_sampled = _if_on(DROP, 0.0)  # sampling adds nothing to the temperature
 
 
@@ -223,6 +224,7 @@ def settle_slime(outcome: Outcome, where: str) -> None:
     _place_ranks_on_ray(outcome, where, "actor_num_gpus_per_node")
     outcome.items = _off_policy_mask(_truncated_sampling(outcome.items))
     _prompt_as_it_is(outcome, where)
+    _reward_by_its_rule(outcome, where)
 
 
 def settle_swift(outcome: Outcome, where: str) -> None:
@@ -264,6 +266,14 @@ def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
             f"prompt_data ({where}) without apply_chat_template -> also data.apply_chat_template=False: the function "
             "gets the column as it is"
         )
+
+
+def _reward_by_its_rule(outcome: Outcome, where: str) -> None:
+    """`--rm-type` names a rule; all rules are one reward here."""
+    given = {item.key for item in outcome.items}
+    if any(item.spelling == "rm_type" for item in outcome.items) and "reward.path" not in given:
+        outcome.items.append(Item("reward.path", "rm_hub", "rm_type"))
+        outcome.notes.append(f"rm_type ({where}) -> also reward.path=rm_hub, which scores by it")
 
 
 def _name_sampler(outcome: Outcome) -> None:

@@ -1,0 +1,181 @@
+"""Branches of a launch script: `if`, `&&` and `||`, as far as it can be said without a shell which of them is taken.
+
+Where it cannot be said, a variable that the branches set differently stays for the shell, as `$(if ...; then echo a;
+else echo b; fi)`; an array is taken as if the condition did not hold, which is noted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+from verl_mt.migrate.shell_values import Word, for_shell, is_known, kept
+
+Branch = tuple[list[list[Word]], list[list[Word]]]
+"""(commands of its condition, body); no condition = else."""
+
+
+class Shell(Protocol):
+    """What a script has set so far, and what a word of it says; `migrate.shell.Script`."""
+
+    variables: dict[str, str]
+    arrays: dict[str, list[str]]
+    exported: dict[str, str]
+
+    def note(self, text: str) -> None: ...
+    def fill(self, word: Word) -> str: ...
+    def shown(self, word: Word) -> str: ...
+    def run(self, words: list[Word]) -> None: ...
+
+
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+}
+
+
+def execute(commands: list[list[Word]], script: Shell) -> None:
+    """The commands in their order."""
+    place = 0
+    while place < len(commands):
+        words = commands[place]
+        head = _raw(words[0])
+        if head == "if":
+            branches, place = _branches(commands, place)
+            _choose(branches, script)
+            continue
+        place += 1
+        after = _raw(commands[place][0]) if place < len(commands) else ""
+        if after in ("&&", "||") and _is_test(words):
+            body = [commands[place][1:]]
+            branch: Branch = ([words if after == "&&" else [[("plain", "!")], *words]], body)
+            place += 1
+            if body[0]:
+                _choose([branch], script)
+            continue
+        script.run(words)
+
+
+def _branches(commands: list[list[Word]], start: int) -> tuple[list[Branch], int]:
+    """The branches of an `if`, and the place behind its `fi`."""
+    branches: list[Branch] = [([commands[start][1:]], [])]
+    depth, in_body = 1, False
+    for place in range(start + 1, len(commands)):
+        words = commands[place]
+        head = _raw(words[0])
+        depth += {"if": 1, "fi": -1}.get(head, 0)
+        if depth == 0:
+            return branches, place + 1
+        rest = words[1:]
+        if depth > 1 or head not in ("then", "else", "elif"):
+            branches[-1][in_body].append(words)
+            continue
+        in_body = head != "elif"
+        if head != "then":
+            branches.append(([rest] if head == "elif" else [], []))
+        if in_body and rest:
+            branches[-1][1].append(rest)
+            depth += _raw(rest[0]) == "if"
+    return branches, len(commands)
+
+
+def _choose(branches: list[Branch], script: Shell) -> None:
+    if not branches:
+        return
+    (condition, body), *others = branches
+    if not condition:
+        execute(body, script)
+        return
+    truth = _truth(condition[0], script) if len(condition) == 1 else None
+    if truth is True:
+        execute(body, script)
+    elif truth is False:
+        _choose(others, script)
+    else:
+        _merge(condition, body, others, script)
+
+
+def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Branch], script: Shell) -> None:
+    """Both ways are gone, each from what was set before."""
+    text = " ".join(script.shown(word) for words in condition for word in words)
+    tested = _tested_for_nothing(condition[0])
+    variables, arrays = dict(script.variables), copy.deepcopy(script.arrays)
+    execute(body, script)
+    then_variables, then_arrays = script.variables, script.arrays
+    script.variables, script.arrays = variables, arrays
+    _choose(others, script)
+    for name, value in then_variables.items():
+        other = script.variables.get(name)
+        if value == other:
+            continue
+        if other is None and name == tested and is_known(value):
+            script.variables[name] = f"${{oc.env:{name},{value}}}"
+            continue
+        otherwise = f"${{{name}}}" if other is None else for_shell(other)
+        choice = f'$(if {text}; then echo "{for_shell(value)}"; else echo "{otherwise}"; fi)'
+        script.variables[name] = kept(choice)
+        if name in script.exported:
+            script.exported[name] = script.variables[name]
+    for name, items in then_arrays.items():
+        if items != script.arrays.get(name):
+            script.note(f"{name} depends on `{text}`, which only a shell can say; it was taken not to hold")
+            script.arrays.setdefault(name, [])
+
+
+def _tested_for_nothing(words: list[Word]) -> str:
+    """NAME in `[ -z "$NAME" ]` and `[ -z "${NAME:-}" ]`; "" of another test."""
+    raw = [_raw(word) for word in words]
+    if len(raw) != 4 or raw[0] not in ("[", "[[") or raw[1] != "-z":
+        return ""
+    name = raw[2].removeprefix("$").strip("{}").removesuffix("+x").rstrip(":-")
+    return name if name.isidentifier() else ""
+
+
+def _is_test(words: list[Word]) -> bool:
+    return _raw(words[0]) in ("[", "[[", "test") or [_raw(word) for word in words[:1]] == ["!"]
+
+
+def _truth(words: list[Word], script: Shell) -> bool | None:
+    """Whether a test holds; None where only a shell can say it."""
+    if words and _raw(words[0]) == "!":
+        inner = _truth(words[1:], script)
+        return None if inner is None else not inner
+    raw = [_raw(word) for word in words]
+    if raw in (["true"], [":"]):
+        return True
+    if raw == ["false"]:
+        return False
+    if raw[:1] == ["test"]:
+        words = words[1:]
+    elif raw[:1] in (["["], ["[["]) and raw[-1] in ("]", "]]"):
+        words = words[1:-1]
+    else:
+        return None
+    texts = [script.fill(word) for word in words]
+    if not all(map(is_known, texts)):
+        return None
+    if len(texts) == 1:
+        return texts[0] != ""
+    if len(texts) == 2 and texts[0] in ("-z", "-n"):
+        return (texts[1] == "") == (texts[0] == "-z")
+    if len(texts) == 3:
+        return _compared(*texts)
+    return None
+
+
+def _compared(left: str, how: str, right: str) -> bool | None:
+    if how in ("=", "==", "!="):
+        return None if set("*?[") & set(right) else (left == right) == (how != "!=")
+    try:
+        return _COMPARED[how](int(left), int(right)) if how in _COMPARED else None
+    except ValueError:
+        return None
+
+
+def _raw(word: Word) -> str:
+    return "".join(text for _, text in word)
