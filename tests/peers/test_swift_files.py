@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
+import re
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
+from typing import ClassVar
 
 import conformance
 import pytest
@@ -16,20 +20,25 @@ from command_lab import NO_VALIDATION, metrics_of, rows_of
 from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, trained
 
 from verl_mt.config.compose import compose
+from verl_mt.config.normalize import families
 from verl_mt.errors import PluginError
 from verl_mt.rewards.base import load_reward, rewards
 from verl_mt.rewards.contract import RewardInput, RunState
+from verl_mt.rollout import scheduler as swift
 from verl_mt.rollout.doors import ToolLoopDoor
 from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
 from verl_mt.rollout.scheduler import (
     ContextType,
     LossScale,
     MultiTurnScheduler,
+    OpenEnvScheduler,
     RolloutInferRequest,
     load_scheduler,
     loss_scale_map,
+    orms,
 )
-from verl_mt.rollout.schedulers.shipped import environments, schedulers
+from verl_mt.rollout.schedulers.gym import environments
+from verl_mt.rollout.schedulers.shipped import schedulers
 from verl_mt.trainer.build import build_trainer
 
 PLUGIN = "examples/train/grpo/plugin/plugin.py"
@@ -252,6 +261,169 @@ def test_its_frozen_lake_is_played_to_an_end_with_the_environments_reward(tmp_pa
     assert roles[:3] == ["system", "user", "assistant"] and trajectory.messages[0]["content"] == told
     assert "FrozenLake 4x4" in trajectory.messages[1]["content"]
     assert run.record.loss_mask == run.record.sampled and scheduler._envs == {}
+
+
+MANUAL = "docs/source_en/Instruction/GRPO/DeveloperGuide"
+# Names of the manual that are no names to import: its own examples, an engine that is a key of the run, a function of
+# its trainer's.
+ELSEWHERE = {
+    "AsyncEngine": "actor_rollout_ref.rollout.mode",
+    "CustomScheduler": "an example", "FrozenLakeEnv": "an example", "MyEnv": "an example",
+    "SudokuScheduler": "an example", "RewardFunction": "an example", "Scheduler": "an example",
+}  # fmt: skip
+
+
+def manual():
+    """The text of its two pages, and the code in it."""
+    text = "\n".join(
+        conformance.peer("ms-swift", "2026-08", f"{MANUAL}/{name}").read_text()
+        for name in ("multi_turn.md", "gym_env.md")
+    )
+    return text, "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def test_every_class_that_its_manual_names_is_there_with_the_methods_and_fields_that_it_shows():
+    text, code = manual()
+    named = set(re.findall(r"\b(?:[A-Z]+[a-z]\w*[A-Z]\w*|[A-Z]{3}Scheduler)\b", code))
+    named |= {n for tick in re.findall(r"`([A-Za-z_]+)`", text) for n in [tick] if re.search(r"[A-Z].*[a-z].*[A-Z]", n)}
+    named -= {"NotImplementedError"}
+    assert {n for n in named if not hasattr(swift, n)} <= set(ELSEWHERE), "a class of the manual that nobody knows"
+    assert {"GYMScheduler", "OpenEnvScheduler", "OpenEnvWrapper", "MultiTurnScheduler"} <= named
+    shown = {}
+    for name, body in re.findall(r"^class (\w+)\(.*?\):\n(.*?)(?=^\S|\Z)", code, re.DOTALL | re.MULTILINE):
+        shown.setdefault(name, set()).update(re.findall(r"^    (?:async )?def (\w+)", body, re.MULTILINE))
+    for name in re.findall(r"\*\*`(\w+)`\*\*", text):  # the hooks of the list about OpenEnvScheduler, and others
+        shown["OpenEnvScheduler"] = shown.get("OpenEnvScheduler", set()) | {name}
+    for name, methods in shown.items():
+        if hasattr(swift, name):
+            missing = {m for m in methods if not hasattr(getattr(swift, name), m)}
+            assert not missing, (name, missing)
+    for kind in (RolloutInferRequest, swift.ChatCompletionResponseChoice):
+        call = text.partition(f"\n{kind.__name__}(\n")[2].partition('"""')[0]
+        used = set(re.findall(r"^    (\w+)=", call, re.MULTILINE))
+        assert used and used <= {f.name for f in fields(kind)}
+    for name in re.findall(r"multi_turn_scheduler (\w+)", text):
+        assert name in schedulers or name == "sudoku_scheduler", name
+    flags = set(re.findall(r"--(\w+)", text)) - {"rlhf_type"}
+    rows = families()["ms-swift"].rows
+    assert len(flags) > 15 and {f for f in flags if f not in rows} == set()
+
+
+class Countdown:
+    """Behind an OpenEnv server in another process; here its client's blocking methods."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, config):
+        self.left = config["start"]
+
+    def reset(self):
+        self.log.append("open")
+        return {"left": self.left}, None
+
+    def step(self, action):
+        self.left -= action.get("take", 0)
+        return {"left": self.left}, float(self.left == 0), self.left <= 0, {"took": action}
+
+    def close(self):
+        self.log.append("close")
+
+
+class CountdownScheduler(OpenEnvScheduler):
+    def _create_env(self, env_config):
+        return Countdown(env_config)
+
+
+@pytest.mark.parametrize(
+    ("turns", "rewards_of_steps"),
+    [
+        ([said('{"take": 1}'), said('```json\n{"take": 2}\n```')], [0.0, 1.0]),
+        ([said("none"), said('{"take": 3}'), said("more")], [0.0, 1.0]),
+        ([said("none")] * 3, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_an_episode_behind_a_server_is_played_with_the_documented_hooks(turns, rewards_of_steps):
+    Countdown.log.clear()
+    prompt = prompt_of(env_config={"name": "openenv", "start": 3, "system_message": "Take."})
+    run = converse(CountdownScheduler(max_turns=3), turns, prompt=prompt, reward=orms["gym"]())
+    trajectory = run.trajectory
+    assert trajectory.error is None and Countdown.log == ["open", "close"]
+    assert [m["content"] for m in trajectory.messages[:2]] == ["Take.", '{"left": 3}']
+    assert trajectory.info["step_rewards"] == rewards_of_steps and trajectory.reward == sum(rewards_of_steps)
+    assert trajectory.info["gym_done"] is (sum(rewards_of_steps) > 0)
+    assert trajectory.info["trajectory_info"][1]["metadata"]["took"] in ({"take": 1}, {"message": "none"})
+    assert run.record.loss_mask == run.record.sampled
+
+
+def test_without_the_package_a_server_is_refused_with_advice():
+    if importlib.util.find_spec("openenv") is not None:
+        pytest.skip("openenv is installed")
+    prompt = prompt_of(env_config={"base_url": "http://127.0.0.1:9"})
+    error = converse(load_scheduler("openenv_scheduler"), [said("x")], prompt=prompt).trajectory.error
+    assert "pip install openenv" in error and "_create_env" in error
+
+
+class Penalty(swift.Env):
+    """Gives -1 for what it cannot read, and keeps the name that chose it."""
+
+    async def reset(self, config):
+        return f"go {self.env_config['name']}", {}, ""
+
+    async def step(self, action):
+        return "again", -1.0 if not action[-1]["content"].endswith("!") else 1.0, False, {}
+
+    async def close(self):
+        return None
+
+
+def test_an_environment_judges_a_cut_action_too_and_is_given_its_whole_configuration(registries):
+    swift.envs["penalty"] = Penalty
+    run = converse(
+        load_scheduler("gym_scheduler", max_turns=3),
+        [said("hm", "length")],
+        prompt=prompt_of(env_config={"name": "penalty"}),
+    )
+    assert run.trajectory.error is None and run.trajectory.info["step_rewards"] == [-1.0]
+    assert run.trajectory.messages[0]["content"] == "go penalty"
+    prompt = prompt_of(env_config={"name": "penalty"}, ctx_config={"name": "mine"})
+    assert (
+        "context managers are not called"
+        in converse(load_scheduler("gym_scheduler"), [], prompt=prompt).trajectory.error
+    )
+
+
+class OlderForm(MultiTurnScheduler):
+    """In the form of its first releases: the engine comes first, and `step` returns a pair."""
+
+    def __init__(self, infer_engine=None, max_turns=None, *args, **kwargs):
+        super().__init__(infer_engine, max_turns, *args, **kwargs)
+
+    def check_finished(self, infer_request, result, current_turn):
+        return super().check_finished(infer_request, result, current_turn) or "done" in result.message.content
+
+    def step(self, infer_request, result, current_turn):
+        infer_request.messages.append({"role": "user", "content": "more"})
+        return infer_request, {"images": infer_request.images, "seen": current_turn}
+
+
+def test_a_scheduler_in_the_form_of_its_first_releases_runs():
+    run = converse(OlderForm(max_turns=3), [said("one"), said("done")])
+    assert run.trajectory.error is None and run.trajectory.num_turns == 2 and run.trajectory.info["seen"] == 1
+    assert run.record.loss_mask == run.record.sampled
+
+
+def test_overriding_what_nothing_calls_is_refused_by_name():
+    class Shares(OlderForm):
+        async def async_infer(self, infer_requests, request_config, **kwargs):
+            return []
+
+    multi_turns = swift.multi_turns
+    multi_turns["shares"] = Shares
+    try:
+        with pytest.raises(PluginError, match=r"Shares overrides async_infer, which is not called here: .*run"):
+            load_scheduler("shares")
+    finally:
+        del multi_turns["shares"]
 
 
 class Hooked(MultiTurnScheduler):

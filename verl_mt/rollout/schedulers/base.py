@@ -51,6 +51,22 @@ class MultiTurnScheduler:
     def tokenizer(self, value: Any) -> None:
         self._tokenizer = value
 
+    @property
+    def engine(self) -> InferEngine:
+        """`infer_engine` under ms-swift's other name."""
+        return self.infer_engine
+
+    @staticmethod
+    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+        return [item["logprob"] for item in (response_choice.logprobs or {}).get("content", [])]
+
+    def prepare_response_continuation(
+        self, response_choice: ChatCompletionResponseChoice
+    ) -> tuple[list[int], list[int], list[float]]:
+        """A turn's sampled ids, their mask (all 1) and their log-probs, to put more behind; copies."""
+        ids = list(response_choice.token_ids or [])
+        return ids, [1] * len(ids), self._extract_logprobs_from_choice(response_choice)
+
     def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
         """Called by the default `run` before a trajectory's first turn. May be async.
 

@@ -55,6 +55,16 @@ _OWN_COLUMNS = ("prompt", "messages", "images", "audios", "videos", "tools", "ob
 CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler"
 
 
+_NOT_CALLED = {
+    "async_infer": "each conversation has a run of its own, so that work which several requests share is done in run",
+    "get_response_token_data": "a turn's ids are recorded as they were sampled; step returns response_token_ids",
+    "append_assistant_completion": "what a turn adds to the messages is the run's business; step may change them",
+    "set_assistant_message_token_ids": "sampled ids are kept by the ledger, and never encoded again",
+    "snapshot_and_materialize_assistant_messages": "messages hold texts at all times",
+}
+"""Methods of ms-swift's schedulers that nothing calls here, so that overriding one would change nothing."""
+
+
 class NotAScheduler(PluginError, NotImplementedError):
     """A class that decides nothing: neither `step` nor `run`."""
 
@@ -74,6 +84,9 @@ def load_scheduler(path: str, *, max_turns: int | None = None, kwargs: Mapping[s
     kind = load_object(path, what=CONFIG_KEY, registry=schedulers)
     if not isinstance(kind, type) or not issubclass(kind, MultiTurnScheduler):
         raise PluginError(f"{CONFIG_KEY}: {path} is no subclass of MultiTurnScheduler, got {kind!r:.100}")
+    for name, instead in _NOT_CALLED.items():
+        if hasattr(kind, name):
+            raise PluginError(f"{CONFIG_KEY}: {kind.__name__} overrides {name}, which is not called here: {instead}")
     if kind.step is MultiTurnScheduler.step and kind.run is MultiTurnScheduler.run:
         raise NotAScheduler(f"{CONFIG_KEY}: {missing_methods(kind)}")
     arguments = {"max_turns": max_turns, **(kwargs or {})}

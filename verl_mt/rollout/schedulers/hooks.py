@@ -210,6 +210,8 @@ class SchedulerConversation:
         """
         if isinstance(result, RolloutInferRequest):
             result = {"infer_request": result}
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | None):
+            result = {"infer_request": result[0], "rollout_infos": result[1]}  # as its first releases had it
         if not isinstance(result, Mapping):
             raise self.error("step", f"it must return a dict with infer_request, got {value_text(result)}")
         for key in result:

@@ -5,45 +5,26 @@
   `max_tips` times.
 - `thinking_tips_scheduler`: the same for models that think, and forget in production what they thought before.
 - `tool_call_scheduler`: ReAct. The model writes an action, the result is put behind it, the model goes on writing.
-- `gym_scheduler`: the conversation is an episode in an environment with `reset`, `step` and `close`.
+- `gym_scheduler`, `openenv_scheduler`: the conversation is an episode in an environment (gym.py).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
-from verl_mt.data.user_values import bool_of, number_of
 from verl_mt.errors import DataError, ToolCallError
-from verl_mt.plugins import Registry, ReplacingNames, load_object
+from verl_mt.plugins import Registry
 from verl_mt.rewards.base import rewards
 from verl_mt.rewards.math_answer import is_right
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler
+from verl_mt.rollout.schedulers.gym import GYMScheduler, OpenEnvScheduler
+from verl_mt.rollout.schedulers.swift_names import COMPAT
 from verl_mt.tools.calculator import calculate
-from verl_mt.user_code import in_daemon_thread
-
-_ENV_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs.env"
-
-
-@dataclass(frozen=True)
-class SwiftMeanings:
-    """What ms-swift means otherwise than the rest of verl_mt; it holds for what its plug-ins import."""
-
-    names: Callable[[Registry[Any]], Any] = ReplacingNames
-    """What its registries are: dicts, in which a name that is taken gets the newer plug-in, with a note."""
-
-
-COMPAT = SwiftMeanings()
-
-environments: Registry[Any] = Registry("environment")
-envs = COMPAT.names(environments)
-"""`envs['mine'] = MyEnv` registers an environment by name."""
 
 _CALL = re.compile(r"Action:[ \t]*(?P<tool>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>[^\n]*)")
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -52,11 +33,20 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 class _TipsWhenWrong(MultiTurnScheduler):
     tips_prompt: str
 
-    def __init__(self, max_turns: int | None = None, *args: Any, max_tips: int = 1, **kwargs: Any):
+    def __init__(
+        self,
+        max_turns: int | None = None,
+        *args: Any,
+        max_tips: int = 1,
+        acc_function: Callable[[list[str], list[Any]], list[float]] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(max_turns, *args, **kwargs)
         self.max_tips = max_tips
+        self.acc_func = acc_function
+        """Scores answers against solutions, 1 = right; None = the rule of `math_answer`."""
         # A subclass may do anything; these only compare texts.
-        self.runs_inline = type(self).__module__.startswith("verl_mt.")
+        self.runs_inline = type(self).__module__.startswith("verl_mt.") and acc_function is None
 
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
@@ -66,8 +56,10 @@ class _TipsWhenWrong(MultiTurnScheduler):
             return True
         if "solution" not in infer_request.data_dict:
             raise DataError(f"{type(self).__name__} needs the column solution, or a ground truth; the row has neither")
-        answer = str(infer_request.messages[-1]["content"])
-        return self._num_tips(infer_request) >= self.max_tips or is_right(answer, infer_request.data_dict["solution"])
+        answer, solution = str(infer_request.messages[-1]["content"]), infer_request.data_dict["solution"]
+        if self._num_tips(infer_request) >= self.max_tips:
+            return True
+        return is_right(answer, solution) if self.acc_func is None else self.acc_func([answer], [solution])[0] == 1
 
     def _num_tips(self, infer_request: RolloutInferRequest) -> int:
         return sum(str(message["content"]).count(self.tips_prompt) for message in infer_request.messages)
@@ -208,152 +200,6 @@ def extract_tool_calls(text: str) -> list[tuple[str, str]]:
     return [(m["tool"], m["input"].strip()) for m in _CALL.finditer(_THOUGHT.sub("", text))]
 
 
-class Env:
-    """Base of environments that read messages, in ms-swift's manner. Methods may be async or plain.
-
-    An environment that is no subclass is taken for one in Gymnasium's manner: `reset(options=env_config)` returns
-    (observation, info), `step(text)` returns (observation, reward, terminated, truncated, info).
-    """
-
-    def __init__(self, env_config: dict[str, Any] | None = None):
-        self.env_config = env_config or {}
-
-    async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
-        """(first observation, info, system message or "")."""
-        raise NotImplementedError(f"{type(self).__name__} must implement reset(config)")
-
-    async def step(self, action: list[Message]) -> tuple[str, float, bool, dict[str, Any]]:
-        """(observation, reward, done, info) after the model's newest message, the last of `action`."""
-        raise NotImplementedError(f"{type(self).__name__} must implement step(action)")
-
-    async def close(self) -> None:
-        """Called exactly once, whatever ended the episode."""
-
-
-class GYMScheduler(MultiTurnScheduler):
-    """Plays episodes. The first observation is the prompt; each of the model's turns is an action.
-
-    An action that a length limit cut is not taken. The last allowed turn's is: it may earn the reward. What the
-    environment gave is in `rollout_infos`: `total_reward`, `step_rewards`, `gym_done`, `trajectory_info`
-    (`reward.path=gym` scores by the first).
-
-    A subclass may replace `_create_env`, or any of the hooks.
-
-    Args:
-        env: registered name, dotted path or `file.py:Name` of the environment; None = the row's `env_config.name`.
-        env_config: its argument; the row's `env_config` wins over it.
-    """
-
-    def __init__(
-        self,
-        max_turns: int | None = None,
-        *args: Any,
-        env: str | None = None,
-        env_config: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(max_turns, *args, **kwargs)
-        self.env_config = dict(env_config or {})
-        self.env = env
-        if env is not None:
-            load_object(env, what=_ENV_KEY, registry=environments)
-        self._envs: dict[str, Any] = {}
-        self._pending_obs: dict[str, str] = {}
-        self._total_rewards: dict[str, float] = {}
-        self._step_rewards: dict[str, list[float]] = {}
-        self._trajectory_infos: dict[str, list[dict[str, Any]]] = {}
-
-    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
-        """Make the environments; their first observations are the prompts."""
-        for request in requests:
-            name = str(request.uuid)
-            own = request.data_dict.get("env_config") or {}
-            if not isinstance(own, dict):
-                raise DataError(f"column env_config must be a mapping, got {own!r:.100}")
-            env = self._envs[name] = self._create_env(own)
-            request.messages, info = await self._reset(env, request)
-            self._total_rewards[name], self._step_rewards[name], self._trajectory_infos[name] = 0.0, [], [info]
-
-    async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
-        """Take the action."""
-        name = str(infer_request.uuid)
-        done = False
-        if response_choice.finish_reason == "stop":
-            observation, reward, done, info = await self._step(self._envs[name], infer_request.messages)
-            self._pending_obs[name] = observation
-            self._total_rewards[name] += reward
-            self._step_rewards[name].append(reward)
-            self._trajectory_infos[name].append(info)
-        infos = {
-            "total_reward": self._total_rewards[name],
-            "step_rewards": list(self._step_rewards[name]),
-            "gym_done": done,
-            "trajectory_info": list(self._trajectory_infos[name]),
-        }
-        return {"rollout_infos": infos} | ({"done": True} if done else {})
-
-    def step(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
-        """The next observation is a user's turn."""
-        observation = self._pending_obs.pop(str(infer_request.uuid), "")
-        infer_request.messages.append({"role": "user", "content": observation})
-        return {"infer_request": infer_request}
-
-    async def on_trajectory_end(self, infer_request: RolloutInferRequest, reason: str) -> None:
-        """Close the environment."""
-        name = str(infer_request.uuid)
-        env = self._envs.pop(name, None)
-        for kept in (self._pending_obs, self._total_rewards, self._step_rewards, self._trajectory_infos):
-            kept.pop(name, None)
-        if env is not None:
-            await _call(env.close)
-
-    def _create_env(self, env_config: dict[str, Any]) -> Any:
-        """An environment for a row's `env_config`."""
-        name = env_config.get("name", self.env)
-        if name is None:
-            raise DataError(f"no environment: give {_ENV_KEY}, or the column env_config with a name")
-        kind = load_object(name, what="env_config.name", registry=environments)
-        config = {**self.env_config, **{k: v for k, v in env_config.items() if k != "name"}}
-        return kind(config) if issubclass(kind, Env) else kind(**config)
-
-    async def _reset(self, env: Any, request: RolloutInferRequest) -> tuple[list[Message], dict[str, Any]]:
-        """The first prompt. Without a system message of the environment the row's stays; without an observation its
-        whole prompt does."""
-        if isinstance(env, Env):
-            observation, info, system = await _call(env.reset, request)
-        else:
-            (observation, info), system = await _call(env.reset), ""
-        if not observation:
-            return request.messages, dict(info or {})
-        opening = [m for m in request.messages if m["role"] == "system"]
-        if system:
-            opening = [{"role": "system", "content": system}]
-        return [*opening, {"role": "user", "content": str(observation)}], dict(info or {})
-
-    async def _step(self, env: Any, messages: list[Message]) -> tuple[str, float, bool, dict[str, Any]]:
-        if isinstance(env, Env):
-            observation, reward, done, info = await _call(env.step, copy.deepcopy(messages))
-        else:
-            observation, reward, terminated, truncated, info = await _call(env.step, messages[-1]["content"])
-            done = bool_of(terminated, "terminated") or bool_of(truncated, "truncated")
-        return str(observation), number_of(reward, "the reward"), bool_of(done, "done"), dict(info or {})
-
-
-GymScheduler = GYMScheduler
-"""The same under the name that the library's pages use."""
-
-
-async def _call(method: Any, *args: Any) -> Any:
-    """Plain methods run in threads: an environment that thinks holds up nobody else."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*args)
-    return await in_daemon_thread(method, *args)
-
-
 schedulers: Registry[Any] = Registry(
     "multi-turn scheduler",
     {
@@ -362,6 +208,7 @@ schedulers: Registry[Any] = Registry(
         "thinking_tips_scheduler": ThinkingModelTipsScheduler,
         "tool_call_scheduler": ToolCallScheduler,
         "gym_scheduler": GYMScheduler,
+        "openenv_scheduler": OpenEnvScheduler,
     },
 )
 multi_turns = COMPAT.names(schedulers)

@@ -7,7 +7,8 @@ whole; using it says what to use instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message
@@ -18,7 +19,18 @@ Messages = list[Message]
 
 _REWARD_MODEL = "a reward model is a server that a reward asks (reward.path=llm_judge, or an async reward of your own)"
 
-rm_plugins = ReplacingNames(Registry[Any]("reward model plug-in"))
+
+@dataclass(frozen=True)
+class SwiftMeanings:
+    """What ms-swift means otherwise than the rest of verl_mt; it holds for what its plug-ins import."""
+
+    names: Callable[[Registry[Any]], Any] = ReplacingNames
+    """What its registries are: dicts, in which a name that is taken gets the newer plug-in, with a note."""
+
+
+COMPAT = SwiftMeanings()
+
+rm_plugins = COMPAT.names(Registry[Any]("reward model plug-in"))
 """`rm_plugins['mine'] = C` is taken; no run uses one: `--reward_model_plugin` is refused with the reason."""
 
 
@@ -85,3 +97,51 @@ class TransformersEngine:
 
 class PtEngine(TransformersEngine):
     """The older name."""
+
+
+class VllmEngine(TransformersEngine):
+    """ms-swift's engine on vLLM."""
+
+
+class GRPOVllmEngine(TransformersEngine):
+    """The type of `infer_engine` in annotations; a scheduler is given its engine before its first hook."""
+
+
+class GenRMPlugin(DefaultRMPlugin):
+    """Base of reward models that write their verdict; `__call__` says what to use instead."""
+
+
+class ContextManager:
+    """Base of ms-swift's former context managers, which rewrote a conversation between two turns.
+
+    Raises:
+        PluginError: on being called; a row that asks for one (`ctx_config`) is refused too.
+    """
+
+    def __init__(self, ctx_config: Any = None):
+        self.ctx_config = ctx_config
+
+    def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
+        """Of the base: says what to use instead."""
+        raise PluginError(
+            f"{type(self).__name__}: context managers are not called; a scheduler's step may rewrite "
+            "infer_request.messages, and a new record begins there"
+        )
+
+
+context_managers = COMPAT.names(Registry[Any]("context manager"))
+"""`context_managers['mine'] = C` is taken; no run uses one: a row's `ctx_config` is refused with the reason."""
+
+
+class PRM:
+    """Base of ms-swift's process rewards, which its sampling command uses and its training does not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PluginError(
+            f"{type(self).__name__}: process rewards are not offered; a tool's or interaction's score of "
+            "a turn is (reward.placement=turn)"
+        )
+
+
+prms = COMPAT.names(Registry[Any]("process reward"))
+"""`prms['mine'] = C` is taken; no run uses one."""
