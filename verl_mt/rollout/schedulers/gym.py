@@ -140,7 +140,7 @@ class GYMScheduler(MultiTurnScheduler):
         """Close a trajectory's environment, once, and forget its state; nothing where there is none."""
         env = self._envs.pop(uuid, None)
         for kept in (self._pending_obs, self._total_rewards, self._step_rewards, self._trajectory_infos):
-            kept.pop(uuid, None)  # type: ignore[attr-defined]
+            kept.pop(uuid, None)
         if env is not None:
             await _call(env.close)
 
