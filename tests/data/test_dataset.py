@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.data.dataset import drop_nulls, load_rows
+from verl_mt.data.dataset import Columns, drop_nulls, load_rows
 from verl_mt.errors import DataError, PluginError
 
 ROW = {
@@ -247,11 +248,11 @@ QUESTION = {"question": "Population?", "answer": {"ground_truth": ["14 million"]
 @pytest.mark.cap("C66")
 def test_renamed_columns_are_read_and_rows_with_a_label_need_no_data_source(tmp_path):
     file = jsonl(tmp_path / "qa.jsonl", [QUESTION, QUESTION | {"metadata": None, "extra_info": {"k": 1}}])
-    first, second = load(file, prompt_key="question", label_key="answer")[0].rows
+    first, second = load(file, columns=Columns("question", "answer"))[0].rows
     assert first.prompt == [{"role": "user", "content": "Population?"}]
     assert (first.label, first.ground_truth) == ({"ground_truth": ["14 million"]}, ["14 million"])
     assert (first.metadata, second.metadata, first.data_source) == ({"tools": []}, {"k": 1}, "qa")
-    plain = load(jsonl(tmp_path / "p.jsonl", [QUESTION | {"answer": "yes"}]), prompt_key="question", label_key="answer")
+    plain = load(jsonl(tmp_path / "p.jsonl", [QUESTION | {"answer": "yes"}]), columns=Columns("question", "answer"))
     assert plain[0].rows[0].label == plain[0].rows[0].ground_truth == "yes"
     assert (
         load(jsonl(tmp_path / "v.jsonl", [ROW]))[0].rows[0].label
@@ -271,4 +272,33 @@ def test_renamed_columns_are_read_and_rows_with_a_label_need_no_data_source(tmp_
 def test_a_missing_column_is_named_with_its_row(tmp_path, row, text):
     file = jsonl(tmp_path / "qa.jsonl", [QUESTION, row])
     with pytest.raises(DataError, match=text):
-        load(file, prompt_key="question", label_key="answer")
+        load(file, columns=Columns("question", "answer"))
+
+
+def test_a_system_message_stands_before_prompts_that_have_none(tmp_path):
+    file = jsonl(
+        tmp_path / "q.jsonl", [ROW, ROW | {"prompt": [{"role": "user", "content": "q"}]}, ROW | {"prompt": "q"}]
+    )
+    own, second, text = load(file, columns=Columns(system="be brief"))[0].rows
+    assert own.prompt == ROW["prompt"]
+    assert second.prompt == text.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
+
+
+def test_a_system_message_may_stand_in_a_text_file(tmp_path):
+    (tmp_path / "system.txt").write_text("from a file\n")
+    file = jsonl(tmp_path / "q.jsonl", [ROW | {"prompt": "q"}])
+    columns = Columns(system=str(tmp_path / "system.txt"))
+    assert load(file, columns=columns)[0].rows[0].prompt[0] == {"role": "system", "content": "from a file\n"}
+    with pytest.raises(DataError, match=r"data\.system: .*missing\.txt cannot be read"):
+        load(file, columns=Columns(system="missing.txt"))
+
+
+def test_columns_are_read_by_other_names_everywhere(tmp_path):
+    file = jsonl(tmp_path / "q.jsonl", [{"question": "q", "answer": "7", "solution": "old"}, {"question": "r"}])
+    columns = Columns("prompt", renamed={"question": "prompt", "answer": "solution"})
+    with pytest.raises(DataError, match="column 'data_source' is missing"):
+        load(file, columns=columns)
+    first = load(file, num_rows=1, columns=replace(columns, label="solution"))[0].rows[0]
+    assert first.raw == {"prompt": "q", "solution": "7"} and first.ground_truth == "7"
+    with pytest.raises(DataError, match=r"data\.columns renames anwser, which no row has; the first has answer"):
+        load(file, columns=Columns(renamed={"anwser": "solution"}))

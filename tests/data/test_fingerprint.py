@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from verl_mt.data import fingerprint as module
-from verl_mt.data.dataset import DataRow, load_rows, read_rows
+from verl_mt.data.dataset import Columns, DataRow, load_rows, read_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 
 
@@ -90,7 +90,7 @@ def test_a_file_of_another_name_with_the_same_rows_is_the_same(tmp_path):
 def test_a_name_that_says_what_scores_the_rows_counts(tmp_path):
     content = [{"prompt": "q", "answer": "1"}]
     one, two = (write(tmp_path / f"{name}.jsonl", content) for name in ("a", "b"))
-    first, second = (of(path, label_key="answer") for path in (one, two))
+    first, second = (of(path, columns=Columns(label="answer")) for path in (one, two))
     assert "now it has b" in difference("K", first, second) and difference("K", first, first) is None
 
 

@@ -90,7 +90,8 @@ def test_what_is_no_finite_number_fails_its_item_only(value):
 
     good, bad, other = score(of(compute_score), item(0), item(1), item(2))
     assert good == other == {"score": 1.0}
-    assert isinstance(bad, RewardFailure) and bad.kind == "invalid"
+    silent = value is None or value != value if isinstance(value, float | None) else False
+    assert isinstance(bad, RewardFailure) and bad.kind == ("absent" if silent else "invalid")
     assert "reward mine, row 1 (trajectory t1): returned" in bad.error and bad.traceback
 
 
@@ -206,7 +207,7 @@ def test_one_bad_item_does_not_take_its_swift_batch_along():
     def too_few(completions, **kwargs):
         return [1.0 for text in completions if text]
 
-    for function, kind in ((raises, "raised"), (hangs, "timeout"), (none_of, "invalid"), (too_few, "invalid")):
+    for function, kind in ((raises, "raised"), (hangs, "timeout"), (none_of, "absent"), (too_few, "invalid")):
         good, bad, other = score(of(function, timeout_s=0.2), item(0, "x"), item(1, ""), item(2, "x"))
         assert good == other == {"score": 1.0}
         assert bad.kind == kind and "row 1" in bad.error

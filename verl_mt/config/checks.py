@@ -142,6 +142,8 @@ def _multi_turn(config: Config) -> Iterator[str]:
     yield from _scheduler(config)
     yield from _generate_function(config)
     data = config.data
+    if data.system is not None and not data.apply_chat_template:
+        yield "data.system is given but data.apply_chat_template is False: a prompt column as it is gets no message"
     if turns.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
         yield (
             f"{_ROLLOUT}.multi_turn.use_inference_chat_template shows what production shows, never a cut prompt; "

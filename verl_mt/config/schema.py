@@ -50,6 +50,13 @@ class DataConfig(Section):
     label_key: str | None = knob(
         None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
     )
+    columns: dict[str, str] = knob(
+        {}, "Column of the files -> the name that it is read by, also by rewards, tools and schedulers."
+    )
+    system: str | None = knob(
+        None,
+        "System message, or a .txt file with it, of prompts that begin with none; null = as the rows are.",
+    )
     apply_chat_template: bool = knob(
         True,
         "A custom generate function gets its prompt rendered; False = the prompt column as it is.",

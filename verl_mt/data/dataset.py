@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,19 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Names of columns; None = verl's schema."""
+class Columns:
+    """How the columns of a row become a prompt and its label."""
 
-    prompt: str
-    label: str | None
+    prompt: str = "prompt"
+    """The messages."""
+    label: str | None = None
+    """The label; rows may then do without `data_source`, which is the entry's name. None = verl's schema."""
     as_it_is: bool = False
+    """A generate function reads the prompt column itself; it may hold a number (of a task, say)."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Name in the file -> name that everything else knows the column by."""
+    system: str | None = None
+    """System message, or a .txt file with it, of the rows whose prompt begins with none."""
 
 
 def load_rows(
@@ -104,9 +111,7 @@ def load_rows(
     split: str,
     num_rows: int = -1,
     seed: int = 0,
-    prompt_key: str = "prompt",
-    label_key: str | None = None,
-    as_it_is: bool = False,
+    columns: Columns | None = None,
 ) -> list[DataSource]:
     """Load and check all rows of `data.train_files` or `data.val_files`.
 
@@ -117,14 +122,14 @@ def load_rows(
         split: `train` or `val`; generators get it.
         num_rows: rows taken from the beginning of each entry; -1 = all.
         seed: for generators.
-        prompt_key: column of the messages.
-        label_key: column of the label; rows may then do without `data_source`, which is the entry's name.
-        as_it_is: a generate function reads the prompt column itself; it may hold a number (of a task, say).
+        columns: which of them are what; None = verl's schema.
 
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
     """
     key = f"data.{split}_files"
+    columns = columns or Columns()
+    columns = replace(columns, system=_system_text(columns.system))
     sources = []
     for entry in _entries(entry_spec, key):
         if entry.weight is not None and split != "train":
@@ -132,8 +137,9 @@ def load_rows(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
         read_at_s = time.time()
-        raw_rows = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        columns = _Columns(prompt_key, label_key, as_it_is)
+        raw_rows = _renamed(
+            _read(entry.path, key, num_rows=num_rows, seed=seed, split=split), columns.renamed, entry.path
+        )
         rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
@@ -297,7 +303,7 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         raise DataError(f"{key}: {called} raised {error_text(error, named=True)}") from error
 
 
-def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -> DataRow:
+def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) -> DataRow:
     where = f"{entry.path}, row {index}"
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
@@ -310,6 +316,8 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
     prompt = _messages(shown, f"{where}, column {columns.prompt}")
+    if columns.system is not None and prompt[0]["role"] != "system":
+        prompt = [{"role": "system", "content": columns.system}, *prompt]
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
@@ -326,6 +334,42 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: _Columns) -
         file=entry.path,
         source=entry.name,
     )
+
+
+def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> Sequence[dict[str, Any]]:
+    """The rows under their columns' other names; a column whose name is taken by a renamed one is gone.
+
+    Raises:
+        DataError: no row has a column of a name that is to be changed.
+    """
+    if not names or not rows:
+        return rows
+    if missing := [name for name in names if not any(name in row for row in rows)]:
+        raise DataError(
+            f"{file}: data.columns renames {listing(missing)}, which no row has; the first has "
+            f"{listing(map(str, rows[0]))}"
+        )
+    return [
+        {name: value for name, value in row.items() if name not in names and name not in names.values()}
+        | {new: row[old] for old, new in names.items() if old in row}
+        for row in rows
+    ]
+
+
+def _system_text(system: str | None) -> str | None:
+    """The text, or what the .txt file holds.
+
+    Raises:
+        DataError: no such file, or it is not UTF-8.
+    """
+    if system is None or not system.endswith(".txt"):
+        return system
+    try:
+        return Path(system).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.system: {system} cannot be read: {error}; give the text itself, or a .txt file"
+        ) from error
 
 
 def _column(raw: dict[str, Any], name: str, where: str) -> Any:

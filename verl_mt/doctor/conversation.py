@@ -119,15 +119,13 @@ def reward(subject: Subject) -> Iterator[Finding]:
 def rows(subject: Subject) -> Iterator[Finding]:
     """The files are there and every row has the columns that it needs."""
     data = subject.config.data
-    columns: dict[str, Any] = {
-        "prompt_key": data.prompt_key, "label_key": data.label_key, "as_it_is": not data.apply_chat_template
-    }  # fmt: skip
+    columns = build_data.columns_of(data)
     subject.train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **columns
+        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns
     )
     yield ok(f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}")
     if data.val_files is not None:
-        found = load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **columns)
+        found = build_data.load_val_rows(subject.config)
         yield ok(f"{sum(len(s.rows) for s in found)} validation rows")
 
 

@@ -195,7 +195,7 @@ class _FunctionReward(Reward):
     def _failure(self, item: RewardInput, error: CallFailed | InvalidScore) -> RewardFailure:
         text = f"reward {self.label}, {item.where}: {error}"
         if isinstance(error, InvalidScore):
-            return RewardFailure(text, text, "invalid")
+            return RewardFailure(text, text, error.kind)
         return RewardFailure(text, error.traceback_text or text, error.kind)
 
     def _checked(self, item: RewardInput, value: Any) -> Scores | RewardFailure:

@@ -48,6 +48,11 @@ rewards: Registry[Any] = Registry(
         "math_answer": math_answer.FinalAnswer,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
+        "format": "verl_mt.rewards.answer_style:Format",
+        "react_format": "verl_mt.rewards.answer_style:ReActFormat",
+        "repetition": "verl_mt.rewards.answer_style:Repetition",
+        "cosine": "verl_mt.rewards.answer_style:Cosine",
+        "weighted_sum": "verl_mt.rewards.weighted:WeightedSum",
         "llm_judge": "verl_mt.rewards.llm_judge:LLMJudge",
         "rm_hub": "verl_mt.rewards.rm_hub:RuleReward",
     },
@@ -176,7 +181,7 @@ def _as_result(value: Any, label: str, item: RewardInput) -> Scores | RewardFail
         return as_scores(value, label)
     except InvalidScore as error:
         text = f"{label}, {item.where}: {error}"
-        return RewardFailure(text, text, "invalid")
+        return RewardFailure(text, text, error.kind)
 
 
 class DataSourceReward(Reward):

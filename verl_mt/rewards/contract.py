@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FailureKind = Literal["raised", "timeout", "invalid", "unknown_data_source", "unavailable"]
-"""`unavailable`: a service that the reward asks was down. It says nothing about the trajectory, which is aborted; every
+FailureKind = Literal["raised", "timeout", "invalid", "absent", "unknown_data_source", "unavailable"]
+"""`absent`: the reward gave None or NaN; among several rewards that are added up it is left out of the sum.
+`unavailable`: a service that the reward asks was down. It says nothing about the trajectory, which is aborted; every
 other kind fails it."""
 
 
@@ -116,6 +117,14 @@ class Reward:
 class InvalidScore(ValueError):
     """A reward function returned something that is not a score."""
 
+    kind: FailureKind = "invalid"
+
+
+class NoScore(InvalidScore):
+    """It returned None or NaN: it has nothing to say of this trajectory."""
+
+    kind: FailureKind = "absent"
+
 
 @contextlib.contextmanager
 def reading_scores() -> Iterator[None]:
@@ -140,6 +149,7 @@ def as_scores(value: Any, label: str) -> Scores:
     what is beyond `MAX_REWARD`.
 
     Raises:
+        NoScore: None, or NaN.
         InvalidScore: no score, or one that is not a finite number.
     """
     parts = dict(value) if isinstance(value, Mapping) else {"score": value}
@@ -149,7 +159,8 @@ def as_scores(value: Any, label: str) -> Scores:
     numbers_by_name = {name: _number(part) for name, part in value_of.items()}
     if numbers_by_name["score"] is None:
         got = value_text(parts["score"], 80)
-        raise InvalidScore(f"returned {got} as the score; expected a finite number of at most {MAX_REWARD:.2g}")
+        kind = NoScore if parts["score"] is None or _is_nan(parts["score"]) else InvalidScore
+        raise kind(f"returned {got} as the score; expected a finite number of at most {MAX_REWARD:.2g}")
     for name, number in numbers_by_name.items():
         if number is None and (label, name) not in _warned:
             _warned.add((label, name))
@@ -175,3 +186,7 @@ def _number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if is_trainable(number) else None
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and value != value

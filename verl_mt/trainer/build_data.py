@@ -11,7 +11,7 @@ from typing import Any
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import means_nothing
 from verl_mt.config.schema import Config, DataConfig, given_keys
-from verl_mt.data.dataset import DataSource, load_rows
+from verl_mt.data.dataset import Columns, DataSource, load_rows
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
@@ -44,7 +44,7 @@ def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunD
     data = config.data
     prompts = build_prompts(config, chat, tools)
     train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, **_columns(data)
+        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns_of(data)
     )
     rows = {"data.train_files": fingerprint(train)}
     for source in train:
@@ -82,7 +82,9 @@ def load_val_rows(config: Config) -> list[DataSource]:
     data = config.data
     if data.val_files is None:
         return []
-    return load_rows(data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, **_columns(data))
+    return load_rows(
+        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, columns=columns_of(data)
+    )
 
 
 def require_same_rows(config: Config, folder: Path, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -117,8 +119,9 @@ def _rendered(sources: Sequence[DataSource], prompts: PromptBuilder) -> list[Pro
     return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
 
 
-def _columns(data: DataConfig) -> dict[str, Any]:
-    return {"prompt_key": data.prompt_key, "label_key": data.label_key, "as_it_is": not data.apply_chat_template}
+def columns_of(data: DataConfig) -> Columns:
+    """What the configuration says of the rows' columns."""
+    return Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
