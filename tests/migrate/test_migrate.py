@@ -194,10 +194,11 @@ def test_what_ms_swift_does_without_being_told_is_written_out():
     assert (added["kl_loss_coef"], added["use_kl_loss"], added["temperature"]) == ("0.04", "true", "0.9")
     assert (added["lr_scheduler_type"], added["loss_agg_mode"]) == ("cosine", "seq-mean-token-mean")
     assert (float(added["lr"]), added["total_epochs"], added["n"], added["response_length"]) == (1e-5, "3", "8", "512")
-    assert any("top_p 0.9 and top_k 50" in note for note in found.notes)
+    assert (added["weight_decay"], added["betas"], added["clip_ratio_c"]) == ("0.1", "[0.9,0.95]", "null")
+    assert (added["prompt_key"], added["label_key"], added["truncation"]) == ("messages", "solution", "left")
     adapters = migrate(SWIFT.replace("full", "lora") + "--beta 0 --temperature 1")
     assert any(line.endswith("optim.lr=0.0001") for line in adapters.added)
-    assert not any("0.04" in line or "0.9" in line for line in adapters.added)
+    assert not any("0.04" in line or "temperature=0.9" in line for line in adapters.added)
 
 
 def test_steps_per_generation_and_a_warm_up_ratio_are_computed_with_the_ranks():
@@ -232,10 +233,17 @@ def test_a_rollout_server_in_a_comment_is_taken_over_and_a_missing_one_is_asked_
     assert "give both commands in one text" in refused
 
 
-def test_a_rollout_server_whose_address_is_to_be_filled_in_is_refused_by_name():
-    found = migrate(SWIFT + "--vllm_mode server --vllm_server_host <the first machine> --vllm_server_port 8000")
-    assert any(text.startswith("vllm_server_host is refused") for text in found.refused)
-    assert not any("launch_servers" in line for line in found.overrides)
+def test_rollout_servers_elsewhere_are_named_and_listed_as_ones_to_start():
+    servers = "swift rollout --model org/model --vllm_tensor_parallel_size 2 --port 8000\n"
+    found = migrate(servers + SWIFT + "--vllm_mode server --vllm_server_host one two --vllm_server_port 8000 8001")
+    assert found.refused == [] and compose(found.overrides).actor_rollout_ref.rollout.servers == [
+        "http://one:8000", "http://two:8001",
+    ]  # fmt: skip
+    (changed,) = found.changed
+    assert "are SGLang's, started there before the run" in changed and "vllm_tensor_parallel_size=2" in changed
+    unnamed = migrate(2 * servers + SWIFT + "--vllm_mode server --vllm_server_host <one> <two> --vllm_server_port 80")
+    assert compose(unnamed.overrides).actor_rollout_ref.rollout.servers == ["http://<one>:80", "http://<two>:80"]
+    assert any("put their addresses in" in text for text in unnamed.changed)
 
 
 def test_megatrons_tensor_parallelism_and_what_changes_no_result_do_not_make_a_script_of_slime_fail():
@@ -283,12 +291,17 @@ def test_rows_counted_behind_the_name_of_a_data_set():
     ("flags", "reason"),
     [
         ("--made_up true", "--made_up: no counterpart"),
-        (
-            "--vllm_mode server --vllm_server_host h",
-            "vllm_server_host is refused: use actor_rollout_ref.rollout.servers",
-        ),
+        ("--vllm_mode server --vllm_server_host h", "give both commands in one text"),
         ("--repetition_penalty 1.1", "only 1 or 1.0 is possible"),
-        ("--reward_funcs a b", "one reward scores a trajectory"),
+        ("--reward_funcs a b --reward_weights 1", "expected a number for each of a, b"),
+        ("--reward_funcs toolbench", "toolbench is not offered: it compares calls"),
+        ("--loss_type real", "expected grpo, bnpo"),
+        ("--loss_type cispo", "below 1 every token's weight is that constant"),
+        ("--loss_type grpo --delta 1.1", "delta=1.1 is below 1 + epsilon_high"),
+        ("--scale_rewards batch", "scale_rewards=batch with advantage_estimator=grpo: not offered"),
+        ("--teacher_model m", "distillation is not offered"),
+        ("--num_generations 16 --per_device_train_batch_size 8", "updates here are of whole prompts"),
+        ("--per_device_train_batch_size 8 --multi_turn_scheduler s", "give vllm_max_model_len or"),
     ],
 )
 def test_a_flag_of_ms_swift_without_a_counterpart_is_refused_by_name(flags, reason):

@@ -44,7 +44,8 @@ def test_the_pages_command_composes():
     rollout = config.actor_rollout_ref.rollout
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen3-1.7B"
     assert (rollout.mode, rollout.multi_turn.scheduler) == ("async", "thinking_tips_scheduler")
-    assert (rollout.multi_turn.max_assistant_turns, rollout.max_model_len, rollout.response_length) == (3, 32768, 8192)
+    assert (rollout.multi_turn.max_assistant_turns, rollout.max_model_len, rollout.response_length) == (3, 32768, 32768)
+    assert rollout.max_tokens_per_turn == 8192  # of each turn, as there
     assert (rollout.gpu_memory_utilization, rollout.multi_turn.loss_scale) == (0.8, "default")
     assert (config.external_plugins, config.reward.path) == (["my_plugins.py"], "thinking_tips")
     assert (config.data.prompt_key, config.data.label_key) == ("messages", "solution")
@@ -70,7 +71,7 @@ def test_flags_with_several_values_and_without_one():
     [
         (["--vllm_mode", "server"], "rollout.launch_servers"),
         (["--vllm_server_host", "127.0.0.1"], "rollout.servers=[http://host:port]"),
-        (["--reward_funcs", "a", "b"], "one reward scores a trajectory"),
+        (["--reward_funcs", "a", "b", "--reward_weights", "1"], "expected a number for each of a, b"),
         (["--rlhf_type", "dpo"], "only 'grpo' is possible"),
         (["--use_async_engine", "maybe"], "expected true or false"),
     ],
@@ -85,5 +86,5 @@ def test_an_environment_is_named_and_scores_as_the_manual_says():
     config = config_of_command(words, None, "test")
     assert config.reward.path == "gym"
     assert config.actor_rollout_ref.rollout.multi_turn.scheduler_kwargs == {"env": "frozen_lake"}
-    with pytest.raises(ConfigError, match=r"both set reward\.path"):
-        config_of_command([*words, "--reward_funcs", "format"], None, "test")
+    both = config_of_command([*words, "--reward_funcs", "format"], None, "test").reward
+    assert (both.path, both.kwargs) == ("weighted_sum", {"rewards": ["format", "gym"]})

@@ -24,11 +24,11 @@ FOLDER = Path(converters.__file__).parent
 VALUES: list[Any] = [
     True, False, None, 0, 1, 3, 0.5, "x", ["x"], {"a": 1}, "left", "full", "token", "cosine", "group", "grpo", "none",
     "otel", "sglang", "token_mask", "a.check_reward_nonzero_std", "float32", "bf16", "steps", "kl", "k1", "[", "maybe",
-    "always", "vllm", "weave", "gspo", 0.05, 64, "sdpa",
+    "sequence", '{"a": "b"}', "always", "vllm", "weave", "gspo", 0.05, 64, "sdpa",
 ]  # fmt: skip
 """Among them is, for every row, one that it takes, and for every converter that refuses, one that it refuses."""
 REFUSING = {
-    "as_list", "one_reward", "trackers", "trace_backend", "engine", "convert",
+    "as_list", "rewards_by_name", "weights", "columns", "trackers", "trace_backend", "engine", "convert",
     "slime_estimator", "group_filter", "swift_correction", "async_or_sync", "plus_one",
 }  # fmt: skip
 """Converters with values that have no counterpart; `convert` is that of a closed list of values."""

@@ -343,6 +343,7 @@ def find_launch(script: Script) -> Launch:
     A script without one has `framework` None.
     """
     launch = Launch(notes=list(script.notes))
+    _take_env(script.exported, launch)  # before the commands, which count ranks
     for command in script.commands:
         _take(command, launch)
     if launch.cut_at:
@@ -350,8 +351,6 @@ def find_launch(script: Script) -> Launch:
     names = re.findall(r"oc\.env:(\w+)", " ".join([*launch.overrides, *launch.flags, *launch.env.values()]))
     computed = " ".join(text for name in names if (text := shell_text(name)))
     launch.functions = [body for name, body in script.functions.items() if re.search(rf"\b{name}\b", computed)]
-    if launch.framework is not None:
-        _take_env(script.exported, launch)
     if launch.wants_server and "swift rollout" not in launch.started:
         launch.refused.append(
             "--vllm_mode server: a `swift rollout` command elsewhere starts the server, and says which scheduler runs "
@@ -387,7 +386,7 @@ def _take(command: Command, launch: Launch) -> None:
     launch.framework = library
     launch.started.append(name)
     launch.wrapper = wrapper or launch.wrapper
-    _take_env(command.env, launch)
+    _take_env(command.env | _of_torchrun(words), launch)
     {"verl": read_verl, "ms-swift": read_swift, "slime": read_slime}[library](rest, name, launch)
 
 
@@ -398,6 +397,9 @@ def _which(words: Sequence[str]) -> tuple[Library, str, list[str]] | None:
     if re.fullmatch(r"(?:.*/)?(?:swift|megatron)", words[0]) and len(words) > 1:
         name = " ".join([words[0].rpartition("/")[2], words[1]])
         return "ms-swift", name, list(words[2:])
+    script = next((k for k, word in enumerate(words) if re.fullmatch(r"(?:.*/)?swift/cli/\w+\.py", word)), None)
+    if script is not None:
+        return "ms-swift", f"swift {Path(words[script]).stem}", list(words[script + 1 :])
     if not _PYTHON.fullmatch(words[0]):
         return None
     rest = [w for w in words[1:] if w not in ("-u", "-O")]
@@ -409,6 +411,15 @@ def _which(words: Sequence[str]) -> tuple[Library, str, list[str]] | None:
     return None
 
 
+def _of_torchrun(words: Sequence[str]) -> dict[str, str]:
+    """What `torchrun` says of ranks, as the variables that say the same."""
+    if not words or Path(words[0]).name != "torchrun":
+        return {}
+    names = {"--nproc_per_node": "NPROC_PER_NODE", "--nproc-per-node": "NPROC_PER_NODE", "--nnodes": "NNODES"}
+    flags = [word.split("=", 1) if "=" in word else [word, after] for word, after in zip(words, [*words[1:], ""])]
+    return {names[flag]: value for flag, value in flags if flag in names}
+
+
 def _take_env(env: dict[str, str], launch: Launch) -> None:
     for name, value in env.items():
         reason = next((why for prefix, why in _ENV_DROPPED.items() if name.startswith(prefix)), None)
@@ -416,6 +427,8 @@ def _take_env(env: dict[str, str], launch: Launch) -> None:
             launch.added.append(f"trainer.n_workers_per_node={value} # NPROC_PER_NODE")
             if value != "1":
                 launch.added.append("trainer.placement=ray # several ranks need it")
+        elif name == "NNODES" and value.isdigit():
+            launch.added.append(f"trainer.nnodes={value} # NNODES")
         elif reason is not None:
             launch.dropped.append(f"{name}: {reason}")
         elif is_secret_name(name):

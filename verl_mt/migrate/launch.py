@@ -39,6 +39,11 @@ class Launch:
     """Its trainer asks a rollout server that another command starts."""
     cut_at: str = ""
     """Where a line that is not continued cuts the command off, in words."""
+    servers: int = 0
+    """Engines that the script's rollout servers have."""
+    server_devices: list[str] = field(default_factory=list)
+    model_length: int | None = None
+    """Longest sequence of those engines in tokens; None = the model's."""
     functions: list[str] = field(default_factory=list)
     """Definitions of the script's own functions that the shell needs for it."""
 

@@ -32,6 +32,7 @@ _TOKEN = re.compile(
     | (?P<arithmetic>(?<![\w$])\(\({_NESTED}\)\))
     | (?P<array>(?<==)\((?:'[^']*'|"(?:\\.|[^"\\])*"|(?<=\s)\#[^\n]*|\$\({_NESTED}\)|[^()'"])*\))
     | (?P<heredoc><<-?[ \t]*['"]?(?P<end>\w+)['"]?)
+    | (?P<to_fill_in><[A-Za-z_][\w-]*>)
     | (?P<redirection>\d*(?:>>|>&|&>|<<<|>|<)[ \t]*(?:"[^"]*"|'[^']*'|[^\s;&|<>]*))
     | (?P<operator>\|\||&&|;;|[;|&\n])
     | (?P<space>[ \t\r]+)
@@ -228,7 +229,7 @@ def _split(text: str) -> Iterator[list[Word]]:
             words = [[("plain", token)]] if token in ("&&", "||") else []
             if token == "\n":
                 place = _after_heredocs(text, place, heredocs)
-        elif kind in ("text", "escaped", "single", "double", "variable", "computed", "array", "arithmetic"):
+        elif kind in _OF_WORDS:
             word = [*word, _piece(kind, token, text, found.start())]
     words += [word] if word else []
     if words:
@@ -246,7 +247,7 @@ def _piece(kind: str, token: str, text: str, place: int) -> Piece:
         return "array", token[1:-1]
     if token in "'\"" or (token == "(" and text[place - 1 : place] == "="):
         raise ConfigError(f"line {text.count(chr(10), 0, place) + 1}: {token} is not closed")
-    return ("plain" if kind in ("text", "arithmetic") else "expands"), token
+    return ("plain" if kind in ("text", "to_fill_in", "arithmetic") else "expands"), token
 
 
 def _after_heredocs(text: str, place: int, ends: list[str]) -> int:

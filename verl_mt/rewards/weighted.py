@@ -62,7 +62,7 @@ class WeightedSum(Reward):
         self.needs_samples = any(part.needs_samples for part in self._parts)
 
     @property
-    def timeout_s(self) -> float:  # type: ignore[override]
+    def timeout_s(self) -> float:
         """Of one call of one reward, in seconds."""
         return self._parts[0].timeout_s
 

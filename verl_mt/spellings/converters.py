@@ -14,11 +14,18 @@ from typing import Any
 
 from verl_mt.config.normalize import DROP, Item, Outcome
 from verl_mt.config.spelling_tables import Family, Spelling, read_table
+from verl_mt.spellings import swift_settle
+from verl_mt.spellings.swift_settle import LOSSES as SWIFT_LOSSES
 
 MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 CORRECTION = "algorithm.rollout_correction."
 SWIFT_RANK, SWIFT_ALPHA = 8, 32
 SLIME_DELTA = 1e-4
+_SWIFT_UNKNOWN = {
+    "toolbench": "it compares calls with those of ms-swift's own preparation of its data sets",
+    "math": "it compares texts by rules of ms-swift's evaluator; accuracy compares answers",
+}
+"""Registered rewards of ms-swift that are not offered -> why."""
 
 _ARGUMENTS_AND_TOOLS = ("multi_turn.tool_argument_types", "tool_kwargs.tools_config_file")
 
@@ -53,16 +60,26 @@ def _if_on(on: Any, off: Any = DROP) -> Converter:
 truncate_side = _one_of(
     {"left": "head", "right": "tail", "middle": "both"}, "expected left, right or middle, got {0!r}"
 )
-loss_of_level = _one_of({"token": "vanilla", "sequence": "gspo"}, "expected token or sequence (which is gspo)")
-adapter_rank = _one_of({"full": 0, "lora": SWIFT_RANK}, "expected full or lora")
-decay = _one_of({name: name for name in ("constant", "cosine", "linear")}, "expected constant, cosine or linear")
-scaled = _one_of(
-    {"group": True, True: True, "none": False, False: False},
-    "expected group or none: advantages are scaled within their groups",
+loss_of_level = _one_of(
+    {"token": DROP, "sequence": "gspo", "sequence_token": "gspo"},
+    "expected token, or sequence or sequence_token (which are gspo: all tokens of a trajectory have one advantage)",
 )
-aggregation = _one_of(
-    {"grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean"},
-    "expected grpo, bnpo, dapo; see actor_rollout_ref.actor.loss_agg_mode and .policy_loss",
+adapter_rank = _one_of({"full": 0, "lora": SWIFT_RANK}, "expected full or lora")
+decay = _one_of(
+    {name: name for name in ("constant", "cosine", "linear")}
+    | {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
+    "expected constant, cosine or linear",
+)
+scaled = _one_of(
+    {"group": "group", True: "group", "none": "none", False: "none", "batch": "batch", "gdpo": "gdpo"},
+    "expected group, none, batch or gdpo",
+)
+swift_loss = _one_of(
+    {name: name for name in SWIFT_LOSSES},
+    f"expected {', '.join(SWIFT_LOSSES)}; a loss of your own is a function, actor_rollout_ref.actor.policy_loss",
+)
+cut_left = _one_of(
+    {"left": "left", "delete": "error"}, "expected left or delete: other prompts than those have no place in a rollout"
 )
 
 dtype = _instead({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
@@ -132,11 +149,39 @@ def as_list(value: Any) -> Any:
     return [value]
 
 
-def one_reward(value: Any) -> Any:
+def rewards_by_name(value: Any) -> Any:
+    """One name, or a list of them, which `settle_swift` adds up."""
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or len(names) != 1:
-        raise ValueError("one reward scores a trajectory; write one that calls the others, and returns their numbers")
-    return names[0]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("expected names of rewards")
+    for name in names:
+        if name in _SWIFT_UNKNOWN:
+            raise ValueError(f"{name} is not offered: {_SWIFT_UNKNOWN[name]}; register a reward of that name")
+    return names
+
+
+def weights(value: Any) -> list[float]:
+    try:
+        return [float(number) for number in list_of_one(value)]
+    except (TypeError, ValueError):
+        raise ValueError("expected numbers") from None
+
+
+def system_text(value: Any) -> Any:
+    """ms-swift reads a backslash and an n as the end of a line."""
+    return value.replace("\\n", "\n") if isinstance(value, str) else value
+
+
+def columns(value: Any) -> dict[str, str]:
+    """JSON, or a mapping: the file's names -> ours."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError("expected JSON, name in the file -> name") from None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for pair in value.items() for name in pair):
+        raise ValueError("expected name in the file -> name")
+    return value
 
 
 def trackers(value: Any) -> list[str]:
@@ -228,7 +273,8 @@ def settle_slime(outcome: Outcome, where: str) -> None:
 
 
 def settle_swift(outcome: Outcome, where: str) -> None:
-    outcome.items = _low_rank_adapters(_kl_loss_by_its_weight(outcome.items))
+    swift_settle.settle(outcome, where)
+    outcome.items = _low_rank_adapters(outcome.items)
 
 
 def _hand_on_arguments(outcome: Outcome, where: str) -> None:
@@ -316,14 +362,6 @@ def _off_policy_mask(items: list[Item]) -> list[Item]:
     if switch is None or not bounds:
         return items
     return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
-
-
-def _kl_loss_by_its_weight(items: list[Item]) -> list[Item]:
-    """`--beta` is the weight and, by not being 0, the switch."""
-    beta = next((item for item in items if item.spelling == "beta"), None)
-    if beta is None or any(item.key == ACTOR + "use_kl_loss" for item in items):
-        return items
-    return [*items, replace(beta, key=ACTOR + "use_kl_loss", value=bool(beta.value))]
 
 
 def _low_rank_adapters(items: list[Item]) -> list[Item]:
