@@ -41,7 +41,6 @@ SWIFT_DEFAULTS = {
     "num_generations": "8",
     "max_completion_length": "512",
     "weight_decay": "0.1",
-    "adam_beta2": "0.95",
     "truncation_strategy": "left",
     "gradient_checkpointing": "true",
 }
@@ -128,6 +127,12 @@ def _defaults(given: _Given, launch: Launch) -> None:
     launch.added += [
         f"{key}={value} # {reasons.get(key, DEFAULT)}" for key, value in defaults.items() if key not in given
     ]
+    known = [key for key in ("adam_beta1", "adam_beta2") if key in given]  # names that it has in common with slime
+    betas = [_one(given, key) or usual for key, usual in (("adam_beta1", "0.9"), ("adam_beta2", "0.95"))]
+    why = f"--{known[0]}" if known else DEFAULT
+    launch.added.append(f"actor_rollout_ref.actor.optim.betas=[{','.join(betas)}] # {why}")
+    for key in known:
+        del given[key]
     launch.added.append("data.prompt_key=messages # ms-swift's own column")
     launch.added.append("data.label_key=solution # ms-swift's own column")
 

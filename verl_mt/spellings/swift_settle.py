@@ -82,7 +82,7 @@ def settle(outcome: Outcome, where: str) -> None:
     """Put our keys in the place of flags that mean something together; what cannot be is a problem of the outcome."""
     flags = _Flags(outcome, where)
     rules: tuple[Callable[[_Flags], None], ...] = (
-        _advantages, _kl, _rewards, _loss, _lengths, _room, _prompts, _betas,
+        _advantages, _kl, _rewards, _loss, _lengths, _room, _prompts,
     )  # fmt: skip
     for rule in rules:
         rule(flags)
@@ -330,10 +330,3 @@ def _prompts(flags: _Flags) -> None:
     if "truncation_strategy" in flags and "data.filter_overlong_prompts" not in flags:
         cut = flags.get("truncation_strategy") != "error"
         flags.put("data.filter_overlong_prompts", not cut, "truncation_strategy")
-
-
-def _betas(flags: _Flags) -> None:
-    if "adam_beta1" in flags or "adam_beta2" in flags:
-        given = flags.take("adam_beta1", "adam_beta2")
-        betas = {"adam_beta1": 0.9, "adam_beta2": 0.999} | given
-        flags.put(f"{ACTOR}optim.betas", list(betas.values()), next(iter(given)))
