@@ -45,7 +45,9 @@ DATA = {
     "prompt_key": Effect("other_prompt", "another column", probes.drawn, OTHER_COLUMNS),
     "label_key": Effect("other_label", "another column", probes.drawn, OTHER_COLUMNS),
     "columns": Effect("{other_prompt: prompt}", "another column", probes.drawn, OTHER_COLUMNS),
-    "system": Effect("be brief", "a message before each prompt", probes.drawn, OTHER_COLUMNS),
+    "system": Effect(
+        "be brief", "a message before each prompt", probes.drawn, (*OTHER_COLUMNS, "data.prompt_key=other_prompt")
+    ),
     "apply_chat_template": Effect("False", "the function gets messages", talk("answers"), GENERATES),
     "shuffle": Effect("False", "the order of rows", probes.drawn),
     "seed": Effect("5", "order, and generated rows", probes.drawn),
