@@ -78,6 +78,7 @@ _KEYWORDS = {
     "||",
 }
 _DECLARE = {"export", "local", "declare", "readonly"}
+_OF_WORDS = {"text", "to_fill_in", "escaped", "single", "double", "variable", "computed", "array", "arithmetic"}
 
 
 @dataclass(frozen=True)
