@@ -10,7 +10,9 @@ import pytest
 from verl_resolved import ours, theirs, verl_resolves, we_resolve
 
 from verl_mt.config.compose import compose
+from verl_mt.errors import ConfigError
 from verl_mt.migrate import main, migrate
+from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
 
 REFUSED = {
     "run_qwen3_4b_dapo_multiturn.sh": "data.custom_cls",  # a data set class of a recipe that is not there
@@ -155,3 +157,34 @@ def test_dapos_own_trainer_is_started_with_the_same_keys():
     )
     assert found.refused == [] and found.wrapper[:3] == ["ray", "job", "submit"]
     assert "actor_rollout_ref.rollout.n=4" in found.overrides
+
+
+def test_megatron_is_refused_once_whatever_names_it():
+    parts = " ".join(f"actor_rollout_ref.{p}.megatron.tensor_model_parallel_size=2" for p in ("actor", "ref"))
+    refused = migrate(WITHOUT_YAML + parts).refused
+    assert (
+        len(refused) == 1
+        and "tensor_model_parallel_size (and 1 more) is refused: Megatron is not offered" in refused[0]
+    )
+    by_file = migrate(
+        WITHOUT_YAML + "--config-path=./config --config-name='ppo_megatron_trainer.yaml' data.train_files=a"
+    )
+    assert len(by_file.refused) == 1 and "ppo_megatron_trainer.yaml: Megatron is not offered" in by_file.refused[0]
+
+
+@pytest.mark.parametrize("revision", ["v0.5.0", "v0.6.1"])
+def test_a_yaml_file_over_megatrons_trainer_has_one_clear_error(revision):
+    folder = conformance.peer("verl", revision, f"{EXAMPLES}/config")
+    with pytest.raises(
+        ConfigError, match=r"starts from verl's ppo_megatron_trainer: Megatron is not offered"
+    ) as raised:
+        compose([], "gsm8k_multiturn_megatron_grpo", folder)
+    assert "Could not load" not in str(raised.value)
+
+
+@pytest.mark.parametrize("revision", ["v0.5.0", "v0.6.1"])
+def test_a_placeholder_for_a_servers_address_is_named(revision):
+    entry = McpEntry(mcp_servers_config_path="mcp_server.json")
+    folder = conformance.peer("verl", revision, f"{EXAMPLES}/config/tool_config")
+    with pytest.raises(ConfigError, match=r"server 'Tavily Expert'.*url 'your_tavily_expert_url' is not the address"):
+        read_servers(entry, beside=folder)

@@ -261,6 +261,9 @@ def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig,
         with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
             return hydra.compose(config_name=name, overrides=lines), None
     except (HydraException, OmegaConfBaseException) as error:
+        if "ppo_megatron_trainer" in str(error):
+            why = spellings()["actor_rollout_ref.actor.megatron"].why
+            return OmegaConf.create(), f"{base / name}.yaml starts from verl's ppo_megatron_trainer: {why}"
         cause = f": {error.__cause__}" if error.__cause__ else ""
         text = " ".join(f"{error}{cause}".split())
         return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")

@@ -222,7 +222,7 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     lines, outcome = normalize_overrides([*overrides, *added])
     found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
     found.functions = launch.functions
-    found.refused = [*launch.refused, *(_text(p.text) for p in outcome.problems)]
+    found.refused = _once([*launch.refused, *(_text(p.text) for p in outcome.problems)])
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
@@ -268,6 +268,18 @@ def _by_hand(library: Library, items: Sequence[object]) -> list[str]:
         if not keys.get(key):
             notes.append(f"the command names no {what}: add {key}=...; without it the default task's is used")
     return notes
+
+
+def _once(refused: Sequence[str]) -> list[str]:
+    """One line for all keys that are refused for the same reason."""
+    keys: dict[str, list[str]] = {}
+    for line in refused:
+        what, _, why = line.partition(" is refused: ")
+        keys.setdefault(why or line, []).append(what)
+    return [
+        why if what == [why] else f"{what[0]}{f' (and {len(what) - 1} more)' if what[1:] else ''} is refused: {why}"
+        for why, what in keys.items()
+    ]
 
 
 def _from_outside(found: Migration) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from verl_mt.config.spelling_tables import families
 from verl_mt.migrate.launch import ENV, Launch
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -52,6 +53,9 @@ def read_verl(words: list[str], name: str, launch: Launch) -> None:
             launch.flags.append(word)
         else:
             launch.overrides.append(word)
+    if any("megatron" in flag for flag in launch.flags):
+        why = families()["verl"].rows["actor_rollout_ref.actor.megatron"].why
+        launch.refused.append(f"{' '.join(launch.flags)}: {why}")
 
 
 def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:

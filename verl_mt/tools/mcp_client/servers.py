@@ -38,6 +38,8 @@ class McpServer(ToolSettings):
     def _one_way(self) -> McpServer:
         if (self.command is None) == (self.url is None):
             raise ValueError("give either command (stdio) or url (streamable HTTP)")
+        if self.url is not None and not re.match(r"https?://.", self.url):
+            raise ValueError(f"url {self.url!r} is not the address of a server: write http://... or https://...")
         if self.transport is not None and (self.transport == "stdio") != (self.url is None):
             raise ValueError(f"transport {self.transport} does not fit {'url' if self.url else 'command'}")
         return self

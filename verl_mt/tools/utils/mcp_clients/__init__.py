@@ -1,0 +1,1 @@
+"""verl's names of what connects to MCP servers; the connections are those of `verl_mt.tools.mcp_client`."""
