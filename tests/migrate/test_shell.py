@@ -156,3 +156,29 @@ def test_a_path_made_of_the_scripts_own_name_is_left_to_the_shell_with_the_name_
     (command,) = read_script('run $(basename "$0" .sh)', file).commands
     (name,) = re.findall(r"oc\.env:(\w+)", command.words[1])
     assert shell_text(name) == f'$(basename "{file.resolve()}" .sh)'
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('A=${A:-"${HOME}/a"}\nrun $A', "${A:-${HOME}/a}"),
+        ("B=${B:-4}\nA=${A:-${B}}\nrun $A", "${A:-${B:-4}}"),
+        ("A=${A:-}\nA=${A:-8}\nrun $A", "${A:-8}"),
+        ("A=\nrun ${A:-8}", "8"),
+        ("a=3\nb=$((2 * a))\nrun $((a + b))", "9"),
+        ("a=${A:-3}\nrun $((a * 2))", "$((${A:-3} * 2))"),
+    ],
+)
+def test_defaults_within_defaults_and_bare_names_in_a_sum(text, word):
+    from verl_mt.migrate.shell_values import for_shell
+
+    (command,) = read_script(text).commands
+    assert for_shell(command.words[1]) == word
+
+
+def test_a_branch_that_only_a_shell_can_choose_says_which_one_is_usual():
+    text = 'M=${M:-a}\nif [ "$M" = "b" ]; then C=one; else C=two; fi\nrun $C'
+    (command,) = read_script(text).commands
+    assert command.words[1].endswith(",two}") and read_script(text.replace(":-a", ":-b")).commands[0].words[1].endswith(
+        ",one}"
+    )

@@ -4,6 +4,8 @@ reads what comes out."""
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import conformance
 import pytest
@@ -85,6 +87,11 @@ OUTSIDE = {"use_kl_loss": "False"}
 """A variable that one of the scripts reads and does not set."""
 
 
+def compared(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """What was found, without the limit of calls where there is none: verl's other rollout has no such limit."""
+    return {**found, "calls of a turn": None} if wanted["calls of a turn"] is None else found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("revision", "script"), [p for p in SCRIPTS if "megatron" not in p[1] and p[1] not in REFUSED])
 def test_a_script_resolves_to_what_verl_itself_resolves(revision, script, tmp_path):
@@ -94,9 +101,7 @@ def test_a_script_resolves_to_what_verl_itself_resolves(revision, script, tmp_pa
         (tmp_path / name).mkdir()
     wanted = theirs(verl_resolves(file, root, tmp_path / "theirs", OUTSIDE))
     found = ours(we_resolve(migrate(file.read_text(), file).command(), root, tmp_path / "ours", OUTSIDE))
-    if wanted["calls of a turn"] is None:  # its other rollout has no limit
-        del found["calls of a turn"], wanted["calls of a turn"]
-    assert found == wanted and wanted["batch"] > 1
+    assert compared(found, wanted) == wanted and wanted["batch"] > 1
 
 
 def test_a_variable_that_a_script_does_not_set_is_named():
@@ -123,31 +128,77 @@ def test_defaults_that_count_beside_what_is_given_are_carried_over():
 MAIN_BRANCH = """
 set -xeuo pipefail
 gpus=${GPUS:-8}
+MODE=${MODE:-async}
+N=${N:-}
+N=${N:-5}
+long=$((1024 * 2))
+ROOT=${ROOT:-"${HOME}/verl"}
+if [ "${MODE}" = "server" ]; then
+    CONFIG_NAME=gsm8k_multiturn_grpo_server
+else
+    CONFIG_NAME=gsm8k_multiturn_grpo
+fi
+CONFIG=(
+    --config-path="$(pwd)/examples/sglang_multiturn/config"
+    --config-name="$CONFIG_NAME"
+)
 DATA=(
+    data.val_files=${VAL:-"${ROOT}/b.parquet"}
+    data.max_response_length=${long}
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$(((long + 1024) * 2))
     data.train_files=$HOME/a.parquet
     data.train_batch_size=${TRAIN_BATCH_SIZE:-64}
 )
 ACTOR=(
-    actor_rollout_ref.actor.ppo_mini_batch_size=${MINI:-16}
+    actor_rollout_ref.actor.ppo_mini_batch_size=${MINI:-$((64 / 4))}
+    actor_rollout_ref.rollout.n=$N
+    actor_rollout_ref.rollout.mode=$MODE
     actor_rollout_ref.actor.optim.lr_warmup_steps=10
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
 )
 EXTRA=(
 )
-uv run --frozen --no-sync python3 -m verl.trainer.main_ppo "${DATA[@]}" "${ACTOR[@]}" "${EXTRA[@]}" \\
+uv run --frozen --no-sync python3 -m verl.trainer.main_ppo "${CONFIG[@]}" "${DATA[@]}" "${ACTOR[@]}" "${EXTRA[@]}" \\
     trainer.n_gpus_per_node=${gpus} actor_rollout_ref.rollout.max_num_batched_tokens=9000 "$@"
 """
 
 
-def test_a_script_in_the_manner_of_its_main_branch_is_carried_over():
-    found = migrate(MAIN_BRANCH)
+@pytest.fixture
+def main_branch(tmp_path) -> Path:
+    """A script beside verl's own YAML files."""
+    folder = tmp_path / "examples" / "own"
+    folder.mkdir(parents=True)
+    configs = conformance.peer("verl", "v0.6.1", f"{EXAMPLES}/config")
+    (folder.parent / "sglang_multiturn").mkdir()
+    (folder.parent / "sglang_multiturn" / "config").symlink_to(configs.resolve())
+    (folder / "run.sh").write_text(MAIN_BRANCH)
+    return folder / "run.sh"
+
+
+def test_a_script_in_the_manner_of_its_main_branch_is_carried_over(main_branch):
+    found = migrate(main_branch.read_text(), main_branch)
     assert found.refused == []
     assert "trainer.placement=ray" in found.overrides and "several ranks" in found.added["trainer.placement=ray"]
     steps = "actor_rollout_ref.actor.optim.lr_warmup_steps=40"
     assert "4 optimizer steps each (with the script's own sizes)" in found.added[steps]
-    assert [line.partition("=")[0] for line in found.changed] == [
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    ]
+    parts = [line.partition("=")[0] for line in found.changed]
+    assert parts == ["actor_rollout_ref.actor.ulysses_sequence_parallel_size"]
+    command = found.command()
+    assert '"actor_rollout_ref.rollout.n=${N:-5}"' in command and "ppo_max_token_len=6144" in command
+    assert "data.val_files=${VAL:-${ROOT:-${HOME}/verl}/b.parquet}" in command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, {"N": "3", "TRAIN_BATCH_SIZE": "32", "GPUS": "4", "MODE": "sync"}])
+def test_variables_from_outside_reach_both_alike(main_branch, tmp_path, variables):
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    root = conformance.peer("verl", "v0.6.1")
+    wanted = theirs(verl_resolves(main_branch, root, tmp_path / "theirs", variables))
+    found = ours(we_resolve(migrate(MAIN_BRANCH, main_branch).command(), root, tmp_path / "ours", variables))
+    warm_up = (found.pop("warm-up"), wanted.pop("warm-up"))
+    assert compared(found, wanted) == wanted and wanted["n"] == int(variables.get("N", 5))
+    assert warm_up == (40, 10 * wanted["batch"] // 16)  # the number of steps is of the script's own sizes
 
 
 def test_dapos_own_trainer_is_started_with_the_same_keys():

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 
-_MAIN = "verl.trainer.main_ppo"
+_MAINS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
 _STARTED = ("pip", "hf", "huggingface-cli", "ray", "docker", "sleep", "nvidia-smi", "curl", "git")
 
 
@@ -37,6 +37,10 @@ def words_of(text: str, cwd: Path, folder: Path, variables: Mapping[str, str] | 
         (folder / name).chmod(0o755)
     for name in _STARTED:
         (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    for name in ("ray", "uv"):  # they hand their last words on to a python
+        found = 'while [ $# -gt 0 ]; do case "$1" in python*) exec "$@";; esac; shift; done'
+        (folder / name).write_text(f"#!/bin/bash\n{found}\n")
         (folder / name).chmod(0o755)
     env = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/home/someone", "WORDS": str(folder), **(variables or {})}
     subprocess.run(["bash", "-c", text], cwd=cwd, env=env, capture_output=True, check=False, timeout=60)
@@ -62,8 +66,8 @@ def _in(folder: Path) -> Iterator[None]:
 
 def verl_resolves(script: Path, root: Path, folder: Path, variables: Mapping[str, str] | None = None) -> DictConfig:
     """verl's own configuration of a script; `root` is a checkout of verl, or its part that is there."""
-    text = f"set -- ; source {script}"
-    (words,) = [w for w in words_of(text, root, folder, variables) if w[:2] == ["-m", _MAIN]]
+    text = f"set -- ; function ulimit() {{ :; }}; source {script}"
+    (words,) = [w for w in words_of(text, root, folder, variables) if w[0] == "-m" and w[1] in _MAINS]
     path, name, overrides = split(words)
     base = root / "verl/trainer/config"
     # Its files name verl's folder in the search path, from the root of the checkout.

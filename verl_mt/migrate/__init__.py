@@ -202,6 +202,7 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
     folder = given.get("--config-path", given.get("-cp", ""))
     if name is None:
         return None
+    name = ENV.sub(lambda found: found[2] or found[0], name)
     places = [Path.cwd(), *(script_file.resolve().parents if script_file else ())]
     inner = ENV.sub("", folder).lstrip("/") if ENV.search(folder) else folder
     files = [place / inner / f"{name.removesuffix('.yaml')}.yaml" for place in places]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.shell_branches import execute
-from verl_mt.migrate.shell_values import Piece, Word, for_shell, kept
+from verl_mt.migrate.shell_values import Piece, Word, for_shell, kept, without_variables
 
 _NESTED = r"[^()]*"
 for _ in range(3):  # brackets in brackets in brackets: $((1 + (2 * 3)))
@@ -44,7 +44,8 @@ _COMPUTED_NAME = re.compile(r"\$\{oc\.env:[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 _COMPUTED = re.compile(rf"\$\({_NESTED}\)|`[^`]*`")
 _FUNCTION = re.compile(r"^(?:function\s+)?([A-Za-z_]\w*)\s*\(\)\s*\{.*?^\}", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|([A-Za-z_]\w*))")
+_DEFAULT = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # ${A:-${B:-${C}}}
+_VARIABLE = re.compile(rf"\$(?:\{{([A-Za-z_]\w*)(?::?[-=]({_DEFAULT}))?\}}|([A-Za-z_]\w*))")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _SEQUENCE = re.compile(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)")
 _OWN_NAME = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b|\$\{0\}|\$0(?!\w)")
@@ -314,13 +315,17 @@ def _computed(found: re.Match[str], script: Script) -> str:
             return os.path.dirname(folder["file"])
     if (folder := _FOLDER.fullmatch(text)) is not None:
         return os.path.normpath(folder["folder"])
-    sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", text)
-    if sum_ is None:
+    if not text.startswith("$(("):
         return kept(text)
+    # Between $(( and )) a bare name is a variable, too.
+    text = re.sub(r"(?<![\w${])[A-Za-z_]\w*", lambda name: for_shell(script.variables.get(name[0], name[0])), text)
+    usual = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", text)
+    sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", usual)
     try:
-        return str(int(_value_of(ast.parse(sum_[1].strip(), mode="eval").body)))
+        number = None if sum_ is None else str(int(_value_of(ast.parse(sum_[1].strip(), mode="eval").body)))
     except (SyntaxError, ValueError, ZeroDivisionError):
-        return kept(text)
+        number = None
+    return number if number is not None and usual == text else kept(text, number)
 
 
 def _value_of(node: ast.expr) -> int:
@@ -342,10 +347,17 @@ def _fill(text: str, script: Script) -> str:
 
     def value(found: re.Match[str]) -> str:
         name, default = found.group(1) or found.group(3), found.group(2)
-        if name in script.variables:
-            return script.variables[name]
+        known = script.variables.get(name)
+        # A variable that is empty, or would be, gives way to a default that comes later.
+        if known is not None and (default is None or known not in ("", f"${{oc.env:{name},}}")):
+            return known
         if default is not None:
-            return f"${{oc.env:{name},{_fill(default, script)}}}"
+            filled = _fill(default.replace('"', ""), script)
+            if known == "":
+                return filled
+            if "${" not in filled:
+                return f"${{oc.env:{name},{filled}}}"
+            return kept(f"${{{name}:-{for_shell(filled)}}}", without_variables(filled))
         return f"${{oc.env:{name}}}"
 
     escaped = text.replace("\\$", "\0")

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Protocol
 
-from verl_mt.migrate.shell_values import Word, for_shell, is_known, kept
+from verl_mt.migrate.shell_values import Word, for_shell, is_known, kept, without_variables
 
 Branch = tuple[list[list[Word]], list[list[Word]]]
 """(commands of its condition, body); no condition = else."""
@@ -104,6 +104,7 @@ def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Bra
     """Both ways are gone, each from what was set before."""
     text = " ".join(script.shown(word) for words in condition for word in words)
     tested = _tested_for_nothing(condition[0])
+    usual = _truth(condition[0], script, from_outside=False) if len(condition) == 1 else None
     variables, arrays = dict(script.variables), copy.deepcopy(script.arrays)
     execute(body, script)
     then_variables, then_arrays = script.variables, script.arrays
@@ -118,7 +119,8 @@ def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Bra
             continue
         otherwise = f"${{{name}}}" if other is None else for_shell(other)
         choice = f'$(if {text}; then echo "{for_shell(value)}"; else echo "{otherwise}"; fi)'
-        script.variables[name] = kept(choice)
+        taken = None if usual is None else value if usual else other
+        script.variables[name] = kept(choice, None if taken is None else without_variables(taken))
         if name in script.exported:
             script.exported[name] = script.variables[name]
     for name, items in then_arrays.items():
@@ -140,10 +142,14 @@ def _is_test(words: list[Word]) -> bool:
     return _raw(words[0]) in ("[", "[[", "test") or [_raw(word) for word in words[:1]] == ["!"]
 
 
-def _truth(words: list[Word], script: Shell) -> bool | None:
-    """Whether a test holds; None where only a shell can say it."""
+def _truth(words: list[Word], script: Shell, *, from_outside: bool = True) -> bool | None:
+    """Whether a test holds; None where only a shell can say it.
+
+    Args:
+        from_outside: a variable with a default may be set outside the script.
+    """
     if words and _raw(words[0]) == "!":
-        inner = _truth(words[1:], script)
+        inner = _truth(words[1:], script, from_outside=from_outside)
         return None if inner is None else not inner
     raw = [_raw(word) for word in words]
     if raw in (["true"], [":"]):
@@ -157,6 +163,8 @@ def _truth(words: list[Word], script: Shell) -> bool | None:
     else:
         return None
     texts = [script.fill(word) for word in words]
+    if not from_outside:
+        texts = [text if (plain := without_variables(text)) is None else plain for text in texts]
     if not all(map(is_known, texts)):
         return None
     if len(texts) == 1:

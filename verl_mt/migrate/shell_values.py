@@ -15,9 +15,20 @@ _KEPT = "VERL_MT_SHELL_"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
-def kept(text: str) -> str:
-    """What only a shell can compute, `$(pwd)`, as a variable whose name holds the text; `shell_text` reads it."""
-    return f"${{oc.env:{_KEPT}{text.encode().hex()}}}"
+def kept(text: str, otherwise: str | None = None) -> str:
+    """What only a shell can compute, `$(pwd)`, as a variable whose name holds the text; `shell_text` reads it.
+
+    Args:
+        otherwise: what it gives where none of its variables is set outside; None = not known.
+    """
+    default = "" if otherwise is None or re.search(r"[${},'\"]", otherwise) else f",{otherwise}"
+    return f"${{oc.env:{_KEPT}{text.encode().hex()}{default}}}"
+
+
+def without_variables(value: str) -> str | None:
+    """A value where none of its variables is set outside; None where one has no default."""
+    plain = _VARIABLE.sub(lambda found: found[0] if found[2] is None else found[2], value)
+    return None if "${" in plain else plain
 
 
 def shell_text(name: str) -> str | None:

@@ -118,7 +118,8 @@ def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
     tools = any(
         f"{rollout}.{key}" in values for key in ("multi_turn.tool_config_path", "tool_kwargs.tools_config_file")
     )
-    if tools and values.get(f"{rollout}.mode") == "async":
+    mode = ENV.sub(lambda found: found[2] or "", str(values.get(f"{rollout}.mode")))
+    if tools and mode == "async":
         for name, value in _IN_AGENT_LOOPS.items():
             if f"{rollout}.multi_turn.{name}" not in values:
                 words[f"{rollout}.multi_turn.{name}={value}"] = "verl's default with rollout.mode=async"
