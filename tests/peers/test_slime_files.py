@@ -425,6 +425,17 @@ def test_reward_key_names_the_entry_of_a_dict_that_is_the_reward():
     assert Sample(reward={"acc": 2.0}).get_reward_value(SimpleNamespace(reward_key="acc")) == 2.0
 
 
+def test_its_scorers_say_what_its_files_read():
+    from verl_mt.rollout.custom_generate import compute_score, extract_answer, grade_answer_verl
+
+    text = "so\nAnswer: \\boxed{34}"
+    assert compute_score(text, "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert compute_score("none", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert compute_score(text, "34", strict_box_verify=True)["pred"] == "34"
+    assert compute_score(text + " " * 200, "34", strict_box_verify=True)["pred"] is None
+    assert extract_answer(text) == "34" and grade_answer_verl(text, "34") and not grade_answer_verl(text, "35")
+
+
 async def generate_and_rm_group(args, group, sampling_params, evaluation=False):
     return group
 

@@ -262,7 +262,7 @@ class VerlReward(_FunctionReward):
                 ground_truth=item.ground_truth,
                 extra_info=_verl_info(item),
             )
-            return as_scores(value, self.label)
+            return as_scores(_of_verl(value), self.label)
         except (CallFailed, InvalidScore) as error:
             return self._failure(item, error)
 
@@ -321,7 +321,7 @@ class VerlBatchReward(_BatchReward):
             ground_truths=[item.ground_truth for item in items],
             extra_infos=[_verl_info(item) for item in items],
         )
-        return _as_list(values, len(items))
+        return [_of_verl(value) for value in _as_list(values, len(items))]
 
 
 class SwiftReward(_BatchReward):
@@ -487,6 +487,11 @@ def _columns_of(item: RewardInput) -> dict[str, Any]:
 def _messages(item: RewardInput) -> list[dict[str, Any]]:
     """A copy: a reward that edits them must not edit the trajectory."""
     return [dict(message) for message in item.extra_info.get("messages") or []]
+
+
+def _of_verl(value: Any) -> Any:
+    """Of a tuple (score, what led to it), as scorers of code return it, the score."""
+    return value[0] if isinstance(value, tuple) and value else value
 
 
 def _verl_info(item: RewardInput) -> dict[str, Any]:

@@ -147,14 +147,19 @@ def dapo(response: str, label: Any) -> dict[str, Any]:
     Raises:
         ValueError: a label that is no number.
     """
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-DAPO_TAIL:])
-    answer = _final(found[-1] if found else "[INVALID]")
+    answer = dapo_answer(response)
     try:
         wanted = str(int(float(_final(str(label)))))
     except (ValueError, OverflowError):
         raise ValueError(f"rm_type dapo compares whole numbers; the row's label is {label!r}") from None
     right = answer == wanted
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
+
+
+def dapo_answer(response: str) -> str:
+    """What stands behind the last `Answer:`, without units and dressing; "[INVALID]" where there is none."""
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-DAPO_TAIL:])
+    return _final(found[-1] if found else "[INVALID]")
 
 
 def _final(text: str) -> str:

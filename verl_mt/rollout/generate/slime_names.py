@@ -12,8 +12,16 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import LedgerError, PluginError, value_text
+from verl_mt.rewards.math_grading import boxed
+from verl_mt.rewards.rm_hub import dapo, dapo_answer, deepscaler, math
 from verl_mt.rollout.generate.args import GenerateState
 from verl_mt.rollout.generate.door import post
+
+extract_answer = boxed
+"""slime's name for what the last box holds."""
+get_deepscaler_rule_based_reward = deepscaler
+"""slime's name for `rm_type=deepscaler`."""
+_BOX_TAIL = 100
 
 
 async def generate_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +73,34 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
     except (OSError, ValueError):
         return None
     return None if hasattr(found, "convert_ids_to_tokens") else found
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: None = None
+) -> dict[str, Any]:
+    """`score` 1 or -1, `acc` and `pred`, as slime's module `math_dapo_utils` scores DAPO's whole numbers.
+
+    Args:
+        strict_box_verify: the last box of the last 100 characters is the answer, instead of what follows `Answer:`.
+        pause_tokens_index: not offered.
+
+    Raises:
+        PluginError: `pause_tokens_index` is given.
+        ValueError: a ground truth that is no number.
+    """
+    if pause_tokens_index is not None:
+        raise PluginError("compute_score: pause_tokens_index is not offered; leave it None")
+    if strict_box_verify:
+        pred = boxed(solution_str[-_BOX_TAIL:])
+        right = pred == ground_truth
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+    scores = dapo(solution_str, ground_truth)
+    return {"score": scores["score"], "acc": bool(scores["acc"]), "pred": dapo_answer(solution_str)}
+
+
+def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
+    """Whether the last box is the truth, which may be boxed itself."""
+    return bool(math(solution_str, ground_truth))
 
 
 class SingletonMeta(type):
