@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import sys
 import traceback
+from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +111,26 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class _NotOffered(ABCMeta):
+    """Metaclass of stand-ins: they may be imported, subclassed and written into annotations; using one raises."""
+
+    refusal: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise PluginError(cls.refusal)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        raise AttributeError(cls.refusal)
+
+
+def not_offered(library: str, name: str, advice: str) -> Any:
+    """A stand-in for a name of another library, so that a file which imports it loads; using it raises a PluginError
+    that names it and says `advice`."""
+    return _NotOffered(name, (), {"refusal": f"{library}'s {name} is not offered: {advice}"})
 
 
 def listing(names: Iterable[str]) -> str:

@@ -412,6 +412,62 @@ def test_a_scheduler_in_the_form_of_its_first_releases_runs():
     assert run.record.loss_mask == run.record.sampled
 
 
+class AsksOtherwise(MultiTurnScheduler):
+    """A loop of its own that makes a configuration for each request."""
+
+    def __init__(self, max_turns=None, **asked):
+        super().__init__(max_turns)
+        self.asked = asked
+
+    async def run(self, infer_request, request_config, **kwargs):
+        request_config.logprobs = True
+        config = swift.RequestConfig(max_tokens=5, n=1, stream=False, logprobs=True, **self.asked)
+        response = await self.infer_engine.infer_async(infer_request, config)
+        ids, mask, log_probs = self.prepare_response_continuation(response.choices[0])
+        assert len(ids) == len(mask) == len(log_probs) and self.engine is self.infer_engine
+        return swift.RolloutOutput(response=response, messages=infer_request.messages, response_token_ids=[ids])
+
+
+def test_a_request_may_say_what_changes_nothing_and_is_refused_what_would_be_another_distribution():
+    assert converse(AsksOtherwise(repetition_penalty=1.0, presence_penalty=0.0), [said("one")]).trajectory.error is None
+    for name, value in (("repetition_penalty", 1.1), ("seed", 3), ("num_beams", 4)):
+        error = converse(AsksOtherwise(**{name: value}), [said("one")]).trajectory.error
+        assert f"request_config.{name} is {value}: not offered" in error
+
+
+class ReadsArguments(swift.ORM):
+    def __init__(self, args, **kwargs):
+        super().__init__(args)
+        self.longest = args.max_completion_length
+
+    def __call__(self, completions, **kwargs):
+        return [float(len(text) <= self.longest) for text in completions]
+
+
+def test_a_reward_that_reads_the_trainers_arguments_gets_those_that_are_given_or_is_refused_with_advice(registries):
+    orms["reads_arguments"] = ReadsArguments
+    with pytest.raises(PluginError, match=r"args has no 'max_completion_length'.*reward\.kwargs\.args"):
+        load_reward("reads_arguments")
+    reward = load_reward("reads_arguments", kwargs={"args": {"max_completion_length": 3}})
+    assert [s["score"] for s in asyncio.run(reward.score([RewardInput("d", "", "", {}, {}, "four")]))] == [0.0]
+
+
+def test_names_of_its_trainer_load_and_say_what_there_is_instead(monkeypatch):
+    from abc import ABC
+
+    from verl_mt.rollout.scheduler import CosineReward, get_env_args, is_master, run_multi_turn  # type: ignore
+
+    for use, advice in ((run_multi_turn, "run drives"), (type("Mine", (CosineReward, ABC), {}), "reward.path=cosine")):
+        with pytest.raises(PluginError, match=advice):
+            use(None)
+    monkeypatch.setenv("MY_WEIGHT", "0.5")
+    assert (get_env_args("my_weight", float, 1.0), get_env_args("other", int, 2), is_master()) == (0.5, 2, True)
+    with pytest.raises(PluginError, match="a scheduler's step may rewrite"):
+        swift.ContextManager().manage_context([], "t")
+    with pytest.raises(ImportError, match="nobody_knows"):
+        from verl_mt.rollout.scheduler import nobody_knows  # type: ignore # noqa: F401
+
+
 def test_overriding_what_nothing_calls_is_refused_by_name():
     class Shares(OlderForm):
         async def async_infer(self, infer_requests, request_config, **kwargs):

@@ -307,6 +307,19 @@ def test_a_reward_that_cannot_work_is_refused_at_start(arguments, error, says):
         load_reward(*arguments)
 
 
+def scored_by_tests(data_source, solution_str, ground_truth, extra_info):
+    return 0.5, [{"passed": 1, "of": 2}]
+
+
+def batch_scored_by_tests(data_sources, solution_strs, ground_truths, extra_infos):
+    return [(0.5, {}) for _ in solution_strs]
+
+
+def test_of_a_tuple_that_a_scorer_of_verls_kind_returns_the_first_is_the_score():
+    for function in (scored_by_tests, batch_scored_by_tests):
+        assert score(load_reward(f"{__name__}.{function.__name__}"), item(), item(1)) == [{"score": 0.5}] * 2
+
+
 # ---------------------------------------------------------------- by data source
 
 

@@ -179,6 +179,28 @@ class RequestConfig:
     top_p: float | None = None
     top_k: int | None = None
     n: int = 1
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    num_beams: int = 1
+    best_of: int | None = None
+    seed: int | None = None
+    """Seeds come from the run (`trainer.seed`)."""
+    stream: bool = False
+    logprobs: bool = False
+    """Log-probs of the sampled ids are always there."""
+    top_logprobs: int | None = None
+    return_details: bool = False
+
+
+@dataclass
+class UsageInfo:
+    """How many tokens a turn took, under ms-swift's names."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
 
 
 @dataclass

@@ -72,6 +72,23 @@ _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
+class OrmArguments:
+    """What stands in for the trainer's arguments, which ms-swift hands to its rewards.
+
+    Args:
+        values: `reward.kwargs.args`: name -> value.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        vars(self).update(values or {})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"args has no {name!r}: ms-swift's arguments are not handed to rewards; give those that this one reads in "
+            f"reward.kwargs.args, for example {{{name}: ...}}"
+        )
+
+
 class ORM:
     """Base of ms-swift's outcome rewards; subclassing it is not required.
 

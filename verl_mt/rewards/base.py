@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
 from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
-from verl_mt.rewards.adapters import ORM, AsyncORM, adapt
+from verl_mt.rewards.adapters import ORM, AsyncORM, OrmArguments, adapt
 from verl_mt.rewards.contract import (
     InvalidScore,
     Reward,
@@ -102,10 +102,11 @@ def load_reward(
         return DataSourceReward(default_scorers, timeout_s=timeout_s)
     target, label = _find(path, name)
     if isinstance(target, type):
-        if issubclass(target, ORM | AsyncORM) and "args" not in kwargs:
-            kwargs["args"] = None  # ms-swift hands its own settings in, and its classes may ask for the argument
-        if issubclass(target, ORM | AsyncORM) and not _takes(target, "args"):
-            del kwargs["args"]
+        given = kwargs.get("args")
+        if issubclass(target, ORM | AsyncORM) and (
+            _takes(target, "args") if given is None else isinstance(given, Mapping)
+        ):
+            kwargs["args"] = OrmArguments(given)
         try:
             target = target(**kwargs)
         except (VerlMTError, KeyboardInterrupt):

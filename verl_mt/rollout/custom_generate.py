@@ -29,13 +29,13 @@ from verl_mt.rollout.generate.slime_names import (
     grade_answer_verl,
     load_processor,
     load_tokenizer,
-    not_offered,
+    not_offered_name,
 )
 
 
 def __getattr__(name: str) -> Any:
     """A name of slime's that is not offered loads, and says so when it is used."""
-    if (found := not_offered(name)) is None:
+    if (found := not_offered_name(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return found
 

@@ -11,6 +11,8 @@ Example:
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl_mt.data.requests import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -19,7 +21,9 @@ from verl_mt.data.requests import (
     RolloutInferRequest,
     RolloutOutput,
     RolloutResponseChoice,
+    UsageInfo,
 )
+from verl_mt.rewards.answer_style import Format, ReActFormat
 from verl_mt.rewards.base import ORM, AsyncORM
 from verl_mt.rewards.math_answer import MathAccuracy
 from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale, loss_scale_map
@@ -47,12 +51,24 @@ from verl_mt.rollout.schedulers.swift_names import (
     TransformersEngine,
     VllmEngine,
     context_managers,
+    extract_logprobs_from_choice,
+    get_env_args,
     get_logger,
+    is_master,
+    not_offered_name,
     prms,
     remove_response,
     rm_plugins,
     to_device,
 )
+
+
+def __getattr__(name: str) -> Any:
+    """A name of ms-swift's that is not offered loads, and says so when it is used."""
+    if (found := not_offered_name(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
+
 
 InferRequest = RolloutInferRequest
 RolloutScheduler = MultiTurnScheduler
@@ -69,6 +85,7 @@ __all__ = [
     "ContextType",
     "DefaultRMPlugin",
     "Env",
+    "Format",
     "GRPOVllmEngine",
     "GYMScheduler",
     "GenRMPlugin",
@@ -84,6 +101,7 @@ __all__ = [
     "OpenEnvScheduler",
     "OpenEnvWrapper",
     "PtEngine",
+    "ReActFormat",
     "RequestConfig",
     "RolloutInferRequest",
     "RolloutOutput",
@@ -94,10 +112,14 @@ __all__ = [
     "ToolCallScheduler",
     "TrajectoryOver",
     "TransformersEngine",
+    "UsageInfo",
     "VllmEngine",
     "context_managers",
     "envs",
+    "extract_logprobs_from_choice",
+    "get_env_args",
     "get_logger",
+    "is_master",
     "load_scheduler",
     "loss_scale_map",
     "multi_turns",

@@ -12,6 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import LedgerError, PluginError, value_text
+from verl_mt.plugins import not_offered
 from verl_mt.rewards.math_grading import boxed
 from verl_mt.rewards.rm_hub import dapo, dapo_answer, deepscaler, math
 from verl_mt.rollout.generate.args import GenerateState
@@ -149,24 +150,6 @@ _ADVICE = {
 }  # fmt: skip
 
 
-class _NotOffered(type):
-    """Metaclass: a name that may be imported, subclassed and written into annotations; using it raises."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise PluginError(cls._refusal())
-
-    def __getattr__(cls, name: str) -> Any:
-        raise AttributeError(cls._refusal())
-
-    def _refusal(cls) -> str:
-        return next(refusal_of(kind.__name__) for kind in cls.__mro__ if kind.__name__ in _ADVICE)
-
-
-def refusal_of(name: str) -> str:
-    """What to say of a name of slime's that is not offered."""
-    return f"slime's {name} is not offered: {_ADVICE[name]}"
-
-
-def not_offered(name: str) -> Any:
+def not_offered_name(name: str) -> Any:
     """A stand-in for a name of slime's that is not offered; None for names that nobody knows."""
-    return _NotOffered(name, (), {}) if name in _ADVICE else None
+    return not_offered("slime", name, _ADVICE[name]) if name in _ADVICE else None

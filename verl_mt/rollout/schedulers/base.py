@@ -7,6 +7,7 @@ from typing import Any
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.rollout.schedulers.hooks import InferEngine, TrajectoryOver, current
+from verl_mt.rollout.schedulers.swift_names import extract_logprobs_from_choice
 
 
 class MultiTurnScheduler:
@@ -56,16 +57,14 @@ class MultiTurnScheduler:
         """`infer_engine` under ms-swift's other name."""
         return self.infer_engine
 
-    @staticmethod
-    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
-        return [item["logprob"] for item in (response_choice.logprobs or {}).get("content", [])]
+    _extract_logprobs_from_choice = staticmethod(extract_logprobs_from_choice)
 
     def prepare_response_continuation(
         self, response_choice: ChatCompletionResponseChoice
     ) -> tuple[list[int], list[int], list[float]]:
         """A turn's sampled ids, their mask (all 1) and their log-probs, to put more behind; copies."""
         ids = list(response_choice.token_ids or [])
-        return ids, [1] * len(ids), self._extract_logprobs_from_choice(response_choice)
+        return ids, [1] * len(ids), extract_logprobs_from_choice(response_choice)
 
     def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
         """Called by the default `run` before a trajectory's first turn. May be async.

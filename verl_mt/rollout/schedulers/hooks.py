@@ -41,6 +41,12 @@ _TOOLS_KEY = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 MEDIA = ("images", "videos", "audios")
 STEP_KEYS = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_infos", "rollout_logprobs")
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "length_penalty": (1,),
+    "num_beams": (1,), "best_of": (1,), "stream": (False,), "seed": (), "top_logprobs": (0,),
+}  # fmt: skip
+"""What else a RequestConfig may hold, with the values at which it does nothing."""
+
 running: ContextVar[SchedulerConversation | None] = ContextVar("scheduler_conversation", default=None)
 """The conversation whose hook is running."""
 
@@ -394,6 +400,12 @@ class SchedulerConversation:
             raise self.error(
                 "infer_async", f"request_config.n is {value_text(config.n)}: one turn at a time; call it again"
             )
+        for key, neutral in _NEUTRAL.items():
+            value = getattr(config, key, None)
+            if value is not None and value not in neutral:
+                raise self.error(
+                    "infer_async", f"request_config.{key} is {value_text(value)}: not offered; leave it out"
+                )
         limit = getattr(config, "max_tokens", None)
         try:
             limit = None if limit is None else user_values.count_of(limit, "request_config.max_tokens")

@@ -7,13 +7,15 @@ whole; using it says what to use instead.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message
+from verl_mt.data.requests import ChatCompletionResponseChoice
 from verl_mt.errors import PluginError
-from verl_mt.plugins import Registry, ReplacingNames
+from verl_mt.plugins import Registry, ReplacingNames, not_offered
 
 Messages = list[Message]
 
@@ -145,3 +147,39 @@ class PRM:
 
 prms = COMPAT.names(Registry[Any]("process reward"))
 """`prms['mine'] = C` is taken; no run uses one."""
+
+
+def get_env_args(args_name: str, type_func: Callable[[str], Any], default_value: Any) -> Any:
+    """A setting from the environment, where its name stands in capitals; the default where it is absent."""
+    value = os.environ.get(args_name.upper())
+    return default_value if value is None else type_func(value)
+
+
+def is_master() -> bool:
+    """True: plug-ins run in the trainer's process only."""
+    return True
+
+
+_LOOP = "the run drives the conversations itself; replace a scheduler's run, or its hooks"
+_REWARD = "it is registered here: reward.path={} with its settings in reward.kwargs"
+_ADVICE = {
+    **dict.fromkeys(
+        ("run_multi_turn", "multi_turn_lifecycle", "invoke_async_hook", "RolloutTurnAccumulator", "resolve_sync"), _LOOP
+    ),
+    "CosineReward": _REWARD.format("cosine"),
+    "RepetitionPenalty": _REWARD.format("repetition"),
+    "SoftOverlong": "it is reward.overlong_buffer",
+    **dict.fromkeys(
+        ("get_model_tokenizer", "InferClient", "InferEngine", "get_template", "InferArguments"), _REWARD_MODEL
+    ),
+}
+
+
+def not_offered_name(name: str) -> Any:
+    """A stand-in for a name of ms-swift's that is not offered; None for names that nobody knows."""
+    return not_offered("ms-swift", name, _ADVICE[name]) if name in _ADVICE else None
+
+
+def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+    """The log-probs of a turn's ids; empty where the engine gives none."""
+    return [item["logprob"] for item in (response_choice.logprobs or {}).get("content", [])]
