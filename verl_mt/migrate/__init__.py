@@ -28,7 +28,7 @@ from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.migrate.launch import ENV, Launch, Library, parses
 from verl_mt.migrate.ms_swift import read_swift
 from verl_mt.migrate.shell import Command, Script, read_script
-from verl_mt.migrate.shell_values import shell_text
+from verl_mt.migrate.shell_values import for_shell, shell_text
 from verl_mt.migrate.slime import read_slime
 from verl_mt.migrate.verl import MAINS, VERL_DEFAULTS, read_verl, with_counterparts
 
@@ -223,23 +223,23 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     lines, outcome = normalize_overrides([*overrides, *added])
     found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
     found.functions = launch.functions
-    found.refused = _once([*launch.refused, *(_text(p.text) for p in outcome.problems)])
+    found.refused = _once([*map(_text, launch.refused), *(_text(p.text) for p in outcome.problems)])
     dropped = [note for note in outcome.notes if "has nothing to set: " in note]
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
         found.added["trainer.placement=ray"] = "several ranks need it"
     found.changed = [
-        *launch.changed,
+        *map(_text, launch.changed),
         *instead,
         *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks),
     ]
-    found.dropped = [*launch.dropped, *(_text(n).replace(" has nothing to set", "") for n in dropped)]
+    found.dropped = [*map(_text, launch.dropped), *(_text(n).replace(" has nothing to set", "") for n in dropped)]
     by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}
     values = {_key(line): line for line in found.overrides}
     for item in outcome.items:
         if item.spelling in by_spelling and item.key in values:
             found.added[values[item.key]] = by_spelling[item.spelling]
-    found.notes = [*launch.notes, *_by_hand(library, outcome.items), *_from_outside(found)]
+    found.notes = [*map(_text, launch.notes), *_by_hand(library, outcome.items), *_from_outside(found)]
     if not found.refused:
         found.refused = _composing(found, yaml)
     return found
@@ -325,7 +325,7 @@ def _key(line: str) -> str:
 
 
 def _text(text: str) -> str:
-    return ENV.sub(lambda m: shell_text(m.group(1)) or f"${m.group(1)}", text.replace(f" ({COMMAND_LINE})", ""))
+    return for_shell(text.replace(f" ({COMMAND_LINE})", ""))
 
 
 def _for_shell(word: str) -> str:

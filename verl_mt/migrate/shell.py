@@ -58,26 +58,8 @@ _FOLDER = re.compile(
     r"""\s*&&\s*pwd(?:\s+-P)?\s*\)"""
 )
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{@.*\}")
-_KEYWORDS = {
-    "if",
-    "then",
-    "else",
-    "elif",
-    "fi",
-    "for",
-    "while",
-    "do",
-    "done",
-    "case",
-    "esac",
-    "{",
-    "}",
-    "(",
-    ")",
-    "!",
-    "&&",
-    "||",
-}
+_KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "!"}
+_KEYWORDS |= {"{", "}", "(", ")", "&&", "||", "|"}
 _DECLARE = {"export", "local", "declare", "readonly"}
 _OF_WORDS = {"text", "to_fill_in", "escaped", "single", "double", "variable", "computed", "array", "arithmetic"}
 
@@ -228,7 +210,7 @@ def _split(text: str) -> Iterator[list[Word]]:
         elif kind == "operator":
             if words:
                 yield words
-            words = [[("plain", token)]] if token in ("&&", "||") else []
+            words = [[("plain", token)]] if token in ("&&", "||", "|") else []
             if token == "\n":
                 place = _after_heredocs(text, place, heredocs)
         elif kind in _OF_WORDS:

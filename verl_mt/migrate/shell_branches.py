@@ -1,7 +1,7 @@
 """Branches of a launch script: `if`, `&&` and `||`, as far as it can be said without a shell which of them is taken.
 
 Where it cannot be said, a variable that the branches set differently stays for the shell, as `$(if ...; then echo a;
-else echo b; fi)`; an array is taken as if the condition did not hold, which is noted.
+else echo b; fi)`; an array is what it is where no variable is set from outside, which is noted.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _choose(branches: list[Branch], script: Shell) -> None:
 
 def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Branch], script: Shell) -> None:
     """Both ways are gone, each from what was set before."""
-    text = " ".join(script.shown(word) for words in condition for word in words)
+    text = _as_written(condition, script)
     tested = _tested_for_nothing(condition[0])
     usual = _truth(condition[0], script, from_outside=False) if len(condition) == 1 else None
     variables, arrays = dict(script.variables), copy.deepcopy(script.arrays)
@@ -125,8 +125,17 @@ def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Bra
             script.exported[name] = script.variables[name]
     for name, items in then_arrays.items():
         if items != script.arrays.get(name):
-            script.note(f"{name} depends on `{text}`, which only a shell can say; it was taken not to hold")
-            script.arrays.setdefault(name, [])
+            held = "to hold" if usual else "not to hold"
+            script.note(f"{name} depends on `{text}`, which only a shell can say; it was taken {held}")
+            script.arrays[name] = items if usual else script.arrays.get(name, [])
+
+
+def _as_written(condition: list[list[Word]], script: Shell) -> str:
+    lines = [" ".join(script.shown(word) for word in words) for words in condition]
+    made = lines[0]
+    for line in lines[1:]:
+        made += f" {line}" if line.startswith(("&&", "||", "|")) else f"; {line}"
+    return made
 
 
 def _tested_for_nothing(words: list[Word]) -> str:

@@ -29,7 +29,7 @@ NO_LAST_EPOCH = 1_000_000
 """`--num-rollout` alone ends a run."""
 _ROLLOUTS = "slime.rollout."
 _OWN_ROLLOUT = {"sglang_rollout.generate_rollout", "sglang_rollout"}
-_ASYNC_ROLLOUT = ("fully_async_rollout.",)
+_ASYNC_ROLLOUT = "fully_async_rollout.generate_rollout_fully_async"
 _SFT = "supervised training is python -m verl_mt.sft"
 _OWN_LOSS = "a loss of your own is actor_rollout_ref.actor.policy_loss (docs/your_own_algorithm.md)"
 _DISTILLS = "distillation from a teacher's log-probs is not offered; a reward of your own in reward.path can ask one"
@@ -101,7 +101,7 @@ def read_slime(words: list[str], name: str, launch: Launch) -> None:
         launch.changed.append(
             "train_async.py: there a step trains on rollouts of the step before; here on rollouts by its own weights"
         )
-    for settle in (_own_settings, _model, _batches, _engines, _lengths, _data, _validation, _saving, _schedule, _loss):
+    for settle in (_own_settings, _model, _batches, _engines, _validation, _lengths, _data, _saving, _schedule, _loss):
         settle(flags)
     _reward(flags)
     _rest(flags)
@@ -119,8 +119,10 @@ def _is_something_else(flags: Flags) -> bool:
         flags.launch.refused.append(f"--use-opd: {_DISTILLS}")
     elif path.startswith(_ROLLOUTS) and own in _OWN_ROLLOUT:
         flags.left.pop("rollout_function_path")
-    elif path.startswith(_ROLLOUTS) and own.startswith(_ASYNC_ROLLOUT):
+    elif path.endswith(_ASYNC_ROLLOUT):
         flags.change("rollout_function_path", "its rollouts are by older weights; here each is by its step's")
+    elif flags.first("loss_type") not in (None, "policy_loss"):
+        flags.refuse("loss_type", f"expected policy_loss; {_OWN_LOSS}")
     flags.left.pop("loss_type", None)
     return bool(flags.launch.refused)
 
@@ -276,7 +278,7 @@ def _data(flags: Flags) -> None:
         flags.add("data.shuffle=False", "slime's default")
     if "apply_chat_template" not in flags:
         if "custom_generate_function_path" in flags:
-            flags.add("data.apply_chat_template=False", "the function gets the column as it is")
+            flags.launch.overrides.append("data.apply_chat_template=False")
         else:
             flags.launch.refused.append(
                 "without --apply-chat-template the prompt column is a text that is sent as it is; here messages are "
@@ -289,8 +291,22 @@ def _data(flags: Flags) -> None:
     elif file is not None:
         flags.refuse("prompt_data", "rows from the middle of a file; write them to a file of their own")
     media = flags.first("multimodal_keys")
+    template = flags.first("apply_chat_template_kwargs")
+    if template is not None and template.startswith("{") and (made := _mapping(template)) is not None:
+        flags.left.pop("apply_chat_template_kwargs")
+        for name, value in made.items():
+            flags.launch.overrides.append(f"++actor_rollout_ref.model.template_kwargs.{name}={_literal(value)}")
     if media is not None and _is_json(media, ({"image": "images"}, {"video": "videos"})):
         flags.drop("multimodal_keys", "it is the column that images are in")
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    """Of JSON."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _is_json(text: str, values: tuple[Any, ...]) -> bool:
@@ -437,8 +453,20 @@ def _loss(flags: Flags) -> None:
         flags.add(f"++{ACTOR}.policy_loss.loss_mode={estimator}", f"--advantage-estimator {estimator}")
     if "eps_clip_c" not in flags:
         flags.add(f"{ACTOR}.clip_ratio_c=null", "slime clips twice only with --eps-clip-c")
-    if "normalize_advantages" in flags and estimator.startswith("reinforce_plus_plus"):
+    _critic(flags, estimator)
+    if estimator == "ppo" or estimator.startswith("reinforce_plus_plus"):
+        if "normalize_advantages" not in flags:
+            why = "advantages are always normalized over the batch here, there only with --normalize-advantages"
+            flags.launch.refused.append(f"--advantage-estimator {estimator}: {why}")
         flags.drop("normalize_advantages", f"{estimator} does it")
+        if (weight := flags.number("kl_coef")) and "ref_load" not in flags:
+            flags.left.pop("kl_coef")
+            kind = flags.pop("kl_loss_type") or "k1"
+            flags.launch.overrides += [
+                "algorithm.use_kl_in_reward=True",
+                f"++algorithm.kl_ctrl.kl_coef={weight:g}",
+                f"algorithm.kl_penalty={kind}",
+            ]
     if flags.number("kl_coef") == 0:
         flags.drop("kl_coef", "no penalty in the reward")
     if "use_kl_loss" not in flags:
@@ -449,6 +477,20 @@ def _loss(flags: Flags) -> None:
         flags.add(f"{ACTOR}.kl_loss_coef=0.0", "slime's default")
     if "kl_loss_type" not in flags:
         flags.add(f"{ACTOR}.kl_loss_type=k1", "slime's default")
+
+
+def _critic(flags: Flags, estimator: str) -> None:
+    """Has the actor's optimizer there."""
+    if estimator != "ppo":
+        return
+    betas = next((word for word in flags.launch.added if word.startswith(f"{ACTOR}.optim.betas=")), None)
+    if betas is not None:
+        flags.add(betas.partition(" # ")[0].replace(ACTOR, "critic"), "the critic's optimizer is the actor's")
+    for key, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("lr_decay_style", "lr_scheduler_type")):
+        if key in flags and f"critic_{key}" not in flags:
+            flags.add(f"critic.optim.{ours}={flags.first(key)}", "the critic's optimizer is the actor's")
+    if "value_clip" not in flags:
+        flags.add("critic.cliprange_value=0.2", "slime's default")
 
 
 def _reward(flags: Flags) -> None:

@@ -81,6 +81,8 @@ def settle_layout(flags: Given) -> bool:
         launch.overrides.append(
             f"++actor_rollout_ref.rollout.custom_generate_kwargs.context_parallel_size={parallel:g}"
         )
+    if flags.first("attn_implementation") == "flash_attention_3":
+        flags.left["attn_implementation"] = ["flash_attention_2"]
     for key, why in DROPPED.items():
         flags.drop(key, why)
     return False

@@ -130,6 +130,8 @@ def adapt(function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any]
     """
     call = _documented_call(function)
     signature = signature_of(call, label)
+    if signature == "slime" and not _names_it(call, "reward_key"):
+        kwargs = {name: value for name, value in kwargs.items() if name != "reward_key"}  # args has it
     reserved: dict[str, Sequence[str]] = {
         "swift": ("completions", "messages"),
         "slime": ("args", "sample", "samples"),
@@ -528,6 +530,10 @@ def _documented_call(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isfunction(call) and next(iter(inspect.signature(call).parameters), None) == "completions":
         return call
     return function
+
+
+def _names_it(function: Callable[..., Any], name: str) -> bool:
+    return any(p.name == name and p.kind is not p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def _check_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any], reserved: Sequence[str], label: str) -> None:

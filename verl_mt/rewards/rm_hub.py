@@ -60,13 +60,15 @@ class RuleReward:
     Args:
         rm_type: of the rows without a `metadata.rm_type`.
         url: of the server that `remote_rm` asks.
+        reward_key: which number of a rule that gives several is the score.
 
     Raises:
         ConfigError: a type that is not known, or `remote_rm` without a url.
     """
 
-    def __init__(self, rm_type: str | None = None, url: str | None = None):
+    def __init__(self, rm_type: str | None = None, url: str | None = None, reward_key: str = "score"):
         self.rm_type = rm_type
+        self.reward_key = reward_key
         self.url = url
         if rm_type is not None:
             self._rule(rm_type, "reward.kwargs.rm_type")
@@ -77,7 +79,12 @@ class RuleReward:
         response = str(sample.response or "")
         if name.startswith("boxed_"):
             response = boxed(response) or ""
-        return self._rule(name, "the row's metadata.rm_type")(response, sample)
+        found = self._rule(name, "the row's metadata.rm_type")(response, sample)
+        if not isinstance(found, dict) or self.reward_key == "score":
+            return found
+        if self.reward_key not in found:
+            raise ConfigError(f"reward.kwargs.reward_key={self.reward_key}: {name} gives {', '.join(found)}")
+        return {**found, "score": found[self.reward_key]}
 
     def _rule(self, name: str, where: str) -> Callable[[str, Sample], float | dict[str, Any]]:
         plain = name.removeprefix("boxed_")

@@ -168,7 +168,7 @@ def _slime_names(config: Config) -> dict[str, Any]:
         "rollout_batch_size": data.train_batch_size,
         "n_samples_per_prompt": rollout.n,
         "rollout_max_prompt_len": data.max_prompt_length,
-        "rollout_max_response_len": rollout.response_length,
+        "rollout_max_response_len": rollout.max_tokens_per_turn or rollout.response_length,
         "rollout_max_context_len": longest,
         "eval_max_context_len": longest,
         "rollout_temperature": rollout.temperature,
@@ -215,7 +215,7 @@ def _flags(config: Config) -> dict[str, Any]:
         "use_tensorboard": "tensorboard" in trainer.logger,
         "debug_rollout_only": trainer.debug_mode == "rollout_only",
         "debug_train_only": trainer.debug_mode == "train_only",
-        "eval_max_response_len": rollout.response_length,
+        "eval_max_response_len": rollout.max_tokens_per_turn or rollout.response_length,
     }
 
 
