@@ -152,7 +152,6 @@ ray job submit --address="http://127.0.0.1:8265" -- {SLIME} \\
         ("--rollout-function-path my.rollout", "rollout_function_path=my.rollout"),
         ("--rm-type deepscalar", "did you mean 'deepscaler'"),
         ("--rm-type ifbench", "a package of their own"),
-        ("--reward-key acc", "only 'score' is possible"),
         ("--ref-load /elsewhere/other", "ref_load is refused"),
         ("--custom-config-path /nowhere.yaml", "the file is not here"),
         ("--attention-dropout 0.1", "with dropout"),

@@ -12,6 +12,7 @@ import pytest
 from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import ConfigError
 from verl_mt.rewards import load_reward
+from verl_mt.rewards.adapters import adapt
 from verl_mt.rewards.contract import RewardInput
 from verl_mt.rewards.math_grading import boxed, from_latex, same_by_algebra, same_by_text
 from verl_mt.rewards.rm_hub import RuleReward, dapo, f1
@@ -183,3 +184,23 @@ def test_a_server_is_asked_again_and_its_number_is_the_score():
 
 def test_the_overlap_of_words_is_of_their_numbers():
     assert f1("cat cat dog", "cat") == pytest.approx(0.5)
+
+
+def test_a_function_of_slimes_is_scored_by_the_number_that_reward_key_names():
+    def named(args, sample):
+        return {"accuracy": 0.25, "length": 3.0}
+
+    class Args:
+        reward_key = "accuracy"  # what reward.kwargs.reward_key says, slime's functions find in args
+
+    reward = adapt(named, label="named", kwargs={"reward_key": "accuracy"}, timeout_s=5)
+    reward.bind(Args())
+    (scored,) = asyncio.run(reward.score([RewardInput("", "", None, sample=Sample())]))
+    assert scored["score"] == 0.25
+
+
+def test_a_rule_with_several_numbers_is_scored_by_the_one_that_is_named():
+    sample = Sample(response="Answer: 4", label="3")
+    assert RuleReward("dapo", reward_key="acc")(None, sample)["score"] == 0.0
+    with pytest.raises(ConfigError, match="reward_key=length: dapo gives score, acc"):
+        RuleReward("dapo", reward_key="length")(None, sample)

@@ -75,7 +75,7 @@ def test_flags_of_hydra_and_overrides_are_left_alone():
     ("word", "text"),
     [
         ("load_debug_rollout_data=/x/{rollout_id}.pt", "trainer.debug_mode=train_only"),
-        ("reward_key=acc", "only 'score' is possible"),
+        ("adam_eps=1e-5", "only 1e-08 is possible"),
         ("metadata_key=meta", "only 'metadata' is possible"),
     ],
 )
