@@ -49,7 +49,14 @@ def test_a_whole_mapping_is_the_same_as_its_keys():
     [
         ({"rollout_rs": "token"}, (0.5, 2.0)),
         ({"rollout_rs": "token", "rollout_rs_threshold": 4.0}, (0.25, 4.0)),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}, (0.5, 3.0)),
+        ({"rollout_rs": "token", "rollout_rs_threshold": "0.5_3.0"}, (0.5, 3.0)),
+        # k1 is log(sampler / trainer), so that these are bounds of the inverse ratio
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}, (1 / 3, 2.0)),
+        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 4.0}, (0.25, 4.0)),
+        (
+            {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 4, "rollout_rs_threshold_lower": 0},
+            (0.25, float("inf")),
+        ),
         ({"rollout_rs": "sequence", "rollout_rs_threshold": 4, "rollout_rs_threshold_lower": 0}, (0.0, 4.0)),
         ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1}, (0.0, 0.1)),
     ],

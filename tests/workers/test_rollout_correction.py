@@ -11,6 +11,7 @@ from sharded_jobs import one_update
 from test_loss import drifted, drifting, flat
 from test_split_records import conversation, split_at
 
+from verl_mt.algorithms.corrections import divergences, within
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
@@ -30,6 +31,8 @@ OPTIONS = {
     "token k3": {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.05},
     "rejected product": {"rollout_rs": "sequence", "rollout_rs_threshold": 2.5},
     "rejected mean": {"rollout_rs": "geometric", "rollout_rs_threshold": "0.9_1.2"},
+    "rejected mean k1": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.95_1.3"},
+    "rejected token k1": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_3.0"},
     "rejected mean k3": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.08},
     "rejected largest k2": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.3},
     "veto": {"rollout_token_veto_threshold": 0.5},
@@ -85,7 +88,11 @@ def _stays(given: dict, own: float, sequence: list[float]) -> bool:
         return True
     short = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
     over, _, estimator = short.get(kind, kind).rpartition("_")
-    measure = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - x - 1}[estimator]
+    measure = {
+        "k1": lambda x: x if kind in short else -x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - x - 1,
+    }[estimator]
     values = [measure(x) for x in sequence]
     value = {"token": measure(own), "seq_sum": sum(values), "seq_mean": sum(values) / len(values)}
     found = max(values) if over == "seq_max" else value[over]
@@ -281,3 +288,14 @@ def test_a_batch_without_a_token_in_the_loss_moves_nothing(given, minis):
     done = one_update(ALONE, batch, correction=given, ppo_mini_batch_size=minis)
     assert done["gradients"] == [] and done["metrics"]["actor/num_updates"] == 0
     assert all(math.isfinite(value) for value in done["metrics"].values())
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("token", [0.6, 1.0, 2.5]), ("token_k1", [0.4, 0.6, 1.0])])
+def test_one_pair_of_bounds_is_of_the_ratio_or_of_its_inverse(kind, kept):
+    """verl's names with k1 measure log(sampler / trainer), and their bounds are of its exponential."""
+    lower, upper = read_rollout_correction({"rollout_rs": kind, "rollout_rs_threshold": "0.5_3.0"}).bounds
+    ratios = torch.tensor([[0.2, 0.4, 0.6, 1.0, 2.5, 4.0]])
+    mask = torch.ones_like(ratios, dtype=torch.bool)
+    found = divergences(ratios.log(), torch.zeros_like(ratios), mask, over="token", estimator="k1")
+    chosen = within(found, mask, estimator="k1", lower=lower, upper=upper)
+    assert ratios[chosen].tolist() == pytest.approx(kept)

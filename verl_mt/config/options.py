@@ -3,6 +3,7 @@ and the corrections against a sampler that is not quite the trainer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +133,21 @@ class RolloutCorrectionOptions(Section):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper) of a rejection; the lower one is 0 and unused with k2 and k3."""
+        """(lower, upper) of a rejection; the lower one is 0 and unused with k2 and k3.
+
+        Of k1 they bound the ratio trainer to sampler. The names with `_k1` are given bounds of the inverse, which is
+        what the estimate k1 = log(sampler / trainer) measures.
+        """
         lower, upper = self.rollout_rs_threshold_lower, self.rollout_rs_threshold
         if isinstance(upper, str):
             lower, upper = (float(part) for part in upper.split("_"))
         upper = self.rollout_is_threshold if upper is None else float(upper)
         if self.estimator != "k1":
             return 0.0, upper
-        return (1.0 / upper if lower is None else lower), upper
+        lower = 1.0 / upper if lower is None else lower
+        if self.rollout_rs in _BOUNDED_BY_RATIO:
+            return lower, upper
+        return 1.0 / upper, (1.0 / lower if lower else math.inf)
 
     def _rejection(self) -> str:
         return _BOUNDED_BY_RATIO.get(self.rollout_rs or "token", self.rollout_rs or "token_k1")
