@@ -34,7 +34,7 @@ from verl_mt.migrate.shell import read_script
 from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import GenerateState, generate_turn, post
+from verl_mt.rollout.custom_generate import GenerateState, generate_turn, get_model_url, post
 from verl_mt.rollout.custom_generate import generate as default_generate
 from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
 from verl_mt.rollout.generate.returned import place
@@ -349,6 +349,17 @@ async def aliased(args, sample, sampling_params):
     return sample
 
 
+async def asks_by_name(args, sample, sampling_params):
+    ids = GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
+    with pytest.raises(PluginError, match="the run has one model"):
+        get_model_url(args, "judge")
+    payload = {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+    items = (await post(get_model_url(args, "default", "/generate"), payload))["meta_info"]["output_token_logprobs"]
+    sample.tokens = ids
+    sample.append_response_tokens(args, tokens=[i[1] for i in items], log_probs=[i[0] for i in items], text="5")
+    return sample
+
+
 async def by_turns(args, sample, sampling_params):
     """slime's own helper for a turn, and a result between two of them."""
     state = GenerateState(args)
@@ -359,6 +370,45 @@ async def by_turns(args, sample, sampling_params):
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text="<result>5</result>")
     await generate_turn(args, sample, sampling_params)
     return sample
+
+
+async def step_by_step(args, sample, sampling_params):
+    """Returns every turn as a Sample, all that came before it as its prompt."""
+    state, url = GenerateState(args), f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    tokens, steps = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"], []
+    for number in range(3):
+        reply = await post(url, {"input_ids": tokens, "sampling_params": sampling_params, "return_logprob": True})
+        items = reply["meta_info"]["output_token_logprobs"]
+        step = deepcopy(sample)
+        step.tokens, step.response, step.response_length = tokens + [i[1] for i in items], reply["text"], len(items)
+        step.loss_mask, step.rollout_log_probs = [1] * len(items), [i[0] for i in items]
+        step.reward, step.status, step.rollout_id = float(number), Sample.Status.COMPLETED, sample.index
+        steps.append(step)
+        tokens = step.tokens + state.tokenizer(f"<obs>{number}</obs>", add_special_tokens=False)["input_ids"]
+    return steps if not args.shuffled else [steps[2], steps[0], steps[1]]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_every_step_of_an_append_only_history_may_be_a_sample_of_its_own(shuffled):
+    config = Config()
+    config.actor_rollout_ref.rollout.custom_generate_kwargs = {"shuffled": shuffled}
+    turns = iter([turn("one"), turn("two"), turn("three")])
+    [group] = roll_out(runner_of(f"{__name__}.step_by_step", lambda request: next(turns), config=config), rows("q"))
+    parts = sorted(group.trajectories, key=lambda t: t.reward)
+    assert [(t.error, t.status, t.reward, t.num_turns) for t in parts] == [
+        (None, Status.COMPLETED, float(k), 1) for k in range(3)
+    ]
+    for part, text in zip(parts, ("one", "two", "three")):
+        [record] = part.records
+        trained = [i for i, bit in zip(record.token_ids, record.loss_mask) if bit]
+        assert CHAT.decode(trained) == text + CHAT.decode([EOS]) and part.turn_texts == [text]
+        assert record.loss_mask == record.sampled and part.sample.tokens == record.token_ids
+        assert part.sample.rollout_log_probs == record.rollout_log_probs[record.num_prompt_tokens :]
+    assert parts[2].records[0].token_ids[: len(parts[1].records[0].token_ids)] == parts[1].records[0].token_ids
+    assert len({t.trajectory_id for t in parts}) == 3 and {t.execution_id for t in parts} == {"s1/0"}
+    batch = build_batch(parts, pad_token_id=0)
+    weights = token_weights(batch["loss_mask"], weighed_together(batch), mode="seq-mean-token-mean")
+    assert weights.sum().item() == pytest.approx(1.0) and len(set(weights[weights > 0].tolist())) == 1
 
 
 async def gave_up(args, sample, sampling_params):
@@ -373,6 +423,7 @@ async def gave_up(args, sample, sampling_params):
     [
         (aliased, ["<code>2+3</code>", "Answer: 5"], "interpreter"),
         (by_turns, ["<calc>2+3</calc>", "5"], "<result>5"),
+        (asks_by_name, ["5"], ""),
         (default_generate, ["5"], ""),
     ],
 )

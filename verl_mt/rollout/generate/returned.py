@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.ledger import Ledger, TrajectoryRecord
 from verl_mt.data.slime_sample import Sample, check_unsupported, fill_from_record
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import LedgerError, UserCodeError, value_text
@@ -15,7 +17,7 @@ from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.generate.args import COMPAT
 from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
-from verl_mt.rollout.reconcile import Alignment
+from verl_mt.rollout.reconcile import Alignment, align
 from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ async def settle(result: Any, conversations: CallConversations, path: str, args:
     samples = _samples(result, path)
     if not isinstance(result, list) and samples[0].status in COMPAT.given_up:
         return [_lost(samples[0], conversations.main.trajectory)]
-    outcome, unmatched, lost = [], list(conversations.items), 0
+    outcome, unmatched, lost = [], _divided(conversations, samples), 0
     for position, sample in enumerate(samples):
         where = f"generate function {path}{_which(position, samples)}"
         match = conversations.match(sample, unmatched)
@@ -76,6 +78,75 @@ async def settle(result: Any, conversations: CallConversations, path: str, args:
         if count:
             outcome[0].counters[name] = count
     return outcome
+
+
+def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> list[AskedConversation]:
+    """The conversations of a call; one of which several Samples hold turns of their own (a function that returns every
+    step as a Sample, each with all before it as its prompt) in as many parts, so that each Sample has one."""
+    result: list[AskedConversation] = []
+    for conversation in conversations.items:
+        if len(samples) < 2 or len(conversation.session.record.assistant_turns) < 2:
+            result.append(conversation)
+            continue
+        ranges = sorted(filter(None, (_own_turns(conversation, sample) for sample in samples)))
+        follow = all(after[0] == before[1] for before, after in pairwise(ranges))
+        if len(ranges) < 2 or not follow or ranges[0][0]:
+            result.append(conversation)
+            continue
+        result += [_part(conversation, first, last) for first, last in ranges]
+    return result
+
+
+def _own_turns(conversation: AskedConversation, sample: Sample) -> tuple[int, int] | None:
+    """Which of a conversation's assistant turns a Sample's response holds, `[first, last)`, where its tokens end with
+    one of them; None where they do not."""
+    record = conversation.session.record
+    spans = record.assistant_turns
+    begins = len(sample.tokens) - sample.response_length
+    for last in range(len(spans), 0, -1):
+        ids = record.token_ids[spans[last - 1].start : spans[last - 1].end]
+        if list(sample.tokens[len(sample.tokens) - len(ids) :]) != ids:
+            continue
+        until = _copy_until(record, spans[last - 1].end)
+        try:
+            found = align(sample.tokens, until, conversation.session.context.chat.decode, wanted=sample.loss_mask)
+        except LedgerError:
+            continue
+        if len(found.places) < len(until.token_ids):
+            continue
+        own = [k for k, span in enumerate(spans[:last]) if (found.places[span.start] or 0) >= begins]
+        return (own[0], last) if own and own == list(range(own[0], last)) else None
+    return None
+
+
+def _copy_until(record: TrajectoryRecord, end: int) -> TrajectoryRecord:
+    copy, _ = record.split(len(record.token_ids))
+    copy.cut(end)
+    return copy
+
+
+def _part(conversation: AskedConversation, first: int, last: int) -> AskedConversation:
+    """Some turns of a conversation as one of their own, all before them its prompt. The part with the first turn keeps
+    trajectory and session."""
+    session = conversation.session
+    spans, rounds, whole = session.record.assistant_turns, session.rounds, session.trajectory
+    record = _copy_until(session.record, spans[last - 1].end)
+    if first:
+        record = record.split(spans[first].start)[1]
+    place = next(
+        (p for p, number in session.message_rounds.items() if number == rounds[spans[last - 1].turn - 1]), None
+    )
+    part = Trajectory(
+        whole.trajectory_id if not first else f"{whole.trajectory_id}.turn{first + 1}",
+        whole.prompt_id, whole.group_id, whole.episode_id, whole.data_source, whole.row_index,
+        source=whole.source, tools=whole.tools, num_turns=last - first, turn_texts=whole.turn_texts[first:last],
+        messages=whole.messages if place is None else whole.messages[: place + 1],
+    )  # fmt: skip
+    own = replace(session, trajectory=part, ledger=Ledger([record]), engine_session=whole.trajectory_id)
+    part.records = own.ledger.records
+    if last < len(spans):
+        own.cut_reason = None
+    return replace(conversation, session=own)
 
 
 def _samples(result: Any, path: str) -> list[Sample]:

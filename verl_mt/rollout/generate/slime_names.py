@@ -62,6 +62,20 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
+def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/generate") -> str:
+    """Where the policy is asked.
+
+    Raises:
+        PluginError: another model; a run has one.
+    """
+    if model_name not in ("default", "actor"):
+        raise PluginError(
+            f"get_model_url: the run has one model, the policy, and no {model_name!r}; another one is a server that "
+            "the function posts to by its own URL"
+        )
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """A tokenizer by its folder or name; `GenerateState(args).tokenizer` is the run's own."""
     return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
@@ -146,6 +160,7 @@ _ADVICE = {
         ("encode_image_for_rollout_engine", "build_processor_kwargs", "prepare_model_inputs", "process_vision_info"),
         _IMAGES,
     ),
+    **dict.fromkeys(("compute_rollout_step", "compute_statistics"), "the run logs every step by itself"),
     **dict.fromkeys(("MultiTurnLossMaskGenerator", "get_response_lengths"), _MASKS),
 }  # fmt: skip
 
