@@ -37,6 +37,7 @@ ACTOR = {
     "clip_ratio_c": Effect("1.05", "the dual clip sets in", metric("actor/clipfrac_lower"), OFF_POLICY),
     "loss_agg_mode": Effect("seq-mean-token-sum", "other weights", probes.weights, NOT_VALIDATED),
     "entropy_coeff": Effect("1.0", "other weights", probes.weights, NOT_VALIDATED),
+    "top_entropy_quantile": Effect("0.3", "fewer tokens move the policy", probes.weights, NOT_VALIDATED),
     "use_kl_loss": Effect("True", "there is a KL term", metric("actor/kl_loss"), NOT_VALIDATED),
     "kl_loss_coef": Effect("5.0", "its weight", probes.weights, KL),
     "kl_loss_type": Effect("k2", "its estimate", metric("actor/kl_loss"), KL),

@@ -61,6 +61,7 @@ def test_what_is_not_offered_says_why(word, text):
     [
         ("vanilla", []),
         ("my_losses.py:mine", []),
+        ("fipo", []),
         ("gspo", ["clip_ratio_c"]),
         ("cispo", ["clip_ratio_c"]),
         ("clip_cov", ["clip_ratio_c"]),

@@ -98,5 +98,11 @@ def test_the_default_task_takes_steps_with_every_estimator(tmp_path, name):
 @pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_the_default_task_takes_steps_with_every_loss(tmp_path, mode):
     lines = trained(tmp_path / "run", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
-    numbers = {"vanilla": "clipfrac", "gspo": "clipfrac", "cispo": "clipfrac", "sapo": "gate_slope"}
+    numbers = {
+        "vanilla": "clipfrac",
+        "gspo": "clipfrac",
+        "cispo": "clipfrac",
+        "sapo": "gate_slope",
+        "fipo": "fipo_weight",
+    }
     assert f"actor/{numbers.get(mode, 'ppo_kl' if mode == 'gpg' else 'chosen_frac')}" in lines[-1]

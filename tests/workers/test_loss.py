@@ -55,6 +55,7 @@ ACTOR_OF = {
     "gspo": {"clip_ratio": 0.5},
     "cispo": {},
     "sapo": {},
+    "fipo": {"fipo_half_life": 2.0},
     "gpg": {},
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
     "kl_cov": {"kl_cov_ratio": 0.2},

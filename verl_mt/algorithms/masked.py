@@ -53,3 +53,17 @@ def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps:
     mean = masked_mean(values, mask)
     scaled = (masked_fill_zero(values, mask) - mean) * torch.rsqrt(masked_var(values, mask) + eps)
     return masked_fill_zero(scaled if shift_mean else scaled + mean, mask)
+
+
+def at_least_quantile(values: Tensor, mask: Tensor, share: float) -> Tensor:
+    """bool: the mask's entries whose value is at least the quantile `share` of the mask's values, which is taken
+    between two of them where it falls there."""
+    inside = values[mask.bool()].float()
+    if inside.numel() == 0:
+        return torch.zeros_like(mask, dtype=torch.bool)
+    ordered = inside.sort().values  # torch.quantile takes 16 million values at most
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    threshold = torch.lerp(ordered[below], ordered[above], place - below)
+    return mask.bool() & (values >= threshold)

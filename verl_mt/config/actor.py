@@ -140,6 +140,14 @@ class ActorConfig(Section):
         read="step",
     )
     entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.", read="step")
+    top_entropy_quantile: float = knob(
+        1.0,
+        "Share of a mini-batch's sampled tokens, those of the highest entropy, that have a policy loss; below 1 it "
+        "costs a forward pass per update (Wang et al. 2025, arXiv:2506.01939).",
+        min=0.001,
+        max=1,
+        read="step",
+    )
     use_kl_loss: bool = knob(False, "Add a KL term to the reference policy to the loss.")
     kl_loss_coef: float = knob(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, may_idle=(0.0,), read="step")
     kl_loss_type: str = knob(

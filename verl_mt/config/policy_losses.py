@@ -37,6 +37,8 @@ class PolicyLoss:
     over_mini_batch: str | None = None
     """Path of a function that looks at the whole mini-batch before it is split (`workers.loss.WholeMiniBatch`), with
     options and clip ranges by name, and returns further arguments of `function`, a row for each row of the batch."""
+    looks_ahead: bool = False
+    """What it makes of a token depends on the tokens after it in its row."""
     by_trajectory: bool = False
     """One ratio for all tokens of a trajectory: rows of one trajectory belong together, and a weight or mask for a
     single token would make it another ratio."""
@@ -64,7 +66,7 @@ class PolicyLoss:
     @property
     def by_token(self) -> bool:
         """The loss of a token depends on nothing but this token: any single one can be trained with it."""
-        return self.over_mini_batch is None and not self.is_users
+        return self.over_mini_batch is None and not self.looks_ahead and not self.is_users
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
             "tau_neg": knob(1.05, "SAPO: the same on the others.", min=1e-6),
         },
         aggregation="seq-mean-token-mean",  # arXiv:2511.20347
+    ),
+    "fipo": PolicyLoss(
+        f"{_LOSSES}.future_kl.fipo_loss",
+        options={
+            "fipo_half_life": knob(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
+            "fipo_weight_low": knob(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
+            "fipo_weight_high": knob(1.2, "FIPO: largest weight of a token.", min=1),
+            "fipo_safety_ratio": knob(4.0, "FIPO: above it a token of negative advantage weighs at most 1; 0 = off."),
+        },
+        clips=(*_BOTH_SIDES, "clip_c"),
+        looks_ahead=True,
     ),
     "gpg": PolicyLoss(f"{_LOSSES}.losses.gpg_loss"),
     "clip_cov": PolicyLoss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -197,7 +197,7 @@ class ActorWorker(Trainable):
         by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
         return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
-    def _compute_log_probs(self, here: TensorDict, rows: Tensor) -> Tensor:
+    def _compute_log_probs(self, here: TensorDict, rows: Tensor, *, entropy: bool = False) -> Tensor:
         return compute_log_probs(
             self.module,
             here,
@@ -205,6 +205,7 @@ class ActorWorker(Trainable):
             temperature=self._temperature,
             max_tokens=self.config.ppo_max_token_len,
             max_rows=self.config.ppo_micro_batch_size,
+            entropy=entropy,
         )
 
     @torch.no_grad()
@@ -227,6 +228,9 @@ class ActorWorker(Trainable):
         weights_BT = self._token_weights(here, rows, mode=config.aggregation, norm_constant=self._norm_constant)
         log_probs_of = partial(self._compute_log_probs, here)
         mini = self.loss.over_mini_batch(here, rows, weights_BT, old_BT, log_probs_of, self._generator)
+        if config.top_entropy_quantile < 1:
+            entropies_BT = self._compute_log_probs(here, rows, entropy=True)
+            mini = replace(mini, share_BT=self.loss.uncertain(here, rows, entropies_BT))
         loss, seen_BT = torch.zeros((), device=self.device), torch.full_like(old_BT, math.nan)
         parts = micro_batches(
             here,

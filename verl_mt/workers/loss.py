@@ -16,10 +16,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.losses import sequence_log_ratio
-from verl_mt.algorithms.masked import masked_fill_zero
+from verl_mt.algorithms.masked import at_least_quantile, masked_fill_zero
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.policy_losses import KEY, ChosenLoss, read_policy_loss
 from verl_mt.data import batch as columns
@@ -61,6 +62,8 @@ class MiniBatch:
     """Off-policy sequence masking: log of the trajectory's ratio to the sampler; see `split_ratios`."""
     arguments: dict[str, Tensor] = field(default_factory=dict)
     """Of the policy loss: what the `over_mini_batch` of its record returned."""
+    share_BT: Tensor | None = None
+    """Factor of the policy loss of each token; None = 1."""
 
     def part(self, rows: Tensor) -> MiniBatch:
         """Of some rows."""
@@ -68,6 +71,7 @@ class MiniBatch:
             self,
             weights_BT=self.weights_BT[rows],
             drift_B=None if self.drift_B is None else self.drift_B[rows],
+            share_BT=None if self.share_BT is None else self.share_BT[rows],
             arguments={name: value[rows] for name, value in self.arguments.items()},
         )
 
@@ -161,6 +165,8 @@ class ActorLoss:
         if self.correction is not None:
             loss_BT, more = self.correction.applied(loss_BT, log_probs_BT.detach(), old_BT, micro, mini.drift_B)
             means |= more
+        if mini.share_BT is not None:
+            loss_BT = loss_BT * mini.share_BT
         given_BT = in_loss_BT & ~micro[columns.SAMPLED]
         if given_BT.any():
             loss_BT = loss_BT + self._of_given(log_probs_BT, old_BT, advantages_BT, given_BT)[0]
@@ -176,6 +182,27 @@ class ActorLoss:
         num_tokens = sampled_BT.sum()
         means["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / num_tokens.clamp(min=1)
         return MicroBatchLoss(loss, clipped_BT, sums, means, num_tokens)
+
+    def uncertain(self, batch: TensorDict, rows: Tensor, entropies_BT: Tensor) -> Tensor:
+        """[B, T], the factor of each token's policy loss under `top_entropy_quantile`: 1 for the mini-batch's tokens of
+        the highest entropy, 0 for its others. With one ratio for a trajectory, the share of the former among its
+        tokens, as what moves the trajectory moves all of them.
+
+        Args:
+            batch: the whole batch.
+            rows: of the mini-batch.
+            entropies_BT: of the current weights, in these rows.
+        """
+        sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
+        inside_BT = torch.zeros_like(sampled_BT)
+        inside_BT[rows] = sampled_BT[rows]
+        high_BT = at_least_quantile(entropies_BT, inside_BT, 1 - self._config.top_entropy_quantile)
+        if not self.record.by_trajectory:
+            return high_BT.float()
+        trajectory_B = batch[columns.TRAJECTORY_INDEX]
+        all_N, place_B = tokens_per_trajectory(inside_BT, trajectory_B)
+        high_N, _ = tokens_per_trajectory(high_BT, trajectory_B)
+        return (high_N / all_N.clamp(min=1))[place_B].unsqueeze(1).expand_as(entropies_BT)
 
     def slope_where_known(self, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> Tensor | None:
         """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.

@@ -73,8 +73,10 @@ def compute_log_probs(
     temperature: float,
     max_tokens: int,
     max_rows: int | None = None,
+    entropy: bool = False,
 ) -> Tensor:
-    """Log-probs of the tokens in the loss mask: float32 [B, T], 0 at other positions, NaN in rows not in `rows`.
+    """Log-probs of the tokens in the loss mask, or the entropies of what they were drawn from: float32 [B, T], 0 at
+    other positions, NaN in rows not in `rows`.
 
     Collective where the module is sharded: every rank gives the same rows and gets all of the result.
     """
@@ -94,7 +96,10 @@ def compute_log_probs(
             batch[columns.ATTENTION_MASK][part],
             wanted_BT=mask[part],
             temperature=temperature,
+            with_entropy=entropy,
             media=columns.media_of(batch[part]),
         )
-        result[part] = output.log_probs_BT.float()
+        found = output.entropy_BT if entropy else output.log_probs_BT
+        assert found is not None
+        result[part] = found.float()
     return ranks.merge(result)
