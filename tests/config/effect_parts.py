@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from toys import FORGETFUL, toy_tokenizer
+from vision_toys import image_processor, vision_model, vision_tokenizer
 
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import ShuffledSampler
@@ -221,6 +222,15 @@ def template_file(which: str) -> str:
 def other_model() -> str:
     """The other checkpoint that comes with the repository."""
     return str(Path(__file__).resolve().parents[2] / "recipes" / "search" / "tiny" / "checkpoint")
+
+
+def model_that_sees() -> str:
+    """A checkpoint with a vision tower."""
+    place = folder() / "sees"
+    if not place.exists():
+        for part in (vision_model(), vision_tokenizer(), image_processor()):
+            part.save_pretrained(place)
+    return str(place)
 
 
 def other_tokenizer() -> str:

@@ -92,6 +92,9 @@ MODEL = {
     "lora_rank": Effect("4", "adapters are trained", probes.model),
     "lora_alpha": Effect("32", "how adapters are scaled", probes.model, (f"{MO}.lora_rank=4",)),
     "lora_target_modules": Effect("[q_proj]", "fewer of them", probes.model, (f"{MO}.lora_rank=4",)),
+    "freeze_vision": Effect(
+        "True", "fewer weights are trained", probes.model, (lambda: f"{MO}.path={parts.model_that_sees()}",)
+    ),
     "enable_gradient_checkpointing": Effect("True", "the module recomputes", probes.model),
     "use_remove_padding": Effect("False", "shapes of the forward passes", probes.shapes, NOT_VALIDATED),
 }

@@ -44,6 +44,9 @@ class ModelConfig(Section):
         "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
         when=_LORA,
     )
+    freeze_vision: bool = knob(
+        False, "A vision tower and its projector keep their weights and get no adapters; models without one have none."
+    )
     enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = knob(
         True, "Rows of different lengths are packed into one without padding; padded for models that cannot be packed."

@@ -179,6 +179,8 @@ def _with_commented_rollout(text: str) -> tuple[str, bool]:
     )
     if start is None:
         return text, False
+    while start and re.match(r"\s*#\s*\w+=\S+.*\\\s*$", lines[start - 1]):
+        start -= 1  # variables that are set for it, on lines of their own
     command = []
     for line in lines[start:]:
         command.append(re.sub(r"^\s*#\s?", "", line))

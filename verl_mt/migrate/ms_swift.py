@@ -127,6 +127,8 @@ def _defaults(given: _Given, launch: Launch) -> None:
     launch.added += [
         f"{key}={value} # {reasons.get(key, DEFAULT)}" for key, value in defaults.items() if key not in given
     ]
+    if _one(given, "dynamic_sample") == "true" and "max_resample_times" not in given:
+        launch.added.append(f"max_resample_times=3 # {DEFAULT}")
     known = [key for key in ("adam_beta1", "adam_beta2") if key in given]  # names that it has in common with slime
     betas = [_one(given, key) or usual for key, usual in (("adam_beta1", "0.9"), ("adam_beta2", "0.95"))]
     why = f"--{known[0]}" if known else DEFAULT
@@ -429,11 +431,28 @@ def _changed(given: _Given, launch: Launch) -> None:
             f"--template {given.pop('template')[0]}: the model's own chat template writes prompts; another one is "
             "actor_rollout_ref.model.custom_chat_template"
         )
+    quantile = _fraction(given, "top_entropy_quantile")
+    if 0 < quantile < 1:
+        launch.changed.append(
+            f"--top_entropy_quantile {quantile:g}: of an update's tokens, there of those of each device's batch"
+        )
+    _vision(given, launch)
     pixels = launch.env.pop("MAX_PIXELS", None)
     if pixels is not None:
         launch.changed.append(
             f"MAX_PIXELS={pixels}: images are of the size that the model's processor gives them; set max_pixels in its "
             "preprocessor_config.json"
+        )
+
+
+def _vision(given: _Given, launch: Launch) -> None:
+    """A vision tower and its projector are trained there only on request; here both or neither."""
+    tower, projector = (given.pop(key, ["true"]) == ["false"] for key in ("freeze_vit", "freeze_aligner"))
+    launch.added.append(f"actor_rollout_ref.model.freeze_vision={str(not tower).lower()} # --freeze_vit")
+    if tower != projector:
+        launch.changed.append(
+            f"--freeze_vit {str(not tower).lower()} --freeze_aligner {str(not projector).lower()}: the projector is "
+            "trained with its tower, or not with it"
         )
 
 

@@ -30,6 +30,11 @@ from verl_mt.errors import CheckpointError, ConfigError
 
 _KEY = "actor_rollout_ref.model"
 _ALL = "all-linear"
+_VISION = {
+    "visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "image_newline",
+    "multi_modal_projector", "connector", "aligner",
+}  # fmt: skip
+"""What transformers' models call their vision towers and the projectors behind them."""
 _NAME = "default"
 """peft's name of an adapter that has none of its own."""
 _PARTS = re.compile(r"\.(base_layer|lora_A\.default|lora_B\.default)(?=\.)")
@@ -86,7 +91,7 @@ def add_adapters(model: Any, config: ModelConfig, *, seed: int) -> Any:
     require_peft()
     import peft
 
-    chosen, targets = _targets(model, config.lora_target_modules)
+    chosen, targets = _targets(model, config.lora_target_modules, text_only=config.freeze_vision)
     lora = Lora(config.lora_rank, config.lora_alpha, targets, _fingerprint(model), config.path)
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(_peft_config(lora, chosen), model)
@@ -116,6 +121,18 @@ def set_lora(model: nn.Module, lora: Lora) -> None:
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def sees(name: str) -> bool:
+    """Whether a parameter or module belongs to a vision tower or to the projector behind it, by its name."""
+    return not _VISION.isdisjoint(name.split("."))
+
+
+def freeze_vision(model: nn.Module) -> None:
+    """A vision tower and its projector are not trained."""
+    for name, parameter in model.named_parameters():
+        if sees(name):
+            parameter.requires_grad_(False)
 
 
 @contextmanager
@@ -261,10 +278,11 @@ def _peft_config(lora: Lora, targets: Iterable[str]) -> Any:
     )
 
 
-def _targets(model: Any, asked: list[str]) -> tuple[list[str], tuple[str, ...]]:
+def _targets(model: Any, asked: list[str], *, text_only: bool) -> tuple[list[str], tuple[str, ...]]:
     """Full names of the layers that get an adapter, and the shortest way to say it."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = [name for name in linear if not (text_only and sees(name))]
     chosen: set[str] = set()
     unknown = []
     for target in asked:

@@ -16,7 +16,7 @@ from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
-from verl_mt.modeling.lora import Lora, add_adapters, lora_of, set_lora
+from verl_mt.modeling.lora import Lora, add_adapters, freeze_vision, lora_of, set_lora
 from verl_mt.modeling.passes import choose_passes, use_passes
 from verl_mt.modeling.values import ValueHead, ValueModel
 from verl_mt.plugins import import_plugins
@@ -90,6 +90,8 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
     module = add_adapters(_first_policy(setup, ranks), model, seed=setup.seed)
+    if model.freeze_vision:
+        freeze_vision(module)
     lora = _agreed(lora_of(module), module, ranks)
     # Made before any checkpoint is loaded into the actor: the reference stays what the run started from.
     ref = copy.deepcopy(module) if setup.has_ref and ranks.size == 1 and lora is None else None
