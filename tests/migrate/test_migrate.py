@@ -219,6 +219,122 @@ def test_steps_per_generation_and_a_warm_up_ratio_are_computed_with_the_ranks():
     assert any("--warmup_ratio 0.05: --warmup_steps" in line for line in both.dropped)
 
 
+def test_what_counts_updates_there_counts_steps_here():
+    found = migrate(
+        "NPROC_PER_NODE=2 " + SWIFT + "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+        "--steps_per_generation 8 --num_iterations 2 --max_steps 100 --save_steps 30 --num_train_epochs 1"
+    )
+    config = compose(found.overrides)
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (4, 2)
+    # Two updates of each of two passes: four of a step.
+    assert (config.trainer.total_training_steps, config.trainer.save_freq) == (25, 8)
+    assert config.trainer.total_epochs == 1_000_000  # its steps alone end a run there
+
+
+def test_an_update_over_several_samplings_is_one_batch():
+    config = compose(
+        migrate(
+            "NPROC_PER_NODE=4 " + SWIFT + "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 "
+            "--generation_batch_size 4 --num_generations 4"
+        ).overrides
+    )
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (4, None)
+
+
+def test_ranks_of_torchrun_and_of_several_machines_count():
+    flags = SWIFT.removeprefix("swift rlhf ") + "--per_device_train_batch_size 4 --gradient_accumulation_steps 1"
+    found = migrate("export NNODES=3\ntorchrun --nproc_per_node=8 swift/cli/rlhf.py " + flags)
+    assert compose(found.overrides).data.train_batch_size == 12 and "trainer.nnodes=3" in found.overrides
+    unknown = migrate("NNODES=$WORLD_SIZE torchrun --nproc_per_node=8 swift/cli/rlhf.py " + flags)
+    assert len(unknown.refused) == 1 and "is a shell's variable" in unknown.refused[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ("--top_p 0.9 --top_k 50", "--top_p 0.9, --top_k 50: training draws from the whole distribution"),
+        ("--async_generate true", "by the weights of the step before"),
+        ("--top_entropy_quantile 0.2", "of an update's tokens, there of those of each device's batch"),
+        ("--loss_type bnpo --per_device_train_batch_size 8", "there over each device's batch"),
+        ("--split_dataset_ratio 0.01", "all rows are trained on"),
+        ("--freeze_aligner false", "the projector is trained with its tower, or not with it"),
+        ("--template qwen3", "the model's own chat template writes prompts"),
+    ],
+)
+def test_what_ms_swift_does_otherwise_is_listed(flags, changed):
+    found = migrate(SWIFT + flags)
+    assert found.refused == [] and len(found.changed) == 1 and changed in found.changed[0]
+
+
+def test_what_means_the_same_is_not_listed():
+    found = migrate(
+        "NPROC_PER_NODE=2 " + SWIFT + "--top_p 1.0 --top_k -1 --use_gym_env true --gym_env e --multi_turn_scheduler "
+        "gym_scheduler --max_turns 3 --vllm_max_model_len 4096 --per_device_train_batch_size 4 --async_generate false"
+    )
+    assert found.refused == found.changed == []
+    assert compose(found.overrides).reward.path == "gym"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--reward_funcs a b --reward_weights 1 0.5", {"rewards": ["a", "b"], "weights": [1.0, 0.5]}),
+        ("--reward_funcs a b", {"rewards": ["a", "b"]}),
+        ("--reward_funcs a", {}),
+        ("--reward_funcs a --reward_weights 0.5", {"rewards": ["a"], "weights": [0.5]}),
+        ("--reward_funcs cosine --max_completion_length 99", {"max_len": 99}),
+        (
+            "--reward_funcs a repetition --repetition_n_grams 4",
+            {"rewards": ["a", "repetition"], "kwargs": {"repetition": {"n_grams": 4}}},
+        ),
+    ],
+)
+def test_several_rewards_become_their_weighted_sum(flags, expected):
+    reward = compose(migrate(SWIFT + flags).overrides).reward
+    several = "rewards" in expected
+    assert (reward.path, reward.kwargs) == ("weighted_sum" if several else flags.split()[1], expected)
+
+
+def test_each_loss_keeps_its_bounds_and_its_aggregation():
+    def actor(flags):
+        return compose(migrate(SWIFT + flags).overrides).actor_rollout_ref.actor
+
+    cispo = actor("--loss_type cispo --epsilon_high 5")
+    assert (cispo.policy_loss, cispo.clip_range) == ({"loss_mode": "cispo"}, (1.0, 4.0))
+    assert actor("--loss_type dapo --epsilon_high 0.28").loss_agg_mode == "token-mean"
+    assert actor("--loss_type dr_grpo").loss_agg_mode == "seq-mean-token-sum-norm"
+    assert actor("--loss_type grpo --delta 2").clip_ratio_c == 2 and actor("").clip_ratio_c is None
+    sapo = actor("--loss_type sapo --tau_pos 2 --epsilon 0.1")
+    assert (sapo.policy_loss, sapo.loss_agg_mode) == ({"loss_mode": "sapo", "tau_pos": 2.0}, "seq-mean-token-mean")
+    fipo = actor("--loss_type fipo --fipo_clip_range 0.3 --fipo_clip_high_only true").policy_loss
+    assert (fipo["fipo_weight_low"], fipo["fipo_weight_high"]) == (1.0, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "estimator", "in_reward"),
+    [
+        ("--advantage_estimator rloo", "rloo", True),
+        ("--advantage_estimator rloo --kl_in_reward false", "rloo", False),
+        ("--advantage_estimator reinforce_plus_plus", "reinforce_plus_plus_baseline", True),
+        ("--advantage_estimator grpo --kl_in_reward true", "grpo", True),
+        ("--scale_rewards gdpo --reward_funcs a b", "gdpo", False),
+    ],
+)
+def test_the_kl_is_where_ms_swift_has_it_for_each_estimator(flags, estimator, in_reward):
+    config = compose(migrate(SWIFT + flags + " --beta 0.01").overrides)
+    assert (config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward) == (estimator, in_reward)
+    assert config.actor_rollout_ref.actor.use_kl_loss is not in_reward
+    assert estimator != "gdpo" or config.algorithm.gdpo_reward_weights == {"a": 1.0, "b": 1.0}
+
+
+def test_the_penalty_on_length_is_dapos():
+    reward = compose(
+        migrate(SWIFT + "--reward_funcs a soft_overlong --soft_cache_length 64 --reward_weights 1 0.5").overrides
+    ).reward
+    buffer = reward.overlong_buffer
+    assert (reward.path, buffer.enable, buffer.len, buffer.penalty_factor) == ("a", True, 64, 0.5)
+
+
 SERVER = "# swift rollout --model org/model \\\n#     --multi_turn_scheduler math_tip_trick \\\n#     --max_turns 3\n"
 
 
@@ -299,7 +415,10 @@ def test_rows_counted_behind_the_name_of_a_data_set():
         ("--loss_type grpo --delta 1.1", "delta=1.1 is below 1 + epsilon_high"),
         ("--scale_rewards batch", "scale_rewards=batch with advantage_estimator=grpo: not offered"),
         ("--teacher_model m", "distillation is not offered"),
-        ("--num_generations 16 --per_device_train_batch_size 8", "updates here are of whole prompts"),
+        (
+            "--num_generations 16 --per_device_train_batch_size 8",
+            "8 samples an update and 8 a sampling, 16 of a prompt: updates",
+        ),
         ("--per_device_train_batch_size 8 --multi_turn_scheduler s", "give vllm_max_model_len or"),
     ],
 )

@@ -442,7 +442,7 @@ def _take_env(env: dict[str, str], launch: Launch) -> None:
             launch.added.append(f"trainer.n_workers_per_node={value} # NPROC_PER_NODE")
             if value != "1":
                 launch.added.append("trainer.placement=ray # several ranks need it")
-        elif name == "NNODES" and value.isdigit():
+        elif name == "NNODES" and (value.isdigit() or launch.framework == "ms-swift"):
             launch.added.append(f"trainer.nnodes={value} # NNODES")
         elif reason is not None:
             launch.dropped.append(f"{name}: {reason}")

@@ -118,6 +118,7 @@ def _defaults(given: _Given, launch: Launch) -> None:
         defaults["truncation_strategy"] = "delete"
         reasons["truncation_strategy"] = "a prompt with images cannot be cut"
     if "max_steps" in given:
+        given.pop("num_train_epochs", None)
         defaults["num_train_epochs"], reasons["num_train_epochs"] = "1000000", "--max_steps alone ends the run"
     if _one(given, "loss_type") not in ("cispo", "sapo") and _one(given, "importance_sampling_level") in (
         None,
@@ -173,26 +174,25 @@ def _batch(given: _Given, launch: Launch) -> int | None:
     n = _number(given, "num_generations") if "num_generations" in given else int(SWIFT_DEFAULTS["num_generations"])
     spread = (_number(given, "sequence_parallel_size") or 1) if "sequence_parallel_size" in given else 1
     iterations = (_number(given, "num_iterations") or 1) if "num_iterations" in given else 1
+    sizes = {key: given[key] for key in _BATCH if key in given}
     if ranks is None or device is None or accumulated is None or not n:
-        return None
+        return _no_batch(given, sizes, launch, "how many ranks, samples or generations there are is a shell's variable")
     steps = _number(given, "steps_per_generation") if "steps_per_generation" in given else accumulated
     samples = device * ranks * steps if steps is not None else None
     if "generation_batch_size" in given:
         samples = _number(given, "generation_batch_size")
     if samples is None or ranks % spread:
-        return None
+        return _no_batch(given, sizes, launch, "a sampling's size is a shell's variable")
     trained = device * ranks * accumulated // spread
     sampled = max(samples, trained)
     if samples % n or trained % n or sampled % min(samples, trained):
         if not any(key in given for key in _BATCH):  # nor would ms-swift start: it is part of a command
             launch.notes.append("the command does not say how large a batch is: set data.train_batch_size, in prompts")
             return None
-        launch.refused.append(
-            f"{trained} samples an update and {samples} a sampling, {n} of a prompt: updates here are of whole prompts "
-            "(data.train_batch_size, actor_rollout_ref.actor.ppo_mini_batch_size); change "
-            "gradient_accumulation_steps or num_generations"
+        why = (
+            f"{trained} samples an update and {samples} a sampling, {n} of a prompt: updates here are of whole prompts"
         )
-        return None
+        return _no_batch(given, sizes, launch, why)
     for key in _BATCH:
         given.pop(key, None)
     shared = f" / {spread} ranks to a sequence" if spread > 1 else ""
@@ -211,6 +211,18 @@ def _batch(given: _Given, launch: Launch) -> int | None:
     if _one(given, "loss_type") == "bnpo":
         launch.changed.append("--loss_type bnpo: tokens are averaged over an update, there over each device's batch")
     return sampled // trained * iterations
+
+
+def _no_batch(given: _Given, sizes: _Given, launch: Launch, why: str) -> None:
+    """The sizes that a command gives make no batch."""
+    for key in sizes:
+        del given[key]
+    if sizes:
+        named = " ".join(f"--{key} {' '.join(values)}" for key, values in sizes.items())
+        launch.refused.append(
+            f"{named}: {why}; give data.train_batch_size and actor_rollout_ref.actor.ppo_mini_batch_size in prompts, "
+            "or the flags as numbers that fit"
+        )
 
 
 def _ranks(launch: Launch) -> int | None:
@@ -308,6 +320,9 @@ def _rollout_server(given: _Given, launch: Launch) -> None:
 def _server(given: _Given, launch: Launch) -> None:
     """A rollout server of the script's own becomes one that the run launches."""
     if _one(given, "vllm_mode") != "server":
+        for key in ("vllm_server_host", "vllm_server_port", "vllm_server_base_url"):
+            if key in given:
+                launch.dropped.append(f"--{key} {' '.join(given.pop(key))}: without --vllm_mode server nobody asks it")
         return
     launch.wants_server = True
     hosts = given.get("vllm_server_host", ["127.0.0.1"])

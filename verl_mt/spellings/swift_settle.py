@@ -116,9 +116,9 @@ def _kl(flags: _Flags) -> None:
     if "beta" not in flags or f"{ACTOR}use_kl_loss" in flags:
         return
     in_reward = flags.take("kl_in_reward").get("kl_in_reward")
-    given = flags.get("algorithm.adv_estimator", flags.get("advantage_estimator", "grpo"))
+    kinds = [item.value for item in flags.outcome.items if item.key == "algorithm.adv_estimator"]
     if in_reward is None:
-        in_reward = str(given) in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        in_reward = any(kind in ("rloo", "reinforce_plus_plus_baseline") for kind in kinds)
     (beta,) = flags.take("beta").values()
     # Of a sum over tokens with an estimator that looks at one reward per trajectory nothing else is left than k1's.
     if in_reward and beta:
