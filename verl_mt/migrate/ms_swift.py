@@ -176,13 +176,15 @@ def _batch(given: _Given, launch: Launch) -> int | None:
     iterations = (_number(given, "num_iterations") or 1) if "num_iterations" in given else 1
     sizes = {key: given[key] for key in _BATCH if key in given}
     if ranks is None or device is None or accumulated is None or not n:
-        return _no_batch(given, sizes, launch, "how many ranks, samples or generations there are is a shell's variable")
+        _no_batch(given, sizes, launch, "how many ranks, samples or generations there are is a shell's variable")
+        return None
     steps = _number(given, "steps_per_generation") if "steps_per_generation" in given else accumulated
     samples = device * ranks * steps if steps is not None else None
     if "generation_batch_size" in given:
         samples = _number(given, "generation_batch_size")
     if samples is None or ranks % spread:
-        return _no_batch(given, sizes, launch, "a sampling's size is a shell's variable")
+        _no_batch(given, sizes, launch, "a sampling's size is a shell's variable")
+        return None
     trained = device * ranks * accumulated // spread
     sampled = max(samples, trained)
     if samples % n or trained % n or sampled % min(samples, trained):
@@ -192,7 +194,8 @@ def _batch(given: _Given, launch: Launch) -> int | None:
         why = (
             f"{trained} samples an update and {samples} a sampling, {n} of a prompt: updates here are of whole prompts"
         )
-        return _no_batch(given, sizes, launch, why)
+        _no_batch(given, sizes, launch, why)
+        return None
     for key in _BATCH:
         given.pop(key, None)
     shared = f" / {spread} ranks to a sequence" if spread > 1 else ""
