@@ -333,6 +333,10 @@ def test_the_penalty_on_length_is_dapos():
     ).reward
     buffer = reward.overlong_buffer
     assert (reward.path, buffer.enable, buffer.len, buffer.penalty_factor) == ("a", True, 64, 0.5)
+    flags = "--reward_funcs a b soft_overlong --soft_cache_length 64 --reward_weights 1 2 0.5 --scale_rewards gdpo"
+    by_parts = compose(migrate(SWIFT + flags).overrides)
+    assert by_parts.algorithm.gdpo_reward_weights == {"a": 1.0, "b": 2.0, "overlong": 0.5}
+    assert by_parts.reward.overlong_buffer.penalty_factor == 1.0 and "weights" not in by_parts.reward.kwargs
 
 
 SERVER = "# swift rollout --model org/model \\\n#     --multi_turn_scheduler math_tip_trick \\\n#     --max_turns 3\n"

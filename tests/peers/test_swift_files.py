@@ -585,6 +585,24 @@ def test_its_tool_call_scheduler_trains_two_steps_with_the_tiny_model(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scaled", ["none", "gdpo"])
+def test_its_gsm8k_rewards_train_two_steps_by_their_weighted_sum_on_renamed_columns(tmp_path, registries, scaled):
+    rows = [{"messages": [{"role": "user", "content": f"{k}+1?"}], "answer": f"#### {k + 1}"} for k in range(4)]
+    words = (
+        "reward_funcs=[gsm8k_accuracy,gsm8k_format]", "reward_weights=[1,0.5]", "data.columns={answer: solution}",
+        "data.label_key=solution", "system='Answer with ####.'", f"scale_rewards={scaled}", "beta=0.04",
+        "top_entropy_quantile=0.5",
+    )  # fmt: skip
+    lines, read = two_steps(tmp_path, GSM8K, rows, *words)
+    assert len(read) == 8 and all(row["messages"][0]["content"] == "Answer with ####." for row in read)
+    for row in read:
+        parts = row["reward_parts"]
+        weighed = parts["gsm8k_accuracy"] + (0.5 if scaled == "none" else 1) * parts["gsm8k_format"]
+        assert row["reward"] == parts["score"] == weighed
+    assert all({"reward/gsm8k_accuracy", "reward/gsm8k_format", "actor/kl_loss"} <= line.keys() for line in lines)
+
+
+@pytest.mark.slow
 def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registries):
     rows = [{**row, "solution": ""} for row in lake_rows(4)]
     words = (

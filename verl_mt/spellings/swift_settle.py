@@ -47,6 +47,8 @@ class _Flags:
     def __init__(self, outcome: Outcome, where: str):
         self.outcome, self.where = outcome, where
         self._by_name = {item.spelling: item for item in outcome.items}
+        self.overlong: dict[str, float] = {}
+        """The weight of the penalty on length, where there is one."""
         self.only_swifts = any(name in self._by_name for name in NOT_SHARED)
 
     def __contains__(self, name: str) -> bool:
@@ -178,7 +180,9 @@ def _soft_overlong(flags: _Flags, taken: dict[str, Any], weight_of: dict[str, fl
     else:
         flags.put("reward.overlong_buffer.enable", True, "reward_funcs")
         flags.put("reward.overlong_buffer.len", cache, "soft_cache_length")
-        flags.put("reward.overlong_buffer.penalty_factor", weight, "reward_funcs")
+        # GDPO weighs every number by itself, this one too.
+        flags.put("reward.overlong_buffer.penalty_factor", 1.0 if _by_parts(flags) else weight, "reward_funcs")
+        flags.overlong = {"overlong": weight}
 
 
 def _arguments(name: str, given: dict[str, Any], flags: _Flags) -> dict[str, Any]:
@@ -189,10 +193,10 @@ def _arguments(name: str, given: dict[str, Any], flags: _Flags) -> dict[str, Any
 
 
 def _name_rewards(flags: _Flags, weight_of: dict[str, float], own: dict[str, dict[str, Any]]) -> None:
-    estimator = next((i for i in flags.outcome.items if i.key == "algorithm.adv_estimator"), None)
-    by_parts = estimator is not None and estimator.value == "gdpo"
+    by_parts = _by_parts(flags)
     names = list(weight_of)
     if len(names) == 1 and weight_of[names[0]] == 1:
+        _weigh_parts(flags, {"score": 1.0})
         flags.put("reward.path", names[0], "reward_funcs")
         if own:
             flags.put("reward.kwargs", own[names[0]], "reward_funcs")
@@ -204,11 +208,19 @@ def _name_rewards(flags: _Flags, weight_of: dict[str, float], own: dict[str, dic
         kwargs["kwargs"] = own
     flags.put("reward.path", "weighted_sum", "reward_funcs")
     flags.put("reward.kwargs", kwargs, "reward_funcs")
-    if by_parts:
-        flags.outcome.items = [
-            replace(item, value=weight_of) if item.key == "algorithm.gdpo_reward_weights" else item
-            for item in flags.outcome.items
-        ]
+    _weigh_parts(flags, weight_of)
+
+
+def _by_parts(flags: _Flags) -> bool:
+    """GDPO: the numbers of a reward are normalised one by one."""
+    return any(item.key == "algorithm.adv_estimator" and item.value == "gdpo" for item in flags.outcome.items)
+
+
+def _weigh_parts(flags: _Flags, weights: dict[str, float]) -> None:
+    flags.outcome.items = [
+        replace(item, value=weights | flags.overlong) if item.key == "algorithm.gdpo_reward_weights" else item
+        for item in flags.outcome.items
+    ]
 
 
 def _loss(flags: _Flags) -> None:
