@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from verl_mt.errors import DataError
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.checker import CheckerInteraction
 from verl_mt.interactions.gsm8k_interaction import Gsm8kInteraction, last_assistant_text
-from verl_mt.interactions.session import InteractionSession, InteractionTurn
+from verl_mt.interactions.session import InteractionSession, InteractionTurn, check_row
 
 
 def react(interaction: BaseInteraction, *answers: str, truth: str | None = "72") -> list[InteractionTurn]:
@@ -51,3 +52,15 @@ def test_the_last_assistant_turn_is_read_from_text_or_parts():
     )
     assert last_assistant_text([{"role": "assistant", "content": None}]) == ""
     assert last_assistant_text([]) == ""
+
+
+def test_a_row_without_the_ground_truth_is_found_before_anything_is_sampled():
+    class Own(Gsm8kInteraction):
+        async def start_interaction(self, instance_id=None, **kwargs):
+            return await super().start_interaction(instance_id, ground_truth="7", **kwargs)
+
+    interactions = {"gsm8k": Gsm8kInteraction({"name": "gsm8k"}), "own": Own({"name": "own"})}
+    check_row(interactions, {"name": "gsm8k", "ground_truth": "7"})
+    check_row(interactions, {"name": "own"})
+    with pytest.raises(DataError, match=r"interaction 'gsm8k' needs extra_info.interaction_kwargs.ground_truth"):
+        check_row(interactions, {"name": "gsm8k", "ground_truth": None})

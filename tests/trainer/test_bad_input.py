@@ -286,12 +286,24 @@ def test_a_selection_of_tools_that_is_a_text(refusal, tmp_path):
 
 def test_an_interaction_that_is_not_configured(refusal, tmp_path):
     rows = good_rows(2)
+    rows[0]["extra_info"]["interaction_kwargs"] = {"ground_truth": "1"}
     rows[1]["extra_info"]["interaction_kwargs"] = {"name": "teecher"}
     file, interactions = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "interactions.yaml"
     entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
     interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
     text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
     says(text, f"{file}, row 1", "unknown interaction 'teecher'", "did you mean 'teacher'?")
+
+
+def test_an_interaction_without_what_it_needs_of_a_row(refusal, tmp_path):
+    rows = good_rows(2)
+    rows[0]["extra_info"]["interaction_kwargs"] = {"ground_truth": "1"}
+    rows[1]["extra_info"]["interaction_kwargs"] = {"query": "what?"}
+    file, interactions = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "interactions.yaml"
+    entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
+    text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
+    says(text, f"{file}, row 1", "interaction 'teacher' needs extra_info.interaction_kwargs.ground_truth")
 
 
 def test_another_prompt_key(refusal):

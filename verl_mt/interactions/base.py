@@ -26,6 +26,11 @@ class BaseInteraction:
     runs_inline: bool = False
     """True: no method ever blocks, so all run on the rollout's own loop, without a thread. For cheap pure code only."""
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What every row has to give in `extra_info.interaction_kwargs`; a run looks before it samples."""
+        return ()
+
     def __init__(self, config: dict[str, Any]):
         self.config = config
         self.name: str = config.get("name") or "interaction_agent"

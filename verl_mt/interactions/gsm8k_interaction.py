@@ -21,6 +21,12 @@ class Gsm8kInteraction(BaseInteraction):
     correct_text = "Your response is correct!"
     wrong_text = "Your response is incorrect! Think about it once more and try again."
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The ground truth; nothing where a subclass begins in a way of its own."""
+        own = type(self).start_interaction is Gsm8kInteraction.start_interaction
+        return ("ground_truth",) if own else ()
+
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         self._instance_dict: dict[str, dict[str, Any]] = {}

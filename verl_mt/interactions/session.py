@@ -95,6 +95,23 @@ def pick_interaction(
     return interactions[name]
 
 
+def check_row(interactions: Mapping[str, BaseInteraction], interaction_kwargs: Mapping[str, Any] | None) -> None:
+    """Before anything is sampled: the row picks an interaction and gives what that one needs.
+
+    Raises:
+        DataError: it does not.
+    """
+    interaction = pick_interaction(interactions, interaction_kwargs)
+    if interaction is None:
+        return
+    for name in interaction.needs:
+        if (interaction_kwargs or {}).get(name) is None:
+            raise DataError(
+                f"interaction {interaction.name!r} needs extra_info.interaction_kwargs.{name}, which the row does not "
+                "give: write it into the rows"
+            )
+
+
 @dataclass(frozen=True)
 class InteractionTurn:
     """What the interaction said."""

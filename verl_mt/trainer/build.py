@@ -28,7 +28,7 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
-from verl_mt.interactions.session import pick_interaction
+from verl_mt.interactions.session import check_row
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rewards.contract import RunState
@@ -143,7 +143,7 @@ def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -
     """What the engine cannot show, no reward scores, or no interaction answers."""
     for row in prompts.rows():
         try:
-            pick_interaction(runner.interactions, row.extra_info.get("interaction_kwargs"))
+            check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
         except DataError as error:
             raise DataError(f"{row.file}, row {row.index}: {error}") from error
         require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
