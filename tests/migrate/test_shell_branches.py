@@ -40,6 +40,36 @@ def test_the_branch_that_a_shell_takes_is_taken(text, expected):
     assert last(text)[-1] == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("K=big\ncase $K in\n  small|tiny) W=1;;\n  big)\n    W=2\n    ;;\n  *) W=3;;\nesac\nrun $W", "2"),
+        ('K=tiny\ncase "$K" in small | tiny) W=1;; *) W=3; esac\nrun $W', "1"),
+        ("K=qwen3\ncase $K in\n  llama*) W=1;;\n  qwen*) case x in x) W=2;; esac;;\nesac\nrun $W", "2"),
+        ("K=other\ncase $K in a) W=1;; *) W=3;; esac\nrun $W", "3"),
+        ("W=1\nwhile [[ $# -gt 0 ]]; do\n  case $1 in\n    --w) W=$2; shift 2;;\n  esac\ndone\nrun $W", "1"),
+        ("M=${1:-/m}\nrun $M", "${oc.env:1,/m}"),
+        ('run "$1"', "${oc.env:1}"),
+    ],
+)
+def test_cases_loops_and_the_scripts_own_arguments(text, expected):
+    assert last(text)[-1] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rate"), [("small", "1e-05"), ("", "1e-06")])
+def test_a_case_that_only_a_shell_can_decide_stays_one(size, rate):
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    text = 'R=1e-6\ncase "$SIZE" in\n  small) R=1e-5 ;;\n  big) R=1e-4 ;;\nesac\n' + SLIME + "/m --lr $R"
+    found = migrate(text)
+    assert found.refused == []
+    printed = found.command().replace("python -m verl_mt.trainer", "printf '%s\\n'")
+    done = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True, env={"SIZE": size})
+    chosen = [line for line in done.stdout.splitlines() if line.startswith("actor_rollout_ref.actor.optim.lr=")]
+    assert [float(line.partition("=")[2]) for line in chosen] == [float(rate)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_a_choice_that_only_a_shell_can_make_stays_one(wanted):

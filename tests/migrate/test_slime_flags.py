@@ -7,6 +7,7 @@ import re
 import pytest
 
 from verl_mt.config.compose import compose
+from verl_mt.errors import ConfigError
 from verl_mt.migrate import migrate
 from verl_mt.migrate.launch import ENV
 
@@ -140,6 +141,19 @@ def test_files_of_settings_are_read_where_they_are(tmp_path):
     assert [line for line in found.changed if "rm_type" in line]
     found, config = carried(RENDERED + "--eval-interval 5 --eval-config /nowhere.yaml")
     assert config.data.val_files is None and any("the file is not here" in line for line in found.changed)
+
+
+def test_numbers_with_a_default_are_computed_with_it_and_that_is_said():
+    found, config = carried(RENDERED.replace("--global-batch-size 128", "--global-batch-size ${GBS:-64}"))
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+    assert "--global-batch-size ${GBS:-64}: numbers that are computed from it here take 64" in found.notes
+
+
+def test_a_program_in_python_is_no_launch_script(tmp_path):
+    file = tmp_path / "run_model.py"
+    file.write_text("import slime.utils.external_utils.command_utils as U\n")
+    with pytest.raises(ConfigError, match=r"run_model.py is a Python program, .* give the command that it starts"):
+        migrate(file.read_text(), file)
 
 
 def test_a_line_without_its_backslash_ends_the_command():

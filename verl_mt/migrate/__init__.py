@@ -107,6 +107,11 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
     Raises:
         ConfigError: it starts nothing that is known, or a quote is not closed.
     """
+    if script_file is not None and script_file.suffix == ".py":
+        raise ConfigError(
+            f"{script_file.name} is a Python program, not a launch script or command; give the command that it starts "
+            "(python -m verl_mt.migrate -- python3 train.py ...)"
+        )
     text, taken = _with_commented_rollout(text)
     script = read_script(text, script_file)
     if taken:

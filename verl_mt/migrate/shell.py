@@ -45,7 +45,8 @@ _COMPUTED = re.compile(rf"\$\({_NESTED}\)|`[^`]*`")
 _FUNCTION = re.compile(r"^(?:function\s+)?([A-Za-z_]\w*)\s*\(\)\s*\{.*?^\}", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
 _DEFAULT = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # ${A:-${B:-${C}}}
-_VARIABLE = re.compile(rf"\$(?:\{{([A-Za-z_]\w*)(?::?[-=]({_DEFAULT}))?\}}|([A-Za-z_]\w*))")
+_NAME = r"[A-Za-z_]\w*|[1-9]"  # a word of the script's own command line is $1
+_VARIABLE = re.compile(rf"\$(?:\{{({_NAME})(?::?[-=]({_DEFAULT}))?\}}|({_NAME}))")
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _SEQUENCE = re.compile(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)")
 _OWN_NAME = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b|\$\{0\}|\$0(?!\w)")
@@ -59,7 +60,7 @@ _FOLDER = re.compile(
 )
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{@.*\}")
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "!"}
-_KEYWORDS |= {"{", "}", "(", ")", "&&", "||", "|"}
+_KEYWORDS |= {"{", "}", "(", ")", "&&", "||", "|", ";;"}
 _DECLARE = {"export", "local", "declare", "readonly"}
 _OF_WORDS = {"text", "to_fill_in", "escaped", "single", "double", "variable", "computed", "array", "arithmetic"}
 
@@ -210,6 +211,8 @@ def _split(text: str) -> Iterator[list[Word]]:
         elif kind == "operator":
             if words:
                 yield words
+            if token == ";;":
+                yield [[("plain", token)]]
             words = [[("plain", token)]] if token in ("&&", "||", "|") else []
             if token == "\n":
                 place = _after_heredocs(text, place, heredocs)

@@ -7,6 +7,7 @@ else echo b; fi)`; an array is what it is where no variable is set from outside,
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Callable
 from typing import Protocol
 
@@ -49,6 +50,14 @@ def execute(commands: list[list[Word]], script: Shell) -> None:
             branches, place = _branches(commands, place)
             _choose(branches, script)
             continue
+        if head == "case" and len(words) > 2:
+            branches, place = _cases(commands, place)
+            _choose(branches, script)
+            continue
+        if head in ("while", "until"):
+            place = _behind_loop(commands, place)
+            script.note(f"what the script does in `{' '.join(map(_raw, words))}` is not read")
+            continue
         place += 1
         after = _raw(commands[place][0]) if place < len(commands) else ""
         if after in ("&&", "||") and _is_test(words):
@@ -82,6 +91,46 @@ def _branches(commands: list[list[Word]], start: int) -> tuple[list[Branch], int
             branches[-1][1].append(rest)
             depth += _raw(rest[0]) == "if"
     return branches, len(commands)
+
+
+def _cases(commands: list[list[Word]], start: int) -> tuple[list[Branch], int]:
+    """The branches of a `case` as tests of its word, and the place behind its `esac`."""
+    subject, branches = commands[start][1], list[Branch]()
+    patterns, in_pattern, depth = list[str](), True, 1
+    rest = [(start, commands[start][3:])] if commands[start][3:] else []
+    for place, words in [*rest, *enumerate(commands[start + 1 :], start + 1)]:
+        head = _raw(words[0])
+        depth += 0 if in_pattern else {"case": 1, "esac": -1}.get(head, 0)
+        if depth == 0 or (in_pattern and head == "esac"):
+            return branches, place + 1
+        if head == ";;" and depth == 1:
+            in_pattern = True
+        elif not in_pattern:
+            branches[-1][1].append(words)
+        else:
+            closed = next((k for k, word in enumerate(words) if _raw(word).endswith(")")), len(words) - 1)
+            patterns += [_raw(word).strip("()") for word in words[: closed + 1] if _raw(word) not in ("|", "(")]
+            if _raw(words[closed]).endswith(")"):
+                body = [words[closed + 1 :]] if words[closed + 1 :] else []
+                branches += [([] if p == "*" else [_is_like(subject, p)], body) for p in patterns]
+                patterns, in_pattern = [], False
+    return branches, len(commands)
+
+
+def _is_like(subject: Word, pattern: str) -> list[Word]:
+    quoted: Word = [("quoted", _raw(subject))]
+    return [[("plain", "[[")], quoted, [("plain", "==")], [("plain", pattern)], [("plain", "]]")]]
+
+
+def _behind_loop(commands: list[list[Word]], start: int) -> int:
+    depth = 0
+    for place in range(start, len(commands)):
+        heads = [_raw(word) for word in commands[place]]
+        depth += heads[0] in ("for", "while", "until", "select") or heads[:2] in (["do", "while"], ["do", "for"])
+        depth -= heads[0] == "done"
+        if depth == 0:
+            return place + 1
+    return len(commands)
 
 
 def _choose(branches: list[Branch], script: Shell) -> None:
@@ -187,7 +236,8 @@ def _truth(words: list[Word], script: Shell, *, from_outside: bool = True) -> bo
 
 def _compared(left: str, how: str, right: str) -> bool | None:
     if how in ("=", "==", "!="):
-        return None if set("*?[") & set(right) else (left == right) == (how != "!=")
+        same = fnmatch.fnmatchcase(left, right) if set("*?[") & set(right) else left == right
+        return same == (how != "!=")
     try:
         return _COMPARED[how](int(left), int(right)) if how in _COMPARED else None
     except ValueError:

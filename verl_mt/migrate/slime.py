@@ -16,6 +16,7 @@ from verl_mt.config.normalize import split_argv
 from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.launch import ENV, Launch, by_flag, override, parses
+from verl_mt.migrate.shell_values import without_variables
 from verl_mt.migrate.slime_layout import settle_layout
 from verl_mt.plugins import suggest
 from verl_mt.rewards.rm_hub import check_rm_type
@@ -59,12 +60,17 @@ class Flags:
         return found
 
     def number(self, key: str) -> float | None:
-        """None where it is not given, or only a shell knows it."""
+        """Of a variable its default, which is noted; None where it is not given, or only a shell knows it."""
         text = self.first(key)
+        plain = None if text is None else without_variables(text)
         try:
-            return None if text is None else float(text)
+            number = None if plain is None else float(plain)
         except ValueError:
             return None
+        if number is not None and plain != text:
+            note = f"{flag_of(key)} {text}: numbers that are computed from it here take {plain}"
+            self.launch.notes += [] if note in self.launch.notes else [note]
+        return number
 
     def whole(self, key: str) -> int | None:
         number = self.number(key)
