@@ -355,6 +355,71 @@ def test_an_episode_behind_a_server_is_played_with_the_documented_hooks(turns, r
     assert run.record.loss_mask == run.record.sampled
 
 
+class OwnHooks(OpenEnvScheduler):
+    """Replaces both hooks, and keeps a state of its own, as the manual's Sudoku does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._moves = {}
+
+    def _create_env(self, env_config):
+        return Countdown(env_config)
+
+    async def on_trajectory_start(self, requests):
+        limit = asyncio.Semaphore(getattr(self, "max_concurrent_envs", 4))
+
+        async def begin(request):
+            async with limit:
+                if request.uuid in self._envs:
+                    await self._close_and_remove(request.uuid)
+                config = {**getattr(self, "env_config_defaults", {}), **(request.data_dict or {}).get("env_config", {})}
+                env = self._create_env(config)
+                observation, _ = await asyncio.to_thread(env.reset)
+                request.messages = [{"role": "user", "content": f"left: {observation['left']}"}]
+                self._envs[request.uuid], self._moves[request.uuid] = env, []
+                self._total_rewards[request.uuid], self._step_rewards[request.uuid] = 0.0, []
+                self._pending_obs[request.uuid] = None
+
+        await asyncio.gather(*[begin(request) for request in requests])
+
+    async def _close_and_remove(self, uuid):
+        await super()._close_and_remove(uuid)
+        self._moves.pop(uuid, None)
+
+    async def on_turn_end(self, infer_request, response_choice, current_turn):
+        uuid = infer_request.uuid
+        action = self.parse_action(response_choice.message.content)
+        if action is None:
+            infos = {"total_reward": self._total_rewards[uuid] - 1.0, "step_rewards": [-1.0], "gym_done": True}
+            await self._close_and_remove(uuid)
+            return {"done": True, "rollout_infos": infos}
+        observation, reward, done, _ = await asyncio.to_thread(self._envs[uuid].step, action)
+        self._moves[uuid].append(action)
+        self._total_rewards[uuid] += reward + 0.25 * len(self._moves[uuid])
+        self._step_rewards.setdefault(uuid, []).append(reward)
+        self._pending_obs[uuid] = None if done else f"left: {observation['left']}"
+        infos = {"total_reward": self._total_rewards[uuid], "step_rewards": list(self._step_rewards[uuid])}
+        if done:
+            await self._close_and_remove(uuid)
+        return {"done": done, "rollout_infos": infos}
+
+    def parse_action(self, text):
+        found = re.search(r"\[(\d)\]", text)
+        return {"take": int(found.group(1))} if found else None
+
+
+@pytest.mark.parametrize(("says", "total"), [(["[1]", "[2]"], 1.75), (["[1]", "pass"], -0.75), (["[1]", "[1]"], 0.75)])
+def test_a_scheduler_that_replaces_the_hooks_around_a_server_keeps_its_state_by_uuid(says, total):
+    Countdown.log.clear()
+    scheduler = OwnHooks(max_turns=2)
+    run = converse(
+        scheduler, [said(text) for text in says], prompt=prompt_of(env_config={"start": 3}), reward=orms["gym"]()
+    )
+    assert (run.trajectory.error, run.trajectory.reward) == (None, total)
+    assert Countdown.log == ["open", "close"] and scheduler._moves == scheduler._envs == {}
+    assert [m["content"] for m in run.trajectory.messages if m["role"] == "user"] == ["left: 3", "left: 2"]
+
+
 def test_without_the_package_a_server_is_refused_with_advice():
     if importlib.util.find_spec("openenv") is not None:
         pytest.skip("openenv is installed")
