@@ -193,9 +193,34 @@ def import_file(path: str | Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        text = error_text(error, named=True)
+        text = error_text(error, named=True) + _instead_of(error)
         raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {text}") from error
     return module
+
+
+_INSTEAD = {
+    "verl_mt.experimental": "a loop of your own is a scheduler (multi_turn.scheduler), a generate function "
+    "(rollout.custom_generate_function_path) or an agent behind an endpoint (rollout.agent_function_path)",
+    "verl_mt.utils.dataset": "rows come from parquet or JSONL files, and data.sampler draws them; take the data set's "
+    "class out of the file, and its tools and rewards load",
+    "verl_mt.workers.reward_manager": "reward.path names a function, which reward.path=weighted_sum and "
+    "reward.overlong_buffer add to",
+    "verl_mt.workers.rollout": "an engine of your own is rollout.name=my.py:Engine (docs/your_own_engine.md)",
+    "verl_mt.trainer": "an estimator of your own is algorithm.adv_estimator=my.py:f, a loss "
+    "actor.policy_loss.loss_mode=my.py:f (docs/your_own_algorithm.md)",
+    "verl_mt.protocol": "there is no DataProto: rewards, tools and losses are given what their pages say",
+}
+"""Modules of verl's that a file may import after its imports were changed, and that are not offered -> what there is
+instead."""
+
+
+def _instead_of(error: BaseException) -> str:
+    """What to do about a module of verl's that is missing; empty for other errors."""
+    name = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    prefix = next((p for p in _INSTEAD if name == p or name.startswith(f"{p}.")), None)
+    if prefix is None:
+        return ""
+    return f". verl's {name.replace('verl_mt', 'verl', 1)} is not offered: {_INSTEAD[prefix]}"
 
 
 def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
@@ -217,7 +242,7 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
                 f"{what}: no module {error.name!r} (from {path!r}); is it installed, or missing on PYTHONPATH?"
             ) from error
         raise PluginError(
-            f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed"
+            f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed{_instead_of(error)}"
         ) from error
     except KeyboardInterrupt:
         raise

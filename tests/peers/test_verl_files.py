@@ -19,6 +19,8 @@ import conformance
 import pytest
 import yaml
 
+from verl_mt.errors import PluginError
+from verl_mt.rewards.base import load_reward
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 
@@ -282,3 +284,17 @@ def test_a_bucket_gives_as_many_tokens_as_its_rate():
 
     bucket = TokenBucket(3.0)
     assert [bucket.acquire() for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("from verl_mt.experimental.agent_loop.agent_loop import AgentLoopBase, register", "agent_function_path"),
+        ("from verl_mt.utils.dataset import RLHFDataset", r"verl\.utils\.dataset is not offered: .*data set's class"),
+        ("from verl_mt.trainer.ppo.core_algos import register_adv_est", r"adv_estimator=my\.py:f"),
+    ],
+)
+def test_what_a_file_needs_of_verl_and_does_not_get_is_named_with_what_there_is_instead(tmp_path, line, advice):
+    (file := tmp_path / "my_file.py").write_text(f"{line}\n\n\ndef compute_score(solution_str):\n    return 1.0\n")
+    with pytest.raises(PluginError, match=rf"my_file\.py failed to import at line 1: .*{advice}"):
+        load_reward(str(file))
