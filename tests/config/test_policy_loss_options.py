@@ -66,6 +66,7 @@ def test_what_is_not_offered_says_why(word, text):
         ("cispo", ["clip_ratio_c"]),
         ("clip_cov", ["clip_ratio_c"]),
         ("sapo", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
+        ("real", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
         ("gpg", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
         ("kl_cov", ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]),
     ],

@@ -414,7 +414,7 @@ def test_rows_counted_behind_the_name_of_a_data_set():
         ("--repetition_penalty 1.1", "only 1 or 1.0 is possible"),
         ("--reward_funcs a b --reward_weights 1", "expected a number for each of a, b"),
         ("--reward_funcs toolbench", "toolbench is not offered: it compares calls"),
-        ("--loss_type real", "expected grpo, bnpo"),
+        ("--loss_type mine", "expected grpo, bnpo"),
         ("--loss_type cispo", "below 1 every token's weight is that constant"),
         ("--loss_type grpo --delta 1.1", "delta=1.1 is below 1 + epsilon_high"),
         ("--scale_rewards batch", "scale_rewards=batch with advantage_estimator=grpo: not offered"),

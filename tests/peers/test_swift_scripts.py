@@ -90,6 +90,10 @@ SCRIPTS = {
         reward=R1V, rank=8,
         more={"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl": {"type": "fixed", "kl_coef": 0.001}},
     ),
+    "internal/real.sh": Resolved(
+        3, batch=2, n=8, response=4096, lr=2e-6, temperature=0.6, kl=0.001, dual=3.0, loss="real", rows=5000,
+        more={"algorithm.norm_adv_by_std_in_grpo": False},
+    ),
     "internal/transformers.sh": Resolved(
         3, batch=1, n=4, response=1024, lr=1e-5, rank=8, rows=1000, prompt=2048, reward=PARTS,
     ),
@@ -127,7 +131,6 @@ SCRIPTS = {
 REFUSED = {
     "opd_rl.sh": "distillation is not offered",
     "external/agent.sh": "agent_template=react_grpo is refused",
-    "internal/real.sh": "loss_type=real: expected",
     "qwen2_5_omni/infer.sh": "",  # starts no training: a usage error
 }
 

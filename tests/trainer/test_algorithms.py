@@ -104,5 +104,6 @@ def test_the_default_task_takes_steps_with_every_loss(tmp_path, mode):
         "cispo": "clipfrac",
         "sapo": "gate_slope",
         "fipo": "fipo_weight",
+        "real": "slope",
     }
     assert f"actor/{numbers.get(mode, 'ppo_kl' if mode == 'gpg' else 'chosen_frac')}" in lines[-1]

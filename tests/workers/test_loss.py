@@ -56,6 +56,7 @@ ACTOR_OF = {
     "cispo": {},
     "sapo": {},
     "fipo": {"fipo_half_life": 2.0},
+    "real": {},
     "gpg": {},
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
@@ -136,7 +137,7 @@ def test_on_policy_every_loss_trains_and_a_batch_of_equal_rewards_changes_nothin
     kwargs = {"policy_loss": {"loss_mode": mode}, "grad_clip": 0.0}
     assert one_update(ALONE, make_batch(REWARDS), **kwargs)["metrics"]["actor/grad_norm"] > 0
     idle = one_update(ALONE, make_batch([[1.0, 1.0], [0.0, 0.0]]), **kwargs)
-    if mode == "kl_cov":  # its penalty may move tokens without advantage, so they pass through the model
+    if mode in ("kl_cov", "real"):  # they may move tokens without advantage, which so pass through the model
         assert idle["metrics"]["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
     else:
         assert idle["gradients"] == []
@@ -260,3 +261,14 @@ def test_every_prompt_weighs_the_same_however_they_fall_into_mini_batches(size):
     assert len(split["gradients"]) == -(-5 // size)
     added = sum(flat(split, step) for step in range(len(split["gradients"])))
     torch.testing.assert_close(added * size / 5, flat(whole), rtol=1e-3, atol=1e-6)
+
+
+def test_real_moves_a_trajectory_without_advantage_as_one_that_did_worse():
+    """Its classes are those above their group and the others, over all records of a trajectory."""
+    batch = make_batch([[1.0, 0.0, 0.5]], records=2)  # the third is at the group's mean
+    found = off_policy("real", batch)["gradients"][0]
+    other = make_batch([[1.0, 0.0, 0.2]], records=2)  # the same signs but for the third, which was 0
+    torch.testing.assert_close(off_policy("real", other)["gradients"][0], found)
+    whole, by_row = (off_policy("real", batch, ppo_micro_batch_size=size)["gradients"][0] for size in (None, 1))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(by_row[name], gradient, rtol=1e-4, atol=1e-6)

@@ -112,7 +112,7 @@ def test_the_record_of_a_loss_names_what_its_functions_take(name):
     takes = [inspect.signature(load_object(path, what=name)).parameters for path in paths]
     assert list(takes[0])[:3] == ["log_probs", "old_log_probs", "advantages"]
     options = {p for parameters in takes for p, kind in parameters.items() if kind.kind is kind.KEYWORD_ONLY}
-    of_mini_batch = {"log_ratio_B"} if loss.by_trajectory else set()
+    of_mini_batch = {"log_ratio_B"} if name == "gspo" else set()
     assert options == {*loss.options, *loss.clips} | of_mini_batch
 
 

@@ -35,7 +35,7 @@ def fipo_loss(
 
     k - t counts tokens of the mask: what the model did not write moves no weight. A token whose ratio is above `clip_c`
     is left out of the sums; where A < 0 and the ratio is above `fipo_safety_ratio`, w_t is held in [0.8, 1]. On-policy
-    every weight is 1. Ma et al. 2026 (arXiv:2603.19835), in the form of ms-swift's manual (`loss_type fipo`).
+    every weight is 1. FIPO (arXiv:2603.19835), in the form of ms-swift's manual (`loss_type fipo`).
 
     Args:
         log_probs, old_log_probs, advantages, mask, clip_low, clip_high, clip_c: as for `ppo_clip_loss`; a row is a

@@ -116,6 +116,14 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         clips=(*_BOTH_SIDES, "clip_c"),
         looks_ahead=True,
     ),
+    "real": PolicyLoss(
+        f"{_LOSSES}.contrast.real_loss",
+        options={"real_tau": knob(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)},
+        aggregation="seq-mean-token-mean",
+        over_mini_batch=f"{_WORKERS}.group_contrast",
+        by_trajectory=True,
+        moves_without_advantage=True,  # an advantage of 0 is a negative sample
+    ),
     "gpg": PolicyLoss(f"{_LOSSES}.losses.gpg_loss"),
     "clip_cov": PolicyLoss(
         f"{_LOSSES}.covariance.clip_cov_loss",

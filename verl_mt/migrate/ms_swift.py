@@ -120,7 +120,7 @@ def _defaults(given: _Given, launch: Launch) -> None:
     if "max_steps" in given:
         given.pop("num_train_epochs", None)
         defaults["num_train_epochs"], reasons["num_train_epochs"] = "1000000", "--max_steps alone ends the run"
-    if _one(given, "loss_type") not in ("cispo", "sapo") and _one(given, "importance_sampling_level") in (
+    if _one(given, "loss_type") not in ("cispo", "sapo", "real") and _one(given, "importance_sampling_level") in (
         None,
         "token",
     ):
@@ -211,6 +211,8 @@ def _batch(given: _Given, launch: Launch) -> int | None:
                 f"--loss_type {_one(given, 'loss_type')}: tokens are averaged over an update, there over all updates "
                 "of a sampling; the gradient is larger here by their number, which AdamW divides out"
             )
+    if _one(given, "loss_type") == "real" and _one(given, "beta") not in ("0", "0.0"):
+        launch.changed.append("--loss_type real: its KL is averaged over trajectories, there over tokens")
     if _one(given, "loss_type") == "bnpo":
         launch.changed.append("--loss_type bnpo: tokens are averaged over an update, there over each device's batch")
     return sampled // trained * iterations

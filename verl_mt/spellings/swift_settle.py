@@ -24,10 +24,12 @@ LOSSES = {
     "cispo": "token-mean",
     "sapo": "seq-mean-token-mean",
     "fipo": "token-mean",
+    "real": "seq-mean-token-mean",
 }
 """ms-swift's losses -> how each makes one number of its tokens."""
 _OWN_OPTIONS = {
     "sapo": ("tau_pos", "tau_neg"),
+    "real": ("real_tau",),
     "fipo": ("fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
 }
 """Loss -> the flags that only it reads."""
@@ -94,6 +96,8 @@ def _advantages(flags: _Flags) -> None:
     """How rewards are compared, and scaled: each estimator has its own default there."""
     kind = flags.get("advantage_estimator", "grpo") if flags.only_swifts else "grpo"
     scaled = flags.take("scale_rewards").get("scale_rewards")
+    if flags.get("loss_type") == "real":
+        scaled = "none"  # whatever is given; of an advantage its sign counts
     if kind == "reinforce_plus_plus":
         flags.take("advantage_estimator")
         flags.put("algorithm.adv_estimator", "reinforce_plus_plus_baseline", "advantage_estimator")
@@ -232,7 +236,7 @@ def _loss(flags: _Flags) -> None:
             _two_sided(flags, by_token=level is None)
         return
     flags.put(f"{ACTOR}loss_agg_mode", LOSSES[name], "loss_type")
-    if name in ("cispo", "sapo", "fipo"):
+    if name in ("cispo", "sapo", "fipo", "real"):
         flags.put(LOSS_MODE, name, "loss_type")
         if level is not None:
             flags.refuse(f"loss_type={name} with a ratio of the sequence (importance_sampling_level): not offered")
@@ -241,8 +245,8 @@ def _loss(flags: _Flags) -> None:
             flags.leave(options, f"only loss_type={owner} reads it")
     if name == "cispo":
         _cispo_bounds(flags)
-    elif name == "sapo":
-        flags.leave(("epsilon", "epsilon_high", "delta"), "sapo has no clip")
+    elif name in ("sapo", "real"):
+        flags.leave(("epsilon", "epsilon_high", "delta"), f"{name} has no clip")
     elif "delta" in flags:
         _two_sided(flags, by_token=level is None)
     if name == "fipo":

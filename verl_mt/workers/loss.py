@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
+from verl_mt.algorithms.contrast import contrast_slopes
 from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.losses import sequence_log_ratio
@@ -340,6 +341,25 @@ def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[s
         values = covariances(log_probs, advantages, whole.sampled_BT[rows])
         chosen_BT[rows] = choose_largest(values, whole.sampled_BT[rows], fraction=kl_cov_ratio)
     return {"chosen": chosen_BT}
+
+
+def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tensor]:
+    """REAL: how the loss of a group moves with the score of each of its trajectories in the mini-batch."""
+    batch, rows = whole.batch, whole.rows
+    slope_B = torch.zeros(len(batch), device=whole.old_BT.device)
+    if len(rows):
+        inside, old, owner = whole.sampled_BT[rows], whole.old_BT[rows], batch[columns.TRAJECTORY_INDEX][rows]
+        known = inside & ~torch.isnan(old)  # the others have ratio 1
+        current = whole.log_probs_of(rows)[rows] if known.any() else old
+        score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
+        advantage = masked_fill_zero(batch[columns.ADVANTAGES][rows], inside).sum(1) / inside.sum(1)
+        names, place = torch.unique(owner, return_inverse=True)
+        first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
+        first[place.flip(0)] = torch.arange(len(rows), device=place.device).flip(0)
+        group = batch[columns.GROUP_INDEX][rows]
+        slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
+        slope_B[rows] = (slopes * len(names))[place].to(slope_B.dtype)
+    return {"slope_B": slope_B}
 
 
 def split_ratios(
