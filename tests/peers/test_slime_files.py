@@ -385,27 +385,29 @@ async def step_by_step(args, sample, sampling_params):
         step.reward, step.status, step.rollout_id = float(number), Sample.Status.COMPLETED, sample.index
         steps.append(step)
         tokens = step.tokens + state.tokenizer(f"<obs>{number}</obs>", add_special_tokens=False)["input_ids"]
-    return steps if not args.shuffled else [steps[2], steps[0], steps[1]]
+    return [steps[k] for k in args.kept]
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_every_step_of_an_append_only_history_may_be_a_sample_of_its_own(shuffled):
+@pytest.mark.parametrize("kept", [[0, 1, 2], [2, 0, 1], [2, 0]])
+def test_every_step_of_an_append_only_history_may_be_a_sample_of_its_own(kept):
     config = Config()
-    config.actor_rollout_ref.rollout.custom_generate_kwargs = {"shuffled": shuffled}
+    config.actor_rollout_ref.rollout.custom_generate_kwargs = {"kept": kept}
     turns = iter([turn("one"), turn("two"), turn("three")])
     [group] = roll_out(runner_of(f"{__name__}.step_by_step", lambda request: next(turns), config=config), rows("q"))
     parts = sorted(group.trajectories, key=lambda t: t.reward)
     assert [(t.error, t.status, t.reward, t.num_turns) for t in parts] == [
-        (None, Status.COMPLETED, float(k), 1) for k in range(3)
+        (None, Status.COMPLETED, float(k), 1) for k in sorted(kept)
     ]
-    for part, text in zip(parts, ("one", "two", "three")):
+    for part, text in zip(parts, [("one", "two", "three")[k] for k in sorted(kept)]):
         [record] = part.records
         trained = [i for i, bit in zip(record.token_ids, record.loss_mask) if bit]
         assert CHAT.decode(trained) == text + CHAT.decode([EOS]) and part.turn_texts == [text]
+        assert [(s.kind, s.turn) for s in record.turns] == [("prompt", 0), ("assistant", 1)] and part.rounds == [0]
         assert record.loss_mask == record.sampled and part.sample.tokens == record.token_ids
         assert part.sample.rollout_log_probs == record.rollout_log_probs[record.num_prompt_tokens :]
-    assert parts[2].records[0].token_ids[: len(parts[1].records[0].token_ids)] == parts[1].records[0].token_ids
-    assert len({t.trajectory_id for t in parts}) == 3 and {t.execution_id for t in parts} == {"s1/0"}
+    assert parts[-1].records[0].token_ids[: len(parts[0].records[0].token_ids)] == parts[0].records[0].token_ids
+    assert len({t.trajectory_id for t in parts}) == len(kept) and {t.execution_id for t in parts} == {"s1/0"}
+    assert parts[0].counters.get("discarded_tokens", 0) == (0 if 1 in kept else len("two") + 1)
     batch = build_batch(parts, pad_token_id=0)
     weights = token_weights(batch["loss_mask"], weighed_together(batch), mode="seq-mean-token-mean")
     assert weights.sum().item() == pytest.approx(1.0) and len(set(weights[weights > 0].tolist())) == 1

@@ -89,11 +89,14 @@ def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> lis
             result.append(conversation)
             continue
         ranges = sorted(filter(None, (_own_turns(conversation, sample) for sample in samples)))
-        follow = all(after[0] == before[1] for before, after in pairwise(ranges))
-        if len(ranges) < 2 or not follow or ranges[0][0]:
+        if len(ranges) < 2 or any(after[0] < before[1] for before, after in pairwise(ranges)):
             result.append(conversation)
             continue
-        result += [_part(conversation, first, last) for first, last in ranges]
+        parts = [_part(conversation, first, last) for first, last in ranges]
+        held = {turn for first, last in ranges for turn in range(first, last)}
+        spans = conversation.session.record.assistant_turns
+        parts[0].session.count("discarded_tokens", sum(s.end - s.start for k, s in enumerate(spans) if k not in held))
+        result += parts
     return result
 
 
@@ -127,7 +130,7 @@ def _copy_until(record: TrajectoryRecord, end: int) -> TrajectoryRecord:
 
 def _part(conversation: AskedConversation, first: int, last: int) -> AskedConversation:
     """Some turns of a conversation as one of their own, all before them its prompt. The part with the first turn keeps
-    trajectory and session."""
+    the trajectory's id."""
     session = conversation.session
     spans, rounds, whole = session.record.assistant_turns, session.rounds, session.trajectory
     record = _copy_until(session.record, spans[last - 1].end)
@@ -142,7 +145,11 @@ def _part(conversation: AskedConversation, first: int, last: int) -> AskedConver
         source=whole.source, tools=whole.tools, num_turns=last - first, turn_texts=whole.turn_texts[first:last],
         messages=whole.messages if place is None else whole.messages[: place + 1],
     )  # fmt: skip
+    before = spans[first].turn - 1
+    record.turns = [replace(span, turn=max(0, span.turn - before)) for span in record.turns]
+    own_rounds = rounds[before : spans[last - 1].turn]
     own = replace(session, trajectory=part, ledger=Ledger([record]), engine_session=whole.trajectory_id)
+    own.rounds = [number - own_rounds[0] for number in own_rounds]
     part.records = own.ledger.records
     if last < len(spans):
         own.cut_reason = None
