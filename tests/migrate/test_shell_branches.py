@@ -48,6 +48,8 @@ def test_the_branch_that_a_shell_takes_is_taken(text, expected):
         ("K=qwen3\ncase $K in\n  llama*) W=1;;\n  qwen*) case x in x) W=2;; esac;;\nesac\nrun $W", "2"),
         ("K=other\ncase $K in a) W=1;; *) W=3;; esac\nrun $W", "3"),
         ("W=1\nwhile [[ $# -gt 0 ]]; do\n  case $1 in\n    --w) W=$2; shift 2;;\n  esac\ndone\nrun $W", "1"),
+        ("W=1\nwhile sleep 1; do\n  ls | while read -r x; do if [ $x ]; then W=2; fi; done\ndone\nrun $W", "1"),
+        ('A=\nif [ -n "$A" ]; then\n  for i in 1; do if [ $i ]; then W=2; fi; done\nelse\n  W=3\nfi\nrun $W', "3"),
         ("M=${1:-/m}\nrun $M", "${oc.env:1,/m}"),
         ('run "$1"', "${oc.env:1}"),
     ],

@@ -72,6 +72,9 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
           "actor_rollout_ref.model.attn_implementation": "flash_attention_2"}),
         ("--rm-type dapo --reward-key score", {"reward.kwargs": {"rm_type": "dapo", "reward_key": "score"}}),
         ("--rm-type remote_rm --rm-url http://h/x", {"reward.kwargs": {"rm_type": "remote_rm", "url": "http://h/x"}}),
+        ("--sglang-dtype float16 --sglang-context-length 2048 --sglang-attention-backend fa3",
+         {f"{ROLLOUT}.dtype": "float16", f"{ROLLOUT}.max_model_len": 2048,
+          f"{ROLLOUT}.engine_kwargs": {"attention_backend": "fa3"}, "data.max_prompt_length": 2047}),
         ("--custom-rm-path my.reward", {"reward.path": "my.reward", "reward.kwargs": {}}),
     ],
 )  # fmt: skip
@@ -94,6 +97,8 @@ def test_weights_start_from_the_folder_that_ref_load_was_made_of():
     model = config.actor_rollout_ref.model
     assert (model.path, model.tokenizer_path) == ("/m/Other-SFT", "/m/Qwen")
     assert any("weights are started from it" in line for line in found.changed)
+    bf16 = RENDERED.replace("/m/Qwen", "/m/Qwen-bf16") + "--ref-load /m/Qwen_torch_dist"
+    assert carried(bf16)[1].actor_rollout_ref.model.path == "/m/Qwen-bf16"
     for same in ("/m/Qwen_torch_dist/", "/elsewhere/Qwen_mcore", "/m/Qwen"):
         found, config = carried(RENDERED + f"--ref-load {same}")
         assert config.actor_rollout_ref.model.path == "/m/Qwen" and found.changed == []

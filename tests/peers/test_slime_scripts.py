@@ -188,7 +188,8 @@ def _check_trainer(config, expected):
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     assert (trainer.total_training_steps, trainer.total_epochs) == (expected.steps, 1_000_000)
     assert trainer.nnodes * trainer.n_workers_per_node == expected.ranks and trainer.placement == "ray"
-    assert config.actor_rollout_ref.model.path == expected.model
+    assert (config.actor_rollout_ref.model.path, config.actor_rollout_ref.model.dtype) == (expected.model, "bfloat16")
+    assert rollout.dtype is None  # the actor's
     assert (trainer.default_local_dir, trainer.save_freq) == expected.save
     assert trainer.max_actor_ckpt_to_keep is None
     if expected.validation is None:

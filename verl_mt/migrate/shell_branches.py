@@ -77,7 +77,7 @@ def _branches(commands: list[list[Word]], start: int) -> tuple[list[Branch], int
     for place in range(start + 1, len(commands)):
         words = commands[place]
         head = _raw(words[0])
-        depth += {"if": 1, "fi": -1}.get(head, 0)
+        depth += {"if": 1, "fi": -1}.get(_inner_head(words), 0)
         if depth == 0:
             return branches, place + 1
         rest = words[1:]
@@ -125,12 +125,18 @@ def _is_like(subject: Word, pattern: str) -> list[Word]:
 def _behind_loop(commands: list[list[Word]], start: int) -> int:
     depth = 0
     for place in range(start, len(commands)):
-        heads = [_raw(word) for word in commands[place]]
-        depth += heads[0] in ("for", "while", "until", "select") or heads[:2] in (["do", "while"], ["do", "for"])
-        depth -= heads[0] == "done"
+        head = _inner_head(commands[place])
+        depth += head in ("for", "while", "until", "select")
+        depth -= head == "done"
         if depth == 0:
             return place + 1
     return len(commands)
+
+
+def _inner_head(words: list[Word]) -> str:
+    """What a command begins with, behind what only joins it to others."""
+    heads = [_raw(word) for word in words]
+    return next((head for head in heads if head not in ("do", "{", "(", "&&", "||", "|", "!")), heads[0])
 
 
 def _choose(branches: list[Branch], script: Shell) -> None:

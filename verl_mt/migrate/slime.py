@@ -36,6 +36,7 @@ _OWN_LOSS = "a loss of your own is actor_rollout_ref.actor.policy_loss (docs/you
 _DISTILLS = "distillation from a teacher's log-probs is not offered; a reward of your own in reward.path can ask one"
 _SLICED = re.compile(r"(?P<file>.+)@\[(?P<first>\d*):(?P<last>\d*)\]")
 _QUANTIZED = re.compile(r"[-_](?:fp8|int4|int8|w4a16|nvfp4|mxfp4|awq|gptq)$", re.IGNORECASE)
+_FULL = re.compile(r"[-_](?:bf16|fp16|hf)$", re.IGNORECASE)
 _MEGATRON = re.compile(r"[-_](?:torch[-_]dist|mcore|megatron)$")
 
 
@@ -173,7 +174,7 @@ def _model(flags: Flags) -> None:
     hf, ref = ((flags.first(key) or "").rstrip("/") for key in ("hf_checkpoint", "ref_load"))
     stem = _MEGATRON.sub("", ref)
     base = _QUANTIZED.sub("", hf)
-    if ref and hf and (ref.startswith(hf) or _name(stem) == _name(hf)):
+    if ref and hf and (ref.startswith(hf) or _name(stem) in (_name(hf), _FULL.sub("", _name(hf)))):
         flags.drop("ref_load", "the reference policy is the model that training starts from")
     elif ref and hf and stem != ref:
         flags.left["hf_checkpoint"] = [stem]
@@ -187,6 +188,9 @@ def _model(flags: Flags) -> None:
         flags.left.pop("ref_load")
     elif base != hf:
         flags.refuse("hf_checkpoint", "its weights are quantized, and cannot be trained; give the folder of the others")
+    flags.add(
+        "actor_rollout_ref.model.dtype=bfloat16", "slime's passes and engines; the optimizer keeps float32 weights"
+    )
     load, save = ((flags.first(key) or "").rstrip("/") for key in ("load", "save"))
     if load and (load == save or (save and _name(load) == _name(save))):
         flags.drop("load", "the same command goes on from its newest checkpoint")
@@ -233,13 +237,16 @@ def _engines(flags: Flags) -> None:
     for key in [key for key in flags.left if key.startswith(("sglang_router_", "router_"))]:
         if key not in ("sglang_router_ip", "sglang_router_port"):
             flags.drop(key, "there is no router here")
+    if "rollout_max_context_len" in flags:
+        flags.drop("sglang_context_length", "--rollout-max-context-len bounds a sequence")
     flags.drop("sglang_server_concurrency", "it is actor_rollout_ref.rollout.max_concurrent, and all of a step here")
 
 
 def _lengths(flags: Flags) -> None:
     """A generate function asks for `--rollout-max-response-len` tokens in each of its turns; without one there is one
     turn. Lengths that slime does not bound have a bound here, which a pass of `--max-tokens-per-gpu` holds."""
-    context, response = flags.whole("rollout_max_context_len"), flags.whole("rollout_max_response_len")
+    context = flags.whole("rollout_max_context_len") or flags.whole("sglang_context_length")
+    response = flags.whole("rollout_max_response_len")
     prompt, in_pass = flags.whole("rollout_max_prompt_len"), _tokens_of_a_pass(flags)
     several = "custom_generate_function_path" in flags
     if prompt is None:
