@@ -231,6 +231,12 @@ def test_what_counts_updates_there_counts_steps_here():
     assert config.trainer.total_epochs == 1_000_000  # its steps alone end a run there
 
 
+def test_a_batch_of_variables_is_that_of_their_defaults_and_said():
+    found = migrate(SWIFT + '--per_device_train_batch_size "${SIZE:-16}" --num_generations 8')
+    assert "data.train_batch_size=2" in found.overrides
+    assert any("where nobody sets them" in note for note in found.notes)
+
+
 def test_an_update_over_several_samplings_is_one_batch():
     config = compose(
         migrate(
@@ -253,6 +259,7 @@ def test_ranks_of_torchrun_and_of_several_machines_count():
     ("flags", "changed"),
     [
         ("--top_p 0.9 --top_k 50", "--top_p 0.9, --top_k 50: training draws from the whole distribution"),
+        ("--repetition_penalty 1.1", "--repetition_penalty 1.1: training draws from the whole distribution"),
         ("--async_generate true", "by the weights of the step before"),
         ("--top_entropy_quantile 0.2", "of an update's tokens, there of those of each device's batch"),
         ("--loss_type bnpo --per_device_train_batch_size 8", "there over each device's batch"),
@@ -411,7 +418,6 @@ def test_rows_counted_behind_the_name_of_a_data_set():
     [
         ("--made_up true", "--made_up: no counterpart"),
         ("--vllm_mode server --vllm_server_host h", "give both commands in one text"),
-        ("--repetition_penalty 1.1", "only 1 or 1.0 is possible"),
         ("--reward_funcs a b --reward_weights 1", "expected a number for each of a, b"),
         ("--reward_funcs toolbench", "toolbench is not offered: it compares calls"),
         ("--loss_type mine", "expected grpo, bnpo"),

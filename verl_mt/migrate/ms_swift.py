@@ -28,7 +28,7 @@ _OLDER = {
 """Names of earlier versions, and those of `swift rollout` -> today's."""
 _PLACES = ("num_infer_workers", "vllm_device", "lmdeploy_device", "lmdeploy_cache_max_entry_count", "tp")
 """Of earlier versions: on which devices engines live."""
-_SAMPLES = {"top_p": "1.0", "top_k": "-1", "min_p": "0.0"}
+_SAMPLES = {"top_p": "1.0", "top_k": "-1", "min_p": "0.0", "repetition_penalty": "1.0"}
 _SEES_IMAGES = re.compile(r"vl(?![a-z])|omni|vision|llava|internvl|ovis|minicpm-?v|pixtral|gemma-?3", re.IGNORECASE)
 _PROMPT_LENGTH = 8192
 
@@ -77,6 +77,7 @@ def _settle(given: _Given, launch: Launch) -> None:
             given["torch_dtype"] = [dtype]
     if "gym_env" in given and "use_gym_env" not in given:
         given["use_gym_env"] = ["true"]
+    _variables_in_batch(given, launch)
     updates = _batch(given, launch)
     _server(given, launch)
     _trackers(given, launch)
@@ -216,6 +217,14 @@ def _batch(given: _Given, launch: Launch) -> int | None:
     if _one(given, "loss_type") == "bnpo":
         launch.changed.append("--loss_type bnpo: tokens are averaged over an update, there over each device's batch")
     return sampled // trained * iterations
+
+
+def _variables_in_batch(given: _Given, launch: Launch) -> None:
+    """A batch is counted with what the shell's variables are where nobody sets them, and that is said."""
+    sizes = " ".join(value for key in (*_BATCH, "num_generations", "num_iterations") for value in given.get(key, ()))
+    ranks = " ".join(word for word in launch.added if "NPROC_PER_NODE" in word or "NNODES" in word)
+    if "$" in sizes + ranks:
+        launch.notes.append("the batch is that of the shell's variables where nobody sets them")
 
 
 def _no_batch(given: _Given, sizes: _Given, launch: Launch, why: str) -> None:
@@ -419,7 +428,7 @@ def _sampling(given: _Given, launch: Launch) -> None:
     if cut:
         launch.changed.append(
             f"{', '.join(cut)}: training draws from the whole distribution, which is also the one that the loss is of; "
-            "there unlikely tokens are never drawn, and the loss does not know"
+            "there what is drawn is bent, and the loss does not know"
         )
 
 
