@@ -71,14 +71,6 @@ async def two_turns_trusted(args, sample, params):
 two_turns_trusted.trust_text = True  # type: ignore[attr-defined]
 
 
-async def two_turns_refused(args, sample, params):
-    """The same, by an author who renders nothing and wants to hear of it."""
-    return await two_turns(args, sample, params)
-
-
-two_turns_refused.trust_text = False  # type: ignore[attr-defined]
-
-
 async def by_ids(args, sample, params):
     """The same with ids, in the template's own markup."""
     state = GenerateState(args)

@@ -37,9 +37,6 @@ class SlimeMeanings:
     given_up: frozenset[Status] = frozenset({Status.ABORTED})
     """What a function sets on a Sample that is neither scored nor trained. FAILED is no such status: it holds a partial
     answer, which counts like any other, as long as its tokens are the engine's."""
-    trust_text: bool | None = None
-    """Of a function that does not say `trust_text`: None = text that ends as the template opens an answer was rendered
-    by the function, and its control tokens are such, as on SGLang's server; other text holds none."""
     execution: str = "rollout_id"
     """The field of a Sample that says of which execution it is a part: those of one execution weigh as one."""
 

@@ -11,7 +11,6 @@ begins otherwise opens a new one; one that cuts the last sampled turn short take
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,17 +28,6 @@ from verl_mt.rollout.reconcile import Alignment, align, spelled
 from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
-
-
-@functools.cache
-def say_that_it_is_trusted(markup: str) -> None:
-    """Once per markup."""
-    log.warning(
-        "a generate function sends text that it rendered itself (it ends with %r): control tokens in it count as such, "
-        "as on SGLang's server, also where a tool's text in it spells one. Say `generate.trust_text = True` behind the "
-        "function to vouch for it, False to have it refused; or send input_ids",
-        markup,
-    )
 
 
 @dataclass
@@ -73,14 +61,13 @@ class CallConversations:
     Args:
         main: the episode's own session; the first conversation uses it.
         prompt_text: how the prompt was shown to the function; asked for again it gets the prompt's ids.
-        trust_text: control tokens in text that follows the recorded part stay what they are; None = where the text
-            ends as the template opens an answer.
+        trust_text: control tokens in text that follows the recorded part stay what they are.
     """
 
     main: RolloutSession
     prompt: Prompt
     prompt_text: str | None
-    trust_text: bool | None = False
+    trust_text: bool = False
     items: list[AskedConversation] = field(default_factory=list)
     lost: EngineGoneError | DeadlineError | None = None
     """The engine went away: nothing of this call counts."""
@@ -296,9 +283,6 @@ class CallConversations:
             and text.endswith(markup)
             and chat.encode_text(markup, neutral=True) != chat.encode_text(markup, neutral=False)
         ):
-            if self.trust_text is None:
-                say_that_it_is_trusted(markup)
-                return chat.encode_text(text, neutral=False)
             raise LedgerError(
                 f"the text after the recorded part ends with the template's own markup {markup!r}, which would become "
                 "plain text: say `generate.trust_text = True` behind the function if all that it appends may hold "

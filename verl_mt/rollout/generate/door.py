@@ -37,7 +37,7 @@ from verl_mt.errors import (
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput, score_all
 from verl_mt.rollout.doors import DoorParts, Episode
-from verl_mt.rollout.generate.args import COMPAT, ROUTER_HOST, GenerateArgs, runtime_of, sampling_dict
+from verl_mt.rollout.generate.args import ROUTER_HOST, GenerateArgs, runtime_of, sampling_dict
 from verl_mt.rollout.generate.asked import CallConversations
 from verl_mt.rollout.generate.returned import settle
 from verl_mt.user_code import CallTimeout, UserCode, is_async_callable
@@ -346,7 +346,7 @@ class _GenerateFunction:
                 "generate(args, sample, sampling_params) for one sample; a reward that compares a group is "
                 "reward_func(args, samples)"
             )
-        self.trust_text: bool | None = getattr(self._function, "trust_text", COMPAT.trust_text)
+        self.trust_text = bool(getattr(self._function, "trust_text", False))
         self._takes_evaluation = "evaluation" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     async def generate(self, args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
