@@ -239,3 +239,38 @@ def test_a_placeholder_for_a_servers_address_is_named(revision):
     folder = conformance.peer("verl", revision, f"{EXAMPLES}/config/tool_config")
     with pytest.raises(ConfigError, match=r"server 'Tavily Expert'.*url 'your_tavily_expert_url' is not the address"):
         read_servers(entry, beside=folder)
+
+
+@pytest.mark.parametrize(
+    ("word", "left_out"),
+    [
+        ("algorithm.lam=0.95", "grpo does not read it"),
+        ("trainer.rollout_data_dir=/tmp/x", "rollouts/ of the run directory"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=['model']", "everything that a resumed run needs"),
+        ("ray_init.num_cpus=16", "start Ray as you need it"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", "it is vLLM's"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", "transformers' own kernels"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "all ranks shard together"),
+        ("actor_rollout_ref.rollout.max_num_batched_tokens=9000", "only speed depends on it"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", "nothing to set"),
+    ],
+)
+def test_what_nothing_that_is_learned_depends_on_does_not_make_a_script_fail(word, left_out):
+    found = migrate(f'{WITHOUT_YAML}algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "{word}"')
+    assert found.refused == found.changed == []
+    assert any(left_out in line for line in found.dropped), found.dropped
+
+
+def test_trackers_that_are_not_offered_are_left_out_and_the_others_stay():
+    words = {"['console','swanlab']": "[console]", "swanlab": "[console]", "['wandb','vemlp_wandb']": "[wandb]"}
+    for value, kept in words.items():
+        found = migrate(f'{WITHOUT_YAML}"trainer.logger={value}"')
+        assert f"trainer.logger={kept}" in found.overrides and found.refused == []
+        assert any("is not offered" in line for line in found.dropped)
+    own = migrate(f"{WITHOUT_YAML}trainer.logger=[my.py:Tracker]")
+    assert any("my.py:Tracker" in word for word in own.overrides) and own.dropped == []
+
+
+def test_a_value_that_an_estimator_reads_stays():
+    found = migrate(f"{WITHOUT_YAML}algorithm.adv_estimator=gae algorithm.lam=0.95 algorithm.gamma=0.99")
+    assert {"algorithm.lam=0.95", "algorithm.gamma=0.99"} <= set(found.overrides)

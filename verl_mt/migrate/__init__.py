@@ -219,7 +219,9 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
 def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
     content = {} if yaml is None else read_yaml(yaml) or {}
     overrides, instead, same = (
-        with_counterparts(launch.overrides, content) if library == "verl" else (list(launch.overrides), [], {})
+        with_counterparts(launch.overrides, content, launch.dropped)
+        if library == "verl"
+        else (list(launch.overrides), [], {})
     )
     _, before = normalize_overrides([w for w in overrides if parses(w)])
     named = {item.key for item in before.items} | {item.spelling for item in before.items}
@@ -231,7 +233,8 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     found = Migration(library, launch.env, launch.wrapper, launch.flags, [_plain(line) for line in lines])
     found.functions = launch.functions
     found.refused = _once([*map(_text, launch.refused), *(_text(p.text) for p in outcome.problems)])
-    dropped = [note for note in outcome.notes if "has nothing to set: " in note]
+    dropped = [n for n in outcome.notes if "has nothing to set: " in n or n.endswith("have nothing to set here")]
+    dropped += [note for note in outcome.notes if note.endswith("has nothing to set here")]
     ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
     if ranks:
         found.added["trainer.placement=ray"] = "several ranks need it"
@@ -240,7 +243,7 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
         *instead,
         *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks),
     ]
-    found.dropped = [*map(_text, launch.dropped), *(_text(n).replace(" has nothing to set", "") for n in dropped)]
+    found.dropped = [*map(_text, launch.dropped), *(_text(n).replace(" has nothing to set: ", ": ") for n in dropped)]
     by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}
     values = {_key(line): line for line in found.overrides}
     for item in outcome.items:

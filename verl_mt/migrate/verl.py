@@ -34,6 +34,25 @@ carried over does what it did. `docs/migrating_from_verl.md` shows the table."""
 
 _IN_AGENT_LOOPS = {"max_parallel_calls": 1, "max_tool_response_length": 256}
 """Of `rollout.multi_turn`: defaults that verl's agent loops read (rollout.mode=async); its sync one does not."""
+_LEFT_OUT = {
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.": "it is vLLM's",
+    "actor_rollout_ref.rollout.expert_parallel_size": "an engine is not split by experts",
+    "actor_rollout_ref.rollout.data_parallel_size": "there are as many engines as the ranks allow",
+    "actor_rollout_ref.actor.checkpoint.": "a checkpoint holds everything that a resumed run needs",
+    "critic.checkpoint.": "a checkpoint holds everything that a resumed run needs",
+    "trainer.remove_previous_ckpt_in_save": "trainer.max_actor_ckpt_to_keep says how many checkpoints stay",
+    "trainer.rollout_data_dir": "every trajectory is in rollouts/ of the run directory",
+    "trainer.validation_data_dir": "every trajectory is in rollouts/ of the run directory",
+    "global_profiler.": "kernels are not profiled; where a step's time goes is in its metrics",
+    "trainer.profile_steps": "kernels are not profiled; where a step's time goes is in its metrics",
+    "ray_init.": "start Ray as you need it before the run",
+    "ray_kwargs.": "start Ray as you need it before the run",
+    "hydra.": "the run directory is trainer.default_local_dir",
+}
+"""Beginnings of keys of which nothing that is learned depends -> why they are not carried over."""
+_TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
+_READ_BY = {"algorithm.lam": ("gae",), "algorithm.gamma": ("gae", "reinforce_plus_plus")}
+"""Key -> the estimators that read it, in both."""
 _CLIPPED = (None, "vanilla", "gspo", "cispo", "clip_cov")
 """Losses that read a clip range, in both."""
 
@@ -58,11 +77,14 @@ def read_verl(words: list[str], name: str, launch: Launch) -> None:
         launch.refused.append(f"{' '.join(launch.flags)}: {why}")
 
 
-def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
+def with_counterparts(
+    words: Sequence[str], content: dict[str, Any], dropped: list[str]
+) -> tuple[list[str], list[str], dict[str, str]]:
     """verl's words with those that have a counterpart of another name put in their place.
 
     Args:
         content: what the YAML file sets that the command names.
+        dropped: takes what sets nothing here.
 
     Returns:
         the words; what that changes; words among them that mean the same in other units -> how.
@@ -78,6 +100,7 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
                 f"actor_rollout_ref.rollout.over_sample_rate={rate}: every prompt that was issued is trained here; "
                 "there the slowest share of a step is left out"
             )
+    words = _without_idle(words, values, dropped)
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
@@ -102,6 +125,27 @@ def with_counterparts(words: Sequence[str], content: dict[str, Any]) -> tuple[li
     kept += (beside := _defaults_beside(values))
     same |= beside
     return kept, said, same
+
+
+def _without_idle(words: Sequence[str], values: dict[str, Any], dropped: list[str]) -> list[str]:
+    """The words without those that nothing reads, and trackers that are not offered."""
+    kept = []
+    estimator = values.get("algorithm.adv_estimator", "gae")
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        reason = next((why for begin, why in _LEFT_OUT.items() if key.startswith(begin)), None)
+        names = re.findall(r"[\w.:/-]+", value) if key == "trainer.logger" else []
+        unknown = [name for name in names if name not in _TRACKERS and name.isidentifier()]
+        if reason is not None:
+            dropped.append(f"{word}: {reason}")
+        elif key in _READ_BY and estimator not in _READ_BY[key] and "${" not in str(estimator):
+            dropped.append(f"{word}: {estimator} does not read it")
+        elif unknown:
+            dropped.append(f"{word}: {', '.join(unknown)} is not offered; every number is in metrics.jsonl")
+            kept.append(f"{key}=[{','.join(name for name in names if name not in unknown) or 'console'}]")
+        else:
+            kept.append(word)
+    return kept
 
 
 def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
