@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,14 +305,15 @@ def words_of(data: Path, out: Path) -> list[str]:
     return [*words, "data.train_batch_size=4", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
 
 
-def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the next step is computed."""
+def interrupted_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between a step's update and what is noted of it."""
     update = supervised.SupervisedTrainer._step
 
     def once(self: Any, rows: Any) -> Any:
-        if self.step == step:
-            raise KeyboardInterrupt
-        return update(self, rows)
+        found = update(self, rows)
+        if self.step + 1 == step:
+            signal.raise_signal(signal.SIGINT)
+        return found
 
     monkeypatch.setattr(supervised.SupervisedTrainer, "_step", once)
 
@@ -321,16 +325,25 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     data = write(tmp_path / "rows.jsonl", conversations(5, 8))
     assert sft.main(words_of(data, tmp_path / "whole")) == 0
     with monkeypatch.context() as patch:
-        interrupted_after(3, patch)
+        interrupted_in(3, patch)
         assert sft.main(words_of(data, tmp_path / "cut")) == 130
+        assert sft.main([*words_of(data, tmp_path / "none"), "trainer.save_freq=-1"]) == 130
+    capsys.readouterr()
+    assert sft.main([*words_of(data, tmp_path / "none"), "trainer.save_freq=-1"]) == 2  # its model stays
+    assert "is not empty; name a new folder" in capsys.readouterr().err
     assert sft.main([*words_of(data, tmp_path / "cut"), "actor_rollout_ref.actor.optim.lr=1e-3"]) == 2
-    assert "lr: 0.001" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "lr: 0.001" in said and "or name a new folder with --out" in said and "experiment_name=<" not in said
     other = write(tmp_path / "other.jsonl", conversations(6, 8))
     data.rename(tmp_path / "kept.jsonl")
     other.rename(data)
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
     assert "was trained on other conversations" in capsys.readouterr().err
     (tmp_path / "kept.jsonl").rename(data)
+    with (tmp_path / "cut" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sft.main(words_of(data, tmp_path / "cut")) == 2
+    assert "is in use by another process" in capsys.readouterr().err and not (tmp_path / "cut-2").exists()
     assert sft.main(words_of(data, tmp_path / "cut")) == 0
     assert "after step 3" in capsys.readouterr().out
     steps = [[line["step"] for line in read_jsonl_tolerant(tmp_path / n / "metrics.jsonl")] for n in ("whole", "cut")]
@@ -339,6 +352,24 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+def test_what_a_run_says_of_its_policy_loss_is_not_supervised_trainings(tmp_path):
+    (tmp_path / "rl.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\n"
+        "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, top_entropy_quantile: 0.2, entropy_coeff: 0.5,\n"
+        "  use_kl_loss: true, ppo_epochs: 3, ppo_mini_batch_size: 2, grad_clip: 0.7, optim: {weight_decay: 0.3}}}\n"
+        "data: {train_batch_size: 8}\nalgorithm: {adv_estimator: gae, use_kl_in_reward: true}\n"
+    )
+    words = ["--config-path", str(tmp_path), "--config-name", "rl"]
+    config = sft._config("demos.jsonl", words)
+    plain = sft._config("demos.jsonl", [])
+    actor, other = config.actor_rollout_ref.actor, plain.actor_rollout_ref.actor
+    assert (actor.grad_clip, actor.optim.weight_decay) == (0.7, 0.3)
+    assert replace(actor, grad_clip=other.grad_clip, optim=other.optim) == other
+    assert config.algorithm == plain.algorithm and actor.loss_agg_mode == "token-mean"
+    agg = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    assert sft._config("demos.jsonl", [*words, agg]).actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
 
 
 @pytest.mark.slow
@@ -356,6 +387,12 @@ def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, 
     for given in (["--stop-at-accuracy", "0.5"], ["--rollouts", "--stop-at-accuracy", "50"]):
         assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), *given]) == 2
         assert "a share in (0, 1], and it needs --rollouts" in capsys.readouterr().err
+    given = ["--rollouts", "--stop-at-accuracy", "0.5"]
+    assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), *given]) == 2
+    assert "trainer.test_freq=N" in capsys.readouterr().err
+    for idle in ("actor_rollout_ref.rollout.n=4", "data.train_max_samples=3", "data.system=Hello"):
+        with pytest.raises(ConfigError, match=f"reads no {idle.partition('=')[0]};"):
+            sft._config("demos.jsonl", [idle], rollouts=True)
     with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.response_length;"):
         sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
     config = sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)

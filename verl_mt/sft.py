@@ -59,8 +59,42 @@ _READ = (
     "trainer.total_training_steps",
 )
 """Keys that mean something here; any other is refused, not ignored."""
-_READ_BY_ROLLOUTS = ("actor_rollout_ref.rollout.", "data.", "reward.")
+_READ_BY_ROLLOUTS = (
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in (
+            "agent_function_path",
+            "custom_generate_",
+            "dtype",
+            "engine_",
+            "free_cache_engine",
+            "gpu_memory_utilization",
+            "interaction_config_file",
+            "launch_servers",
+            "max_",
+            "mode",
+            "multi_turn.",
+            "name",
+            "request_timeout_s",
+            "response_length",
+            "servers",
+            "stop",
+            "tensor_model_parallel_size",
+            "update_weights_bucket_megabytes",
+            "val_kwargs.",
+            "weight_",
+        )
+    ),
+    "data.filter_overlong_prompts",
+    "data.label_key",
+    "data.max_prompt_length",
+    "data.prompt_key",
+    "data.truncation",
+    "data.val_",
+    "reward.",
+)
 """With `--rollouts` these do, too."""
+_AGG = "actor_rollout_ref.actor.loss_agg_mode"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         from verl_mt.trainer import supervised  # after the config is known to be right: torch takes seconds
 
+        if args.stop_at_accuracy is not None and config.trainer.test_freq <= 0:
+            raise ConfigError("--stop-at-accuracy: trainer.test_freq=N says every how many steps it is measured")
         plan = supervised.Plan(
             args.data,
             Path(args.out).expanduser(),
@@ -121,14 +157,25 @@ def _config(data: str, words: list[str], *, rollouts: bool = False) -> Config | 
     idle = [item.spelling for item in outcome.items if not item.key.startswith(read)]
     if idle:
         raise ConfigError(
-            f"supervised training reads no {', '.join(idle)}; it reads {', '.join(key.rstrip('.') for key in _READ)}"
+            f"supervised training reads no {', '.join(idle)}; it reads {', '.join(key.rstrip('._') for key in read)}"
         )
     quoted = "'" + data.replace("'", "\\'") + "'"
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
     config = config_of_command(given, "ppo_trainer", "verl_mt.sft")
     if config is not None:
         refuse_idle_keys(config, among=read)
+        _leave_out_rl(config, keeps_agg=any(item.key == _AGG for item in outcome.items))
     return config
+
+
+def _leave_out_rl(config: Config, *, keeps_agg: bool) -> None:
+    """What the file of a run says of its policy loss, its mini-batches and its advantages is meant for RL."""
+    given, actor = config.actor_rollout_ref.actor, type(config.actor_rollout_ref.actor)()
+    for name in ("optim", "ppo_max_token_len", "ppo_micro_batch_size", "grad_clip"):
+        setattr(actor, name, getattr(given, name))
+    actor.loss_agg_mode = given.loss_agg_mode if keeps_agg else "token-mean"
+    config.actor_rollout_ref.actor = actor
+    config.algorithm = type(config.algorithm)()
 
 
 if __name__ == "__main__":

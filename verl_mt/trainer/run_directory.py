@@ -28,6 +28,7 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 
 _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 """Of `trainer`: change rounding only, so a run goes on with more ranks, or fewer. Not so in a deterministic run."""
+_WAY_OUT = "start anew with trainer.experiment_name=<another name> or trainer.resume_mode=disable"
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
 _BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
@@ -52,12 +53,13 @@ class RunDirectory:
     _created: bool = False
 
     @classmethod
-    def open(cls, trainer: TrainerConfig, config: dict[str, Any]) -> RunDirectory:
+    def open(cls, trainer: TrainerConfig, config: dict[str, Any], *, way_out: str = _WAY_OUT) -> RunDirectory:
         """Choose, lock and prepare the directory.
 
         Args:
             trainer: the trainer's section.
             config: the whole resolved config as plain data, secrets redacted.
+            way_out: what else can be done where an unfinished run there has another config.
 
         Raises:
             CheckpointError: an unfinished run there has another config (shows the difference), or the checkpoint
@@ -70,7 +72,7 @@ class RunDirectory:
                     opened = cls._begin(place.path, config)
                     opened.resume_from = source and source.resolve()
                     return opened
-                if place.refusal is None and (found := cls._go_on(place.path, trainer, config)) is not None:
+                if place.refusal is None and (found := cls._go_on(place.path, trainer, config, way_out)) is not None:
                     return found
         raise AssertionError("unreachable: the numbers do not end")
 
@@ -94,7 +96,7 @@ class RunDirectory:
         return opened
 
     @classmethod
-    def _go_on(cls, path: Path, trainer: TrainerConfig, config: dict[str, Any]) -> RunDirectory | None:
+    def _go_on(cls, path: Path, trainer: TrainerConfig, config: dict[str, Any], way_out: str) -> RunDirectory | None:
         """The unfinished run there; None where another process took its lock a moment ago."""
         _require_config(path)
         lock = _try_lock(path)
@@ -102,7 +104,7 @@ class RunDirectory:
             return None
         run = cls(path, None, lock)
         try:
-            _refuse_changed_config(path, config, trainer)
+            _refuse_changed_config(path, config, trainer, way_out)
             run.resume_from = CheckpointStore(path / "checkpoints").latest()
         except CheckpointError:
             run.close()
@@ -280,7 +282,7 @@ def _holder(path: Path) -> str | None:
     return None
 
 
-def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig) -> None:
+def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig, way_out: str = _WAY_OUT) -> None:
     new = _comparable(config)
     old = _comparable(_with_new_keys(_read_config(path / "config.yaml"), config))
     same_but_rows = _without_rows(old) == _without_rows(new)
@@ -298,8 +300,7 @@ def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerC
     shown = "\n".join(line for line in lines if not line.startswith("@@"))
     raise CheckpointError(
         f"{path} holds an unfinished run with another config:\n{shown}\n"
-        f"Give the same command to resume it{go_on}, or start anew with trainer.experiment_name=<another name> "
-        "or trainer.resume_mode=disable."
+        f"Give the same command to resume it{go_on}, or {way_out}."
     )
 
 

@@ -36,6 +36,7 @@ from verl_mt.plugins import import_plugins
 from verl_mt.tools.registry import CONFIG_KEY, ToolSet
 from verl_mt.trainer import build, build_rollout, checkpoint
 from verl_mt.trainer.inference import Inference
+from verl_mt.trainer.ppo_trainer import Interrupts
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.tracking import JsonLines
 from verl_mt.workers.weight_sync import WeightSync
@@ -110,7 +111,10 @@ def train(config: Config, plan: Plan) -> int:
             trainer.enough = plan.stop_at_accuracy
         # Last, so that a mistake above leaves no folder that looks like an unfinished training.
         place = replace(config.trainer, default_local_dir=str(plan.out), resume_mode="auto", resume_from_path=None)
-        run = RunDirectory.open(place, yaml.safe_load(config_to_yaml(config)))
+        run = RunDirectory.open(place, yaml.safe_load(config_to_yaml(config)), way_out="name a new folder with --out")
+        if run.path != plan.out:
+            run.abandon()
+            raise CheckpointError(f"--out: {plan.out} is in use by another process; name a new folder")
         undo.callback(run.close)
         store = checkpoint.CheckpointStore(plan.out / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         store.sweep()
@@ -119,17 +123,18 @@ def train(config: Config, plan: Plan) -> int:
             trainer.load_state_dict(checkpoint.load(run.resume_from), train, run.resume_from)
             console.print(f"resuming {plan.out} after step {trainer.step}", highlight=False)
         log = JsonLines(plan.out, resume_step=trainer.step or None, split_timings=False)
-        try:
-            for metrics in trainer.fit(train.trajectories, held_out.trajectories):
-                log.log(int(metrics["step"]), metrics)
-                console.print(_line(metrics, total), highlight=False)
-                if config.trainer.save_freq > 0 and trainer.step % config.trainer.save_freq == 0 and trainer.step:
-                    _save(store, trainer, train)
-        except KeyboardInterrupt:
-            console.print("interrupted: writing the model as it is")
-            if config.trainer.save_freq > 0:
+        interrupts = undo.enter_context(Interrupts())
+        for metrics in trainer.fit(train.trajectories, held_out.trajectories):
+            log.log(int(metrics["step"]), metrics)
+            console.print(_line(metrics, total), highlight=False)
+            stops = interrupts.requested.is_set() and trainer.step < total
+            due = trainer.step > 0 and (stops or trainer.step % max(config.trainer.save_freq, 1) == 0)
+            if config.trainer.save_freq > 0 and due:
                 _save(store, trainer, train)
-            status = 130
+            if stops:
+                console.print("interrupted: writing the model as it is")
+                status = interrupts.exit_status
+                break
         folder = export_hf(workers.policy_module, build.tokenizer_as_trained(chat), plan.out / "hf")
         if not status:
             run.finish()
@@ -138,10 +143,11 @@ def train(config: Config, plan: Plan) -> int:
 
 
 def _refuse_taken(out: Path) -> None:
-    """A folder that is empty, or holds a training that was interrupted, is free."""
+    """A folder that is empty, or holds a checkpoint of a training that was interrupted, is free."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not (out / "config.yaml").is_file() or (out / "FINISHED").exists():
+    goes_on = (out / "config.yaml").is_file() and not (out / "FINISHED").exists()
+    if not goes_on or checkpoint.CheckpointStore(out / "checkpoints").latest() is None:
         raise CheckpointError(f"--out: {out} is not empty; name a new folder")
 
 
