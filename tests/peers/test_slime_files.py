@@ -40,6 +40,8 @@ from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
 from verl_mt.rollout.generate.returned import place
 from verl_mt.trainer.build import build_trainer
 
+pytestmark = pytest.mark.slow  # real files, whole conversations
+
 REVISIONS = ["2026-06", "2026-08"]
 SEARCH = "examples/search-r1"
 
@@ -291,7 +293,6 @@ def two_steps(run, *overrides):
     return lines, [row for step in (1, 2) for row in rows_of(run, step)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("revision", REVISIONS)
 def test_search_r1_trains_two_steps_with_the_tiny_model(revision, tmp_path):
     data = questions(tmp_path, {"ground_truth": {"target": ["3"]}})
@@ -307,7 +308,6 @@ def test_search_r1_trains_two_steps_with_the_tiny_model(revision, tmp_path):
         assert all(mask <= sampled for r in row["records"] for mask, sampled in zip(r["loss_mask"], r["sampled"]))
 
 
-@pytest.mark.slow
 def test_multi_agent_trains_two_steps_with_the_tiny_model(tmp_path, monkeypatch):
     data = questions(tmp_path, "3")
     with team(tmp_path, monkeypatch) as path:
@@ -528,7 +528,6 @@ async def by_index(args, sample, sampling_params):
     return sample
 
 
-@pytest.mark.slow
 def test_rows_that_hold_a_number_reach_the_function_as_it_is_without_apply_chat_template(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(dumps({"prompt": k, "label": "3"}) for k in range(4)))
@@ -557,7 +556,6 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.slow
 def test_every_one_of_its_scripts_is_read_whole():
     if not SCRIPTS:
         pytest.skip("no files of slime")
@@ -571,7 +569,6 @@ def test_every_one_of_its_scripts_is_read_whole():
     assert starting >= 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scripts/run-qwen3-32B.sh", "scripts/run-moonlight-16B-A3B.sh"])
 def test_a_script_that_counts_in_an_array_is_carried_over_as_far_as_megatron_lets_it(name, capsys):
     assert main([str(conformance.peer("slime", "2026-08", name))]) in (0, 1, 3)

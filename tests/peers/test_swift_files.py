@@ -41,6 +41,8 @@ from verl_mt.rollout.schedulers.gym import environments
 from verl_mt.rollout.schedulers.shipped import schedulers
 from verl_mt.trainer.build import build_trainer
 
+pytestmark = pytest.mark.slow  # real files, whole conversations
+
 PLUGIN = "examples/train/grpo/plugin/plugin.py"
 GSM8K = "examples/train/grpo/plugin/gsm8k/gsm8k_plugin.py"
 LAKE = "examples/megatron/grpo/multi_turn/frozen_lake_plugin.py"
@@ -192,7 +194,6 @@ def judge_server(reply):
         server.shutdown()
 
 
-@pytest.mark.slow
 def test_its_async_reward_asks_a_model_for_each_of_a_groups_answers(tmp_path, registries, monkeypatch):
     for package in ("openai", "aiohttp"):
         pytest.importorskip(package, reason="the plug-in's judge needs it")
@@ -638,7 +639,6 @@ def two_steps(tmp_path, file, rows, *overrides):
     return lines, [row for step in (1, 2) for row in rows_of(tmp_path / "run", step)]
 
 
-@pytest.mark.slow
 def test_its_tool_call_scheduler_trains_two_steps_with_the_tiny_model(tmp_path, registries):
     rows = [
         {"messages": [{"role": "user", "content": f"What is {k}+1?"}], "target": 1, "nums": [k, 1]} for k in range(4)
@@ -649,7 +649,6 @@ def test_its_tool_call_scheduler_trains_two_steps_with_the_tiny_model(tmp_path, 
     assert len(read) == 8 and all(row["stop_reason"] != "error" for row in read)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scaled", ["none", "gdpo"])
 def test_its_gsm8k_rewards_train_two_steps_by_their_weighted_sum_on_renamed_columns(tmp_path, registries, scaled):
     rows = [{"messages": [{"role": "user", "content": f"{k}+1?"}], "answer": f"#### {k + 1}"} for k in range(4)]
@@ -667,7 +666,6 @@ def test_its_gsm8k_rewards_train_two_steps_by_their_weighted_sum_on_renamed_colu
     assert all({"reward/gsm8k_accuracy", "reward/gsm8k_format", "actor/kl_loss"} <= line.keys() for line in lines)
 
 
-@pytest.mark.slow
 def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registries):
     rows = [{**row, "solution": ""} for row in lake_rows(4)]
     words = (
@@ -678,7 +676,6 @@ def test_its_frozen_lake_trains_two_steps_with_the_tiny_model(tmp_path, registri
     assert all("FrozenLake 4x4" in row["messages"][1]["content"] for row in read)
 
 
-@pytest.mark.slow
 def test_its_tool_use_rewards_train_two_steps_and_see_the_steps_pass(tmp_path, registries, monkeypatch):
     monkeypatch.setenv("SCHEDULEREWARD", "1")
     rows = [{"messages": [{"role": "user", "content": f"Call a with {k}."}], "solution": CALL} for k in range(8)]

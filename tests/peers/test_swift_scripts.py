@@ -21,6 +21,8 @@ from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.migrate import Migration, migrate
 
+pytestmark = pytest.mark.slow  # real files, whole conversations
+
 REVISION, EXAMPLES = "2026-08", "examples/train/grpo"
 SEQUENCES, TOKENS = "seq-mean-token-mean", "token-mean"
 
@@ -158,7 +160,6 @@ def test_every_script_has_its_numbers_or_its_reason():
     assert {str(file.relative_to(folder)) for file in folder.rglob("*.sh")} == SCRIPTS.keys() | REFUSED.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_resolves_to_what_ms_swift_resolves(name):
     wanted, found = SCRIPTS[name], migrated(name)
@@ -189,20 +190,17 @@ def test_a_script_resolves_to_what_ms_swift_resolves(name):
     assert (data.system is not None) is asks and config.actor_rollout_ref.model.freeze_vision
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reason"), [(name, reason) for name, reason in REFUSED.items() if reason])
 def test_a_script_that_is_refused_says_why(name, reason):
     assert any(reason in text for text in migrated(name).refused)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_is_printed_is_a_script(name):
     done = subprocess.run(["bash", "-n"], input=migrated(name).command(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_system_prompt_of_several_lines_reaches_the_trainer_as_the_script_has_it(tmp_path):
     """The printed command is run by a shell with a stand-in for python that shows its words."""
     (tmp_path / "python").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')

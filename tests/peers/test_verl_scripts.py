@@ -16,6 +16,8 @@ from verl_mt.errors import ConfigError
 from verl_mt.migrate import main, migrate
 from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
 
+pytestmark = pytest.mark.slow  # real files, whole conversations
+
 REFUSED = {
     "run_qwen3_4b_dapo_multiturn.sh": "data.custom_cls",  # a data set class of a recipe that is not there
 }
@@ -34,7 +36,6 @@ def migrated(revision: str, script: str, capsys: pytest.CaptureFixture[str]) -> 
     return status, capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("revision", "script"), SCRIPTS)
 def test_a_script_composes_or_is_refused_for_a_known_reason(revision, script, capsys):
     status, text = migrated(revision, script, capsys)
@@ -49,7 +50,6 @@ def test_a_script_composes_or_is_refused_for_a_known_reason(revision, script, ca
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_four_of_five_scripts_without_megatron_compose(capsys):
     tried = [place for place in SCRIPTS if "megatron" not in place[1]]
     if not tried:
@@ -58,7 +58,6 @@ def test_four_of_five_scripts_without_megatron_compose(capsys):
     assert sum(status in (0, 3) for status in ended) >= 0.8 * len(tried) and len(tried) >= 20
 
 
-@pytest.mark.slow
 def test_what_a_script_prints_is_what_a_shell_hands_to_the_trainer(capsys, tmp_path):
     """The printed command is run by a shell with a stand-in for python that shows its words."""
     revision, script = "v0.6.1", "run_qwen2.5-3b_gsm8k_multiturn.sh"
@@ -92,7 +91,6 @@ def compared(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return {**found, "calls of a turn": None} if wanted["calls of a turn"] is None else found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("revision", "script"), [p for p in SCRIPTS if "megatron" not in p[1] and p[1] not in REFUSED])
 def test_a_script_resolves_to_what_verl_itself_resolves(revision, script, tmp_path):
     file = conformance.peer("verl", revision, f"{EXAMPLES}/{script}")
@@ -188,7 +186,6 @@ def test_a_script_in_the_manner_of_its_main_branch_is_carried_over(main_branch):
     assert "data.val_files=${VAL:-${ROOT:-${HOME}/verl}/b.parquet}" in command
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"N": "3", "TRAIN_BATCH_SIZE": "32", "GPUS": "4", "MODE": "sync"}])
 def test_variables_from_outside_reach_both_alike(main_branch, tmp_path, variables):
     for name in ("theirs", "ours"):

@@ -116,8 +116,10 @@ PROVED: dict[tuple[str, str, str], Proof] = {
 
 def marked_slow(file: Path) -> dict[str, bool]:
     """Test functions of a file -> whether they are marked slow."""
-    found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: any("mark.slow" in ast.unparse(d) for d in node.decorator_list) for node in found}
+    body = ast.parse(file.read_text()).body
+    whole = any(isinstance(node, ast.Assign) and ast.unparse(node) == "pytestmark = pytest.mark.slow" for node in body)
+    found = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return {n.name: whole or any("mark.slow" in ast.unparse(d) for d in n.decorator_list) for n in found}
 
 
 def shortened(text: str, *folders: Path) -> str:

@@ -52,6 +52,7 @@ def test_another_name_of_a_key_sets_it(row: Spelling):
         assert not row.why or row.name == row.to or any(note.endswith(row.why) for note in outcome.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [p for p in RENAMED if p.values[0].convert and p.values[0].convert.__name__ in REFUSING]
 )
@@ -68,6 +69,7 @@ def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Spelling)
         assert texts and (row.name == row.to or texts[0].endswith(reason))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [p for p in ROWS if p.values[0].meaning == "fixed"])
 def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row: Spelling):
     assert row.why
@@ -86,6 +88,7 @@ def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row:
         assert "is possible" in problem.text and problem.text.endswith(row.why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [p for p in ROWS if p.values[0].meaning == "refused"])
 def test_a_refused_key_is_refused_with_everything_below_it(row: Spelling):
     for key in (row.name, row.name + ".some.key"):
