@@ -302,3 +302,37 @@ def test_columns_are_read_by_other_names_everywhere(tmp_path):
     assert first.raw == {"prompt": "q", "solution": "7"} and first.ground_truth == "7"
     with pytest.raises(DataError, match=r"data\.columns renames anwser, which no row has; the first has answer"):
         load(file, columns=Columns(renamed={"anwser": "solution"}))
+
+
+def test_a_row_without_the_old_column_keeps_what_it_has_under_the_new_name(tmp_path):
+    rows = [ROW | {"question": "q", "prompt": "old"}, ROW | {"prompt": "own"}, ROW | {"question": None, "prompt": "x"}]
+    found = load(jsonl(tmp_path / "q.jsonl", rows), columns=Columns(renamed={"question": "prompt"}))[0].rows
+    assert [row.prompt[0]["content"] for row in found] == ["q", "own", "x"]
+    assert all("question" not in row.raw for row in found)
+    swapped = load(
+        jsonl(tmp_path / "s.jsonl", [ROW | {"answer": "a", "prompt": "b"}]),
+        columns=Columns(renamed={"answer": "prompt", "prompt": "answer"}),
+    )[0].rows[0]
+    assert swapped.prompt[0]["content"] == "a" and swapped.raw["answer"] == "b"
+
+
+def test_two_columns_of_one_new_name_are_refused_by_name(tmp_path):
+    file = jsonl(tmp_path / "q.jsonl", [ROW | {"question": "q", "query": "r"}])
+    with pytest.raises(DataError, match=r"data\.columns renames query, question to one name, prompt"):
+        load(file, columns=Columns(renamed={"query": "prompt", "question": "prompt"}))
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_system_message_without_text_is_refused(tmp_path, text):
+    file = jsonl(tmp_path / "q.jsonl", [ROW | {"prompt": "q"}])
+    with pytest.raises(DataError, match=r"data\.system: got .* no text; give a text, or leave it out"):
+        load(file, columns=Columns(system=text))
+    (tmp_path / "system.txt").write_text(text)
+    with pytest.raises(DataError, match=r"data\.system: .*system\.txt is empty"):
+        load(file, columns=Columns(system=str(tmp_path / "system.txt")))
+
+
+def test_a_prompt_that_begins_with_a_developers_message_gets_no_system_message(tmp_path):
+    prompt = [{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]
+    file = jsonl(tmp_path / "q.jsonl", [ROW | {"prompt": prompt}])
+    assert load(file, columns=Columns(system="be brief"))[0].rows[0].prompt == prompt

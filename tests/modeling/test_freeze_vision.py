@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from vision_toys import vision_model
 
 from verl_mt.config.actor import ModelConfig
+from verl_mt.errors import ConfigError
 from verl_mt.modeling.lora import add_adapters, freeze_vision, is_adapter, sees
 
 
@@ -52,3 +55,10 @@ def test_a_model_that_does_not_see_is_trained_whole():
     model = nn.Sequential(nn.Linear(2, 2))
     freeze_vision(model)
     assert all(parameter.requires_grad for parameter in model.parameters()) and torch.is_grad_enabled()
+
+
+def test_a_vision_tower_of_an_unknown_name_is_not_trained_in_silence():
+    model = nn.ModuleDict({"eye": nn.Linear(2, 2), "layers": nn.Linear(2, 2)})
+    model.config = SimpleNamespace(vision_config=SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"freeze_vision: .*vision_config.*\(its parts are eye\.weight, .*visual"):
+        freeze_vision(model)

@@ -173,3 +173,10 @@ def test_groups_of_names_are_rows_of_their_own(tmp_path):
     }  # fmt: skip
     assert rows["a.y"].value_of(3) == -3 and rows["a.y"].switch
     assert rows["d"].values == (None, [1]) and rows["d"].why == "it is so" and not rows["d"].switch
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_verls_frozen_vision_tower_is_ours(value):
+    """Its `visual` holds the projector too, as ours does."""
+    (found,) = outcome_of("actor_rollout_ref.actor.freeze_vision_tower", value).items
+    assert (found.key, found.value) == ("actor_rollout_ref.model.freeze_vision", value)

@@ -247,6 +247,12 @@ def mixed(text: str, whole: int = 0, part: float = 0.0, yes: bool = False, names
         ({"text": "right", "whole": 2}, {"text": "right", "whole": 2}, 0),
         ({"text": "x", "whole": "3.5"}, None, 0),  # would lose something
         ({"text": "x", "part": "nan"}, None, 0),
+        ({"text": "x", "part": " -0.5E+1 ", "whole": " 10 "}, {"text": "x", "part": -5.0, "whole": 10}, 2),
+        ({"text": "x", "part": "1_0"}, None, 0),  # Python reads it as 10, JSON knows no such number
+        ({"text": "x", "part": ".5"}, None, 0),
+        ({"text": "x", "part": "1e999"}, None, 0),
+        ({"text": "x", "whole": "+3"}, None, 0),
+        ({"text": "x", "whole": "\u0663"}, None, 0),
         ({"text": "x", "yes": "perhaps"}, None, 0),
         ({"text": {"a": 1}}, None, 0),
         ({"whole": "3"}, None, 0),  # text is missing all the same

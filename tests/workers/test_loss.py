@@ -272,3 +272,24 @@ def test_real_moves_a_trajectory_without_advantage_as_one_that_did_worse():
     whole, by_row = (off_policy("real", batch, ppo_micro_batch_size=size)["gradients"][0] for size in (None, 1))
     for name, gradient in whole.items():
         torch.testing.assert_close(by_row[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", sorted(ACTOR_OF))
+def test_the_columns_that_a_loss_reads_are_sent_to_other_processes(mode):
+    from verl_mt.workers import ray_group
+
+    batch = drifting(2)
+    batch[col.REF_LOG_PROBS] = batch[col.ROLLOUT_LOG_PROBS].clone()
+    batch[col.EXECUTION_INDEX] = batch[col.TRAJECTORY_INDEX].clone()
+    options = {"use_kl_loss": True, "top_entropy_quantile": 0.5, "correction": {"rollout_is": "sequence"}}
+    sent = batch.select(*ray_group._SENT, strict=False)
+    assert len(sent.keys()) < len(batch.keys())
+    torch.testing.assert_close(
+        off_policy(mode, sent, **options)["gradients"], off_policy(mode, batch, **options)["gradients"]
+    )
+
+
+def test_every_loss_is_tried():
+    from verl_mt.config.policy_losses import POLICY_LOSSES
+
+    assert ACTOR_OF.keys() == POLICY_LOSSES.keys()

@@ -25,6 +25,8 @@ from verl_mt.errors import DataError, VerlMTError, error_text
 from verl_mt.plugins import listing, load_object, suggest
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
+_INSTRUCTS = ("system", "developer")
+"""Roles of a first message that takes the place of a system message."""
 _TOO_DEEP = "lists or objects are nested too deep to be read; flatten them, or keep them as text"
 
 
@@ -316,7 +318,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
     prompt = _messages(shown, f"{where}, column {columns.prompt}")
-    if columns.system is not None and prompt[0]["role"] != "system":
+    if columns.system is not None and prompt[0]["role"] not in _INSTRUCTS:
         prompt = [{"role": "system", "content": columns.system}, *prompt]
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
@@ -337,39 +339,50 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
 
 
 def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> Sequence[dict[str, Any]]:
-    """The rows under their columns' other names; a column whose name is taken by a renamed one is gone.
+    """The rows under their columns' other names; a column whose name is taken by a renamed one is gone. A row that has
+    nothing to rename keeps what it has under the new name.
 
     Raises:
-        DataError: no row has a column of a name that is to be changed.
+        DataError: two columns get one name, or no row has a column of a name that is to be changed.
     """
     if not names or not rows:
         return rows
+    for new in names.values():
+        if len(several := [old for old, other in names.items() if other == new]) > 1:
+            raise DataError(f"data.columns renames {listing(several)} to one name, {new}: give one of them")
     if missing := [name for name in names if not any(name in row for row in rows)]:
         raise DataError(
             f"{file}: data.columns renames {listing(missing)}, which no row has; the first has "
             f"{listing(map(str, rows[0]))}"
         )
-    return [
-        {name: value for name, value in row.items() if name not in names and name not in names.values()}
-        | {new: row[old] for old, new in names.items() if old in row}
-        for row in rows
-    ]
+    return [_renamed_row(row, names) for row in rows]
+
+
+def _renamed_row(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    stays = {name: value for name, value in row.items() if name not in names}
+    # A null is what parquet gives the rows that never had the column.
+    moves = {new: row[old] for old, new in names.items() if old in row and (row[old] is not None or new not in stays)}
+    return {name: value for name, value in stays.items() if name not in moves} | moves
 
 
 def _system_text(system: str | None) -> str | None:
     """The text, or what the .txt file holds.
 
     Raises:
-        DataError: no such file, or it is not UTF-8.
+        DataError: no such file, or it is not UTF-8; or there is no text.
     """
-    if system is None or not system.endswith(".txt"):
-        return system
+    if system is None:
+        return None
     try:
-        return Path(system).expanduser().read_text(encoding="utf-8")
+        text = Path(system).expanduser().read_text(encoding="utf-8") if system.endswith(".txt") else system
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.system: {system} cannot be read: {error}; give the text itself, or a .txt file"
         ) from error
+    if not text.strip():
+        where = f"{system} is empty" if system.endswith(".txt") else f"got {system!r}, which is no text"
+        raise DataError(f"data.system: {where}; give a text, or leave it out (null): no message is added then")
+    return text
 
 
 def _column(raw: dict[str, Any], name: str, where: str) -> Any:

@@ -129,10 +129,22 @@ def sees(name: str) -> bool:
 
 
 def freeze_vision(model: nn.Module) -> None:
-    """A vision tower and its projector are not trained."""
-    for name, parameter in model.named_parameters():
-        if sees(name):
-            parameter.requires_grad_(False)
+    """A vision tower and its projector are not trained; a model without them stays as it is.
+
+    Raises:
+        ConfigError: the model's config has a `vision_config`, but none of its weights has a name by which a tower is
+            known.
+    """
+    found = [parameter for name, parameter in model.named_parameters() if sees(name)]
+    if not found and getattr(getattr(model, "config", None), "vision_config", None) is not None:
+        parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in model.named_parameters())
+        raise ConfigError(
+            f"{_KEY}.freeze_vision: the config of {type(model).__name__} has a vision_config, but none of its weights "
+            f"is known to be of a vision tower (its parts are {', '.join(parts)}; known are "
+            f"{', '.join(sorted(_VISION))}): set freeze_vision=False, or give a model with one of these names"
+        )
+    for parameter in found:
+        parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,8 @@ class WeightedSum(Reward):
         kwargs: name of a part -> that reward's own arguments.
 
     Raises:
-        ConfigError: no rewards, two of one name, another number of weights, arguments of an unknown part.
+        ConfigError: no rewards, two of one name, another number of weights or one that is not
+            finite, arguments of an unknown part.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class WeightedSum(Reward):
             )
         own = dict(kwargs or {})
         if unknown := [name for name in own if name not in map(_name_of, paths)]:
-            raise ConfigError(f"reward.kwargs.kwargs: no part {listing(unknown)}; there are {', '.join(self.names)}")
+            known = ", ".join(map(_name_of, paths))
+            raise ConfigError(f"reward.kwargs.kwargs: no part {listing(unknown)}; there are {known}")
         self._parts = [load_reward(path, kwargs=own.get(_name_of(path))) for path in paths]
         self.needs_samples = any(part.needs_samples for part in self._parts)
 
@@ -119,6 +122,10 @@ def _checked_weights(weights: Any, count: int) -> list[float]:
     numbers = isinstance(weights, Sequence) and not isinstance(weights, str)
     if not numbers or any(isinstance(w, bool) or not isinstance(w, int | float) for w in weights):
         raise ConfigError(f"reward.kwargs.weights: expected a list of numbers, got {value_text(weights, 80)}")
+    if unusable := [w for w in weights if not math.isfinite(w)]:
+        raise ConfigError(
+            f"reward.kwargs.weights: {unusable[0]} is not finite; give finite numbers, 0 to only log a part"
+        )
     if len(weights) != count:
         raise ConfigError(f"reward.kwargs.weights: {len(weights)} weights for {count} rewards; give one for each")
     return [float(weight) for weight in weights]

@@ -20,6 +20,10 @@ from verl_mt.plugins import listing, suggest
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(?P<rest>(\.[0-9]+)?([eE][+-]?[0-9]+)?)")
+"""JSON's grammar."""
+_MAX_DIGITS = 300
+
 ROW_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 RowKwargs = dict[str, dict[str, dict[str, Any]]]
@@ -276,14 +280,14 @@ def _as_kind(value: Any, kind: str) -> Any:
         return json.dumps(value)
     if kind == "boolean" and isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower())
-    if kind == "integer" and isinstance(value, str):
-        return int(value) if re.fullmatch(r"\s*[+-]?\d{1,300}\s*", value, re.ASCII) else None
-    if kind == "number" and isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
+    if kind in ("integer", "number") and isinstance(value, str):
+        # What JSON's grammar calls a number: Python reads more as one ("1_0", "infinity", digits of other scripts).
+        written = _NUMBER.fullmatch(value.strip())
+        if written is None or len(value) > _MAX_DIGITS:
             return None
-        return number if math.isfinite(number) else None
+        if kind == "integer":
+            return None if written["rest"] else int(value)
+        return number if math.isfinite(number := float(value)) else None
     return None
 
 
