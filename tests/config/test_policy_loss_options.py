@@ -91,3 +91,18 @@ def test_how_tokens_become_one_number_goes_with_the_loss_and_is_shown(words, mod
     assert config.actor_rollout_ref.actor.loss_agg_mode == mode
     told = compose([*(f"{ACTOR}.policy_loss.{word}" for word in words), f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"])
     assert told.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dual", "refused"), [(4, 3.0, True), (3, 3.0, True), (2, 3.0, False), (4, "null", False), (0, 3.0, False)]
+)
+def test_a_safety_ratio_of_fipo_that_the_dual_clip_makes_idle_is_refused(ratio, dual, refused):
+    from verl_mt.config.compose import compose
+
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.policy_loss={{loss_mode: fipo, fipo_safety_ratio: {ratio}}}", f"{actor}.clip_ratio_c={dual}"]
+    if not refused:
+        compose(words)
+        return
+    with pytest.raises(ConfigError, match=rf"fipo_safety_ratio \({ratio}\) is not below clip_ratio_c \(3\.0\)"):
+        compose(words)

@@ -221,10 +221,17 @@ FAULTS = {
         lambda folder: [rows_file(folder), "trainer.total_epochs=1"], "steps", "is not one step"
     ),
     "warm-up longer than the run": Fault(
-        lambda folder: [f"{ACTOR}.optim.lr_warmup_steps=500"], "steps", "never reached", "warning"
+        lambda folder: [f"{ACTOR}.optim.lr_warmup_steps=500"], "steps", "is reached never", "warning"
     ),
     "warm-up as a share that is the whole run": Fault(
         lambda folder: [f"{ACTOR}.optim.lr_warmup_steps_ratio=1"], "steps", "by the last one only", "warning"
+    ),
+    "warm-up of the critic that leaves no time for the actor's": Fault(
+        lambda folder: [
+            "algorithm.adv_estimator=gae", "trainer.total_training_steps=6", "trainer.critic_warmup=4",
+            f"{ACTOR}.optim.lr_warmup_steps=3",
+        ],
+        "steps", "3 of 2 updates", "warning",
     ),
     "learning rate 0": Fault(lambda folder: [f"{ACTOR}.optim.lr=0"], "steps", "rate is 0", "warning"),
     "unfinished run with another config": Fault(other_run, "run directory", "another config"),

@@ -293,3 +293,54 @@ def test_every_loss_is_tried():
     from verl_mt.config.policy_losses import POLICY_LOSSES
 
     assert ACTOR_OF.keys() == POLICY_LOSSES.keys()
+
+
+def shared_executions():
+    """Two trajectories of each group share an execution."""
+    batch = drifting(2)
+    batch[col.EXECUTION_INDEX] = batch[col.TRAJECTORY_INDEX] // 2
+    return batch
+
+
+def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
+    """The mean is over executions, so the slopes are scaled by their number and not by that of trajectories."""
+    from verl_mt.algorithms.aggregate import token_weights
+    from verl_mt.workers.loss import WholeMiniBatch, group_contrast
+
+    batch = shared_executions()
+    owner, execution = batch[col.TRAJECTORY_INDEX], batch[col.EXECUTION_INDEX]
+    mask, rows = batch[col.LOSS_MASK] & batch[col.SAMPLED], torch.arange(len(batch))
+    old = batch[col.ROLLOUT_LOG_PROBS].double()
+    shift = 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    new = (old + shift).requires_grad_()
+    whole = WholeMiniBatch(batch, rows, mask, old, lambda _: new.detach(), torch.Generator())
+    slopes = group_contrast(whole, real_tau=0.5)["slope_B"].double()
+    weights = token_weights(mask, execution, mode="seq-mean-token-mean", norm_constant=None)
+    (found,) = torch.autograd.grad((weights * slopes[:, None] * torch.where(mask, new - old, 0.0)).sum(), new)
+
+    scores = torch.stack([(new - old)[owner == k][mask[owner == k]].mean() for k in owner.unique()])
+    firsts = [int((owner == k).nonzero()[0]) for k in owner.unique()]
+    classes = [float(batch[col.ADVANTAGES][r][mask[r]].mean()) for r in firsts]
+    groups = batch[col.GROUP_INDEX][firsts]
+    total = scores.new_zeros(())
+    for group in groups.unique():
+        good = [k for k in range(len(scores)) if groups[k] == group and classes[k] > 0]
+        bad = [k for k in range(len(scores)) if groups[k] == group and classes[k] <= 0]
+        total = total + torch.log1p(sum(torch.exp(scores[k] / 0.5) for k in bad))
+        total = total + torch.log1p(sum(torch.exp(-scores[k] / 0.5) for k in good))
+    (whole_gradient,) = torch.autograd.grad(total / len(groups.unique()), new)
+    share = torch.tensor([mask[owner == o].sum() / mask[execution == e].sum() for o, e in zip(owner, execution)])
+    torch.testing.assert_close(found, whole_gradient * share[:, None], rtol=1e-5, atol=1e-8)
+
+
+def test_an_execution_weighs_as_one_sequence_through_a_whole_update():
+    batch = shared_executions()
+    options = {"loss_agg_mode": "seq-mean-token-mean"}
+    shared = flat(off_policy("vanilla", batch, **options))
+    renamed = batch.exclude(col.EXECUTION_INDEX)
+    alone = flat(off_policy("vanilla", renamed, **options))
+    renamed[col.TRAJECTORY_INDEX] = batch[col.EXECUTION_INDEX]
+    torch.testing.assert_close(shared, flat(off_policy("vanilla", renamed, **options)), rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(shared, alone, rtol=1e-2)
+    by_row = flat(off_policy("vanilla", batch, ppo_micro_batch_size=1, **options))
+    torch.testing.assert_close(by_row, shared, rtol=1e-4, atol=1e-6)

@@ -71,3 +71,14 @@ def test_with_one_ratio_for_a_trajectory_its_loss_is_scaled_by_the_share_of_such
     by_key = one_update(ALONE, batch, **options, top_entropy_quantile=0.3)["gradients"][0]
     for name, gradient in by_hand.items():
         torch.testing.assert_close(by_key[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_micro_batches_choose_the_tokens_that_one_process_does(ranks):
+    batch = make_batch(REWARDS)
+    options = {"grad_clip": 0.0, "top_entropy_quantile": 0.3}
+    whole = one_update(ALONE, batch.clone(), **options)["gradients"][0]
+    for own in ranks(2)(one_update, batch.clone(), ppo_micro_batch_size=2, **options):
+        assert own["gradients"][0].keys() == whole.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(own["gradients"][0][name], gradient, rtol=1e-3, atol=1e-5)

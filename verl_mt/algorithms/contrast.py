@@ -55,7 +55,7 @@ def real_loss(
 
     Args:
         log_probs, old_log_probs, advantages, mask: as for `ppo_clip_loss`.
-        slope_B: of each row's trajectory, times the trajectories of the mini-batch.
+        slope_B: of each row's trajectory, times the sequences of the mini-batch that the mean over it counts.
 
     Returns:
         The loss [B, T], 0 where masked out, and masked means: `ppo_kl`, `slope` (of its absolute value).

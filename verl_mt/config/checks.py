@@ -456,6 +456,15 @@ def _losses(config: Config) -> Iterator[str]:
         read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
     except ConfigError as error:
         yield str(error)
+        return
+    actor = config.actor_rollout_ref.actor
+    safety, dual = actor.policy_loss.get("fipo_safety_ratio"), actor.clip_ratio_c
+    if safety and dual is not None and safety >= dual:
+        yield (
+            f"{_ACTOR}.policy_loss.fipo_safety_ratio ({safety}) is not below clip_ratio_c ({dual}): the dual clip "
+            "leaves a token of negative advantage no gradient above its bound, so that no weight is held; lower "
+            "fipo_safety_ratio, raise clip_ratio_c, or set clip_ratio_c=null"
+        )
 
 
 def _engine(config: Config) -> Iterator[str]:

@@ -111,7 +111,11 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
             "fipo_half_life": knob(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
             "fipo_weight_low": knob(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
             "fipo_weight_high": knob(1.2, "FIPO: largest weight of a token.", min=1),
-            "fipo_safety_ratio": knob(4.0, "FIPO: above it a token of negative advantage weighs at most 1; 0 = off."),
+            "fipo_safety_ratio": knob(
+                4.0,
+                "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Idle from `clip_ratio_c` on, "
+                "where the dual clip leaves such a token no gradient.",
+            ),
         },
         clips=(*_BOTH_SIDES, "clip_c"),
         looks_ahead=True,

@@ -25,6 +25,7 @@ from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.runner import RolloutPlan, RolloutStream
 from verl_mt.trainer import build_data, build_rollout
 from verl_mt.workers.optimizer import warmup_steps_of
+from verl_mt.workers.trainable import steps_of_actor, updates_per_step
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
@@ -173,7 +174,8 @@ def schedule(subject: Subject) -> Iterator[Finding]:
         )
     optim = config.actor_rollout_ref.actor.optim
     actor = config.actor_rollout_ref.actor
-    updates = steps * (batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+    per_step = updates_per_step(actor.ppo_epochs, actor.ppo_mini_batch_size, batch)
+    updates = steps_of_actor(steps, trainer.critic_warmup) * per_step if steps else 0
     if (warmup := warmup_steps_of(optim, updates)) >= updates > 0:
         name = "lr_warmup_steps_ratio" if optim.lr_warmup_steps_ratio else "lr_warmup_steps"
         yield warning(

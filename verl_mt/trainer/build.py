@@ -58,7 +58,7 @@ from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
-from verl_mt.workers.trainable import num_mini_batches
+from verl_mt.workers.trainable import updates_per_step
 from verl_mt.workers.weight_sync import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
@@ -216,7 +216,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     actor = config.actor_rollout_ref.actor
     run = RunState(
         total_steps=total,
-        updates_per_step=actor.ppo_epochs * num_mini_batches(data.train_batch_size, actor.ppo_mini_batch_size),
+        updates_per_step=updates_per_step(actor.ppo_epochs, actor.ppo_mini_batch_size, data.train_batch_size),
         total_epochs=trainer.total_epochs,
     )
     return BatchPlan(

@@ -358,7 +358,9 @@ def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tenso
         first[place.flip(0)] = torch.arange(len(rows), device=place.device).flip(0)
         group = batch[columns.GROUP_INDEX][rows]
         slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
-        slope_B[rows] = (slopes * len(names))[place].to(slope_B.dtype)
+        # The mean that follows is over what weighs as one sequence: where trajectories share an execution, over those.
+        num_weighed = len(columns.weighed_together(batch)[rows].unique())
+        slope_B[rows] = (slopes * num_weighed)[place].to(slope_B.dtype)
     return {"slope_B": slope_B}
 
 

@@ -25,6 +25,7 @@ from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic, ShardedPolicy, model_of
+from verl_mt.workers.trainable import steps_of_actor
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         _spread(module, setup, ranks),
         config.actor,
         temperature=temperature,
-        total_steps=max(1, setup.total_steps - setup.algorithm.critic_warmup),
+        total_steps=steps_of_actor(setup.total_steps, setup.algorithm.critic_warmup),
         train_batch_size=setup.train_batch_size,
         norm_constant=config.rollout.response_length,
         seed=setup.seed,

@@ -62,7 +62,7 @@ class Trainable:
         self.num_updates = 0
         self._plan = plan
         self._num_batches = 0
-        self._updates_per_batch = plan.ppo_epochs * num_mini_batches(train_batch_size, plan.ppo_mini_batch_size)
+        self._updates_per_batch = updates_per_step(plan.ppo_epochs, plan.ppo_mini_batch_size, train_batch_size)
         self._total_updates = total_steps * self._updates_per_batch
         self._nonfinite_in_a_row = 0
         self._generator = torch.Generator().manual_seed(seed)
@@ -216,6 +216,16 @@ class Trainable:
 def num_mini_batches(num_prompts: int | None, size: int | None) -> int:
     """Per epoch; 1 where nothing is known of the prompts or the batch is not split."""
     return 1 if size is None or num_prompts is None else max(1, math.ceil(num_prompts / size))
+
+
+def updates_per_step(epochs: int, mini_batch_size: int | None, num_prompts: int | None) -> int:
+    """Optimizer steps of a training step."""
+    return epochs * num_mini_batches(num_prompts, mini_batch_size)
+
+
+def steps_of_actor(total_steps: int, critic_warmup: int) -> int:
+    """Training steps of a run in which the actor learns too; at least 1, so that there is a schedule."""
+    return max(1, total_steps - critic_warmup)
 
 
 def _disable_dropout(module: nn.Module) -> None:
