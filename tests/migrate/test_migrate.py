@@ -602,3 +602,15 @@ def test_verls_steps_of_warm_up_become_optimizer_steps_and_its_ratio_stays():
 def test_steps_of_warm_up_of_a_batch_that_only_the_shell_knows_are_listed():
     found = migrate(f"{OVER}{WARM_UP}=10 data.train_batch_size=$SIZE")
     assert any(f"{WARM_UP}=10: steps of the trainer there" in line for line in found.changed)
+
+
+def test_a_key_that_is_set_so_that_a_command_means_the_same_is_no_difference():
+    found = migrate(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+        "actor_rollout_ref.rollout.multi_turn.enable=True "
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools_configs/gsm8k_tool.yaml "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256 trainer.n_gpus_per_node=8"
+    )
+    assert not any("convert" in line or "placement" in line for line in found.changed)
+    assert found.added["actor_rollout_ref.rollout.multi_turn.tool_argument_types=convert"].startswith("an argument of")
+    assert found.added["trainer.placement=ray"] == "several ranks need it"

@@ -62,6 +62,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("--eval-prompt-data a /a", {"data.val_files": None}),
         ("--dynamic-sampling-filter-path a.check_reward_nonzero_std",
          {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}),
+        ("--advantage-estimator ppo --normalize-advantages",
+         {"critic.optim.lr": 1e-6, "critic.optim.lr_scheduler_type": "linear"}),
+        ("--advantage-estimator ppo --normalize-advantages --critic-lr 3e-6 --min-lr 1e-7",
+         {"critic.optim.lr": 3e-6, "critic.optim.lr_scheduler_type": "linear", "critic.optim.min_lr_ratio": 0.1}),
         ("--advantage-estimator ppo --normalize-advantages --kl-coef 0.1 --lr 2e-6",
          {"algorithm.adv_estimator": "gae", "critic.optim.lr": 2e-6, "critic.cliprange_value": 0.2,
           "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl": {"kl_coef": 0.1}, "algorithm.kl_penalty": "k1"}),
@@ -164,3 +168,15 @@ def test_a_program_in_python_is_no_launch_script(tmp_path):
 def test_a_line_without_its_backslash_ends_the_command():
     (refused,) = migrate(RENDERED + "\\\n  --lr 1e-6\n  --made-up 3 \\\n --use-tis").refused
     assert re.search("ends before --made-up: the line above lacks its backslash", refused)
+
+
+def test_what_is_bounded_here_and_not_there_is_a_difference_and_so_is_an_unsaid_size_of_updates():
+    found, _ = carried(AGENT + "--max-tokens-per-gpu 9000")
+    assert [line.partition("=")[0] for line in found.changed] == [
+        "data.max_prompt_length", f"{ROLLOUT}.response_length"
+    ]  # fmt: skip
+    assert carried(RENDERED)[0].changed == []
+    (said,) = carried(RENDERED.replace("--global-batch-size 128 ", ""))[0].changed
+    assert said.startswith(
+        "neither --global-batch-size nor --num-steps-per-rollout: here a rollout is one optimizer step"
+    )

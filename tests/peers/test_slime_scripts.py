@@ -59,7 +59,8 @@ class Resolved:
 AIME = "/root/aime-2024/aime-2024.jsonl"
 SCRIPTS = {
     "examples/search-r1/run_qwen2.5_3B.sh": Resolved(
-        status=0, batch=32, mini=32, n=8, per_turn=512, response=0, steps=3000,
+        status=3, batch=32, mini=32, n=8, per_turn=512, response=0, steps=3000,
+        listed=["data.max_prompt_length=", "actor_rollout_ref.rollout.response_length="],
         data={
             "prompt_key": "prompt", "label_key": "reward_model",
             "train_files": "/root/Search-R1/data/nq_hotpotqa_train/train.parquet",

@@ -57,6 +57,8 @@ _ENV_DROPPED = {
     "NNODES": "machines are trainer.nnodes",
     "HYDRA_FULL_ERROR": "VERL_MT_TRACEBACK=1 shows tracebacks",
 }
+_ALSO = re.compile(r"\balso (?P<word>[\w.]+=\S+): (?P<why>.+)$")
+"""A note on a key of ours that is set beside what was given, so that it means the same."""
 _FILES = {
     "verl": {
         "actor_rollout_ref.rollout.tool_kwargs.tools_config_file": "in its class names write verl_mt. for verl.",
@@ -235,13 +237,12 @@ def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration
     found.refused = _once([*map(_text, launch.refused), *(_text(p.text) for p in outcome.problems)])
     dropped = [n for n in outcome.notes if "has nothing to set: " in n or n.endswith("have nothing to set here")]
     dropped += [note for note in outcome.notes if note.endswith("has nothing to set here")]
-    ranks = [note for note in outcome.notes if note.endswith("also trainer.placement=ray: several ranks need it")]
-    if ranks:
-        found.added["trainer.placement=ray"] = "several ranks need it"
+    same_with = [note for note in outcome.notes if _ALSO.search(note)]
+    found.added |= {m["word"]: m["why"] for note in same_with if (m := _ALSO.search(note))}
     found.changed = [
         *map(_text, launch.changed),
         *instead,
-        *(_text(n) for n in outcome.notes if n not in dropped and n not in ranks),
+        *(_text(n) for n in outcome.notes if n not in dropped and n not in same_with),
     ]
     found.dropped = [*map(_text, launch.dropped), *(_text(n).replace(" has nothing to set: ", ": ") for n in dropped)]
     by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}

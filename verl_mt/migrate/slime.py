@@ -219,6 +219,11 @@ def _batches(flags: Flags) -> None:
     elif samples and n and samples % n == 0:
         flags.add(f"{mini}={samples // n}", f"global batch of {samples} samples / {n} samples per prompt")
         flags.left.pop("global_batch_size")
+    elif not {"num_steps_per_rollout", "global_batch_size"} & flags.left.keys():
+        flags.launch.changed.append(
+            "neither --global-batch-size nor --num-steps-per-rollout: here a rollout is one optimizer step; there it "
+            "depends on the number of devices"
+        )
     if "dynamic_sampling_filter_path" in flags:
         flags.add("algorithm.filter_groups.max_num_gen_batches=0", "slime samples until the batch is full")
     flags.change("over_sampling_batch_size", "here as many further prompts are sampled as are missing, none too many")
@@ -256,6 +261,8 @@ def _lengths(flags: Flags) -> None:
         prompt = context - 1 if context else prompt
         why = "slime's default" if context else "slime leaves none out; longer prompts are left out here, and counted"
         flags.add(f"data.max_prompt_length={prompt}", why)
+        if several and not context:
+            flags.launch.changed.append(f"data.max_prompt_length={prompt}: {why}")
     if response is None:
         return
     everything = response
@@ -263,9 +270,15 @@ def _lengths(flags: Flags) -> None:
         flags.left.pop("rollout_max_response_len")
         flags.launch.overrides.append(f"{ROLLOUT}.max_tokens_per_turn={response}")
         everything = context or max(2 * response, LONGEST_RESPONSE if in_pass is None else in_pass - prompt)
-        why = "--rollout-max-response-len bounds each turn; all turns together have "
-        why += "the context" if context else "no bound there, and here what a pass holds"
-        flags.add(f"{ROLLOUT}.response_length={everything}", why)
+        why = "--rollout-max-response-len bounds each turn"
+        flags.add(
+            f"{ROLLOUT}.response_length={everything}", f"{why}; all turns together have the context" if context else why
+        )
+        if not context:
+            flags.launch.changed.append(
+                f"{ROLLOUT}.response_length={everything}: all turns together have no bound there; here a conversation "
+                "ends where a pass is full"
+            )
     longest = context or prompt + everything
     if in_pass is not None and in_pass < longest:
         flags.add(f"{ACTOR}.ppo_max_token_len={longest}", "a pass holds the longest sequence; only memory differs")
@@ -496,12 +509,13 @@ def _critic(flags: Flags, estimator: str) -> None:
     """Has the actor's optimizer there."""
     if estimator != "ppo":
         return
-    betas = next((word for word in flags.launch.added if word.startswith(f"{ACTOR}.optim.betas=")), None)
-    if betas is not None:
-        flags.add(betas.partition(" # ")[0].replace(ACTOR, "critic"), "the critic's optimizer is the actor's")
-    for key, ours in (("lr", "lr"), ("weight_decay", "weight_decay"), ("lr_decay_style", "lr_scheduler_type")):
-        if key in flags and f"critic_{key}" not in flags:
-            flags.add(f"critic.optim.{ours}={flags.first(key)}", "the critic's optimizer is the actor's")
+    for name in ("betas", "lr", "weight_decay", "lr_scheduler_type", "min_lr_ratio"):
+        key = {"lr_scheduler_type": "lr_decay_style"}.get(name, name)
+        start = f"{ACTOR}.optim.{name}="
+        unsaid = next((word.partition(" # ")[0] for word in flags.launch.added if word.startswith(start)), None)
+        said = f"{start}{flags.first(key)}" if key in flags else unsaid
+        if said is not None and f"critic_{key}" not in flags:
+            flags.add(said.replace(ACTOR, "critic"), "the critic's optimizer is the actor's")
     if "value_clip" not in flags:
         flags.add("critic.cliprange_value=0.2", "slime's default")
 
