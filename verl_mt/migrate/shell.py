@@ -15,7 +15,8 @@ from pathlib import Path
 
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.shell_branches import execute
-from verl_mt.migrate.shell_values import Piece, Word, for_shell, kept, without_variables
+from verl_mt.migrate.shell_loops import Function, take_functions
+from verl_mt.migrate.shell_values import Piece, Word, expansion, for_shell, kept, without_variables
 
 _NESTED = r"[^()]*"
 for _ in range(3):  # brackets in brackets in brackets: $((1 + (2 * 3)))
@@ -47,6 +48,10 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
 _DEFAULT = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # ${A:-${B:-${C}}}
 _NAME = r"[A-Za-z_]\w*|[1-9]"  # a word of the script's own command line is $1
 _VARIABLE = re.compile(rf"\$(?:\{{({_NAME})(?::?[-=]({_DEFAULT}))?\}}|({_NAME}))")
+_ANY = re.compile(rf"{_VARIABLE.pattern}|\$\{{(?!oc\.env:)({_DEFAULT})\}}")
+"""The last group is an expansion that is more than a variable and its default: `${MODEL##*/}`, `${RATES[1]}`."""
+_CUT_OFF = re.compile(r"--[a-z]|[+~]{1,2}\w+[.=]|\w+(?:\.\w+)+=")
+"""What a command of no shell begins with: a flag or a key of the launch command above."""
 _ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _SEQUENCE = re.compile(r"\$\(\s*seq((?:\s+-?\d+){1,3})\s*\)")
 _OWN_NAME = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b|\$\{0\}|\$0(?!\w)")
@@ -89,6 +94,8 @@ class Script:
     """Files that it reads with `source`, as it names them."""
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
+    launching: dict[str, Function] = field(default_factory=dict)
+    """Functions that start a launch command with the words of their call."""
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -116,12 +123,18 @@ def read_script(text: str, file: Path | None = None) -> Script:
         file: where it lies, which is what `$0` and `BASH_SOURCE` mean in it.
 
     Raises:
-        ConfigError: a quote or a bracket that is not closed.
+        ConfigError: a quote or a bracket that is not closed; a launch command in a loop.
     """
     functions = {found[1]: found.group() for found in _FUNCTION.finditer(text)}
     script = Script(functions=functions, file="" if file is None else str(file.resolve()))
-    execute(list(_split(text)), script)
+    _read(text, script)
     return script
+
+
+def _read(text: str, script: Script) -> None:
+    commands, functions = take_functions(list(_split(text)), script.variables, script.arrays)
+    script.launching |= functions
+    execute(commands, script)
 
 
 def _source(words: list[Word], script: Script) -> None:
@@ -138,7 +151,7 @@ def _source(words: list[Word], script: Script) -> None:
     text, before = file.read_text(errors="replace"), script.file
     script.functions |= {found[1]: found.group() for found in _FUNCTION.finditer(text)}
     script.file = str(file)
-    execute(list(_split(text)), script)
+    _read(text, script)
     script.file = before
 
 
@@ -182,11 +195,24 @@ def _run(words: list[Word], script: Script) -> None:
         _source(words, script)
         return
     if words and not declares:
-        script.commands.append(Command(env, [text for word in words for text in _expand(word, script)]))
+        command = Command(env, [text for word in words for text in _expand(word, script)])
+        _note_cut(command, script)
+        script.commands.append(command)
         return
     script.variables |= env
     if exports:
         script.exported |= env
+
+
+def _note_cut(command: Command, script: Script) -> None:
+    """A line without its backslash, or a comment between continued lines, ends the command above."""
+    first = command.words[0] if command.words else ""
+    before = script.commands[-1].words[:1] if script.commands else []
+    if before and not _CUT_OFF.match(before[0]) and _CUT_OFF.match(first):
+        script.note(
+            f"the command ends before {for_shell(first)}: the line above lacks its backslash or is a comment, so that "
+            "the script itself starts without what follows"
+        )
 
 
 def _set_item(name: str, place: int, value: str, script: Script) -> None:
@@ -284,10 +310,21 @@ def _for_inside(text: str, script: Script) -> str:
     """A computation with the script's own variables put in, since the result is a command without them."""
 
     def value(found: re.Match[str]) -> str:
+        if found.group(4) is not None:
+            return for_shell(_expansion(found, script))
         known = script.variables.get(found.group(1) or found.group(3))
         return found.group() if known is None else for_shell(known)
 
-    return _VARIABLE.sub(value, text)
+    return _ANY.sub(value, text)
+
+
+def _expansion(found: re.Match[str], script: Script) -> str:
+    """An expansion that is more than a variable and its default; one of another language stays as it is."""
+    known = expansion(found.group(4), script.variables, script.arrays, lambda text: _fill(text, script))
+    name = re.match(r"#?([A-Za-z_]\w*)(?!\w|:?[-+=])", found.group(4))
+    if known is not None and name is not None and not {name[1]} & {*script.variables, *script.arrays}:
+        script.note(f"${name[1]}: not set by the script; set it before")
+    return found.group() if known is None else known
 
 
 def _computed(found: re.Match[str], script: Script) -> str:
@@ -331,8 +368,12 @@ def _fill(text: str, script: Script) -> str:
     text = _COMPUTED.sub(lambda found: _computed(found, script), text)
 
     def value(found: re.Match[str]) -> str:
+        if found.group(4) is not None:
+            return _expansion(found, script)
         name, default = found.group(1) or found.group(3), found.group(2)
         known = script.variables.get(name)
+        if known is None and script.arrays.get(name):
+            known = script.arrays[name][0]  # an array's name alone is its first item
         # A variable that is empty, or would be, gives way to a default that comes later.
         if known is not None and (default is None or known not in ("", f"${{oc.env:{name},}}")):
             return known
@@ -346,4 +387,4 @@ def _fill(text: str, script: Script) -> str:
         return f"${{oc.env:{name}}}"
 
     escaped = text.replace("\\$", "\0")
-    return _VARIABLE.sub(value, escaped).replace("\0", "$")
+    return _ANY.sub(value, escaped).replace("\0", "$")

@@ -11,6 +11,7 @@ import fnmatch
 from collections.abc import Callable
 from typing import Protocol
 
+from verl_mt.migrate.shell_loops import LOOPS, Function, heads, refuse_loop
 from verl_mt.migrate.shell_values import Word, for_shell, is_known, kept, without_variables
 
 Branch = tuple[list[list[Word]], list[list[Word]]]
@@ -23,6 +24,7 @@ class Shell(Protocol):
     variables: dict[str, str]
     arrays: dict[str, list[str]]
     exported: dict[str, str]
+    launching: dict[str, Function]
 
     def note(self, text: str) -> None: ...
     def fill(self, word: Word) -> str: ...
@@ -54,6 +56,14 @@ def execute(commands: list[list[Word]], script: Shell) -> None:
             branches, place = _cases(commands, place)
             _choose(branches, script)
             continue
+        inner = heads(words)
+        if inner and _raw(inner[0]) in LOOPS:
+            loop = commands[place : _behind_loop(commands, place)]
+            refuse_loop(loop, script.variables, script.arrays, script.launching)
+        if inner and _raw(inner[0]) in script.launching:
+            _call(script.launching[_raw(inner[0])], script)
+            place += 1
+            continue
         if head in ("while", "until"):
             place = _behind_loop(commands, place)
             script.note(f"what the script does in `{' '.join(map(_raw, words))}` is not read")
@@ -68,6 +78,19 @@ def execute(commands: list[list[Word]], script: Shell) -> None:
                 _choose([branch], script)
             continue
         script.run(words)
+
+
+def _call(function: Function, script: Shell) -> None:
+    """A function with the words of its call as $1 to $9; one that is not given is empty there."""
+    given = [script.fill(word) for word in function.given]
+    before = dict(script.variables)
+    script.variables |= {str(k + 1): given[k] if k < len(given) else "" for k in range(9)}
+    execute(function.body, script)
+    for name in map(str, range(1, 10)):
+        if name in before:
+            script.variables[name] = before[name]
+        else:
+            script.variables.pop(name, None)
 
 
 def _branches(commands: list[list[Word]], start: int) -> tuple[list[Branch], int]:
