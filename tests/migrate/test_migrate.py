@@ -614,3 +614,56 @@ def test_a_key_that_is_set_so_that_a_command_means_the_same_is_no_difference():
     assert not any("convert" in line or "placement" in line for line in found.changed)
     assert found.added["actor_rollout_ref.rollout.multi_turn.tool_argument_types=convert"].startswith("an argument of")
     assert found.added["trainer.placement=ray"] == "several ranks need it"
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "second"),
+    [
+        (VERL + SGLANG, "trainer.seed=1", "trainer.seed=2"),
+        (SLIME + "--n-samples-per-prompt 8 ", "--lr=1e-6", "--lr=2e-6"),
+        (SWIFT, "--learning_rate=1e-6", "--learning_rate=2e-6"),
+    ],
+)
+def test_a_second_run_of_a_script_is_refused_and_a_further_machine_of_the_first_is_a_note(command, first, second):
+    twice = migrate(f"{command}{first}\n{command}{second}")
+    assert twice.refused == [f"the script starts training twice ({first}, then {second}); give one command at a time"]
+    more = migrate(f"NODE_RANK=0 {command}{first}\nNODE_RANK=1 MASTER_ADDR=10.0.0.1 {command}{first}")
+    assert more.refused == [] and any("a further machine's command was left out" in note for note in more.notes)
+    keys = [word.partition("=")[0] for word in more.overrides]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_rollout_server_and_its_trainer_are_one_run_and_a_machines_rank_makes_no_other():
+    trainer = SWIFT + "--use_vllm true --vllm_mode server "
+    found = migrate(f"swift rollout --model org/model\n{trainer}--node_rank 0\n{trainer}--node-rank=1")
+    assert not any("twice" in line for line in found.refused)
+    assert any("a further machine's" in note for note in found.notes)
+
+
+def test_a_number_that_only_the_shell_knows_is_not_blamed_and_others_are():
+    n = "actor_rollout_ref.rollout.n"
+    few = f"{OVER.replace(n + '=4', '')}{n}="
+    unknown = migrate(f"{few}$N")
+    assert unknown.refused == [] and f"{n} depends on $N: it is checked when the run starts" in unknown.notes
+    for own in ("1", "${N:-1}"):
+        found = migrate(f"{few}{own} data.seed=$SEED")
+        assert any(line.startswith(f"{n} is 1") for line in found.refused)
+        assert not any("it is checked when" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (SWIFT, "--learning_rate"),
+        (SWIFT, "--dataset"),
+        (SLIME, "--lr"),
+        (SLIME, "--n-samples-per-prompt"),
+        (SLIME, "--advantage-estimator"),
+    ],
+)
+def test_a_flag_without_its_value_is_named(command, flag):
+    assert migrate(f"{command} {flag}").refused == [f"{flag} has no value"]
+
+
+def test_a_boolean_of_ms_swift_needs_no_value():
+    assert migrate(SWIFT + "--num_generations 8 --gradient_checkpointing --bf16 --overlong_filter").refused == []

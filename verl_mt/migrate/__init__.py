@@ -24,8 +24,10 @@ from verl_mt.config.compose import compose
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides, normalize_tree
 from verl_mt.config.redact import is_secret_name
+from verl_mt.config.schema import leaves
+from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.migrate.launch import ENV, Launch, Library, parses
+from verl_mt.migrate.launch import ENV, Launch, Library, by_flag, parses
 from verl_mt.migrate.ms_swift import read_swift
 from verl_mt.migrate.shell import Command, Script, read_script
 from verl_mt.migrate.shell_values import for_shell, shell_text
@@ -59,6 +61,10 @@ _ENV_DROPPED = {
 }
 _ALSO = re.compile(r"\balso (?P<word>[\w.]+=\S+): (?P<why>.+)$")
 """A note on a key of ours that is set beside what was given, so that it means the same."""
+_OF_MACHINE = {"--node_rank", "--master_addr", "--master_port", "--machine_rank"}
+"""Flags by which the commands of one run on several machines differ."""
+_TRUE_ALONE = {"fipo_clip_high_only"}
+"""Booleans of ms-swift whose counterpart here is a number."""
 _FILES = {
     "verl": {
         "actor_rollout_ref.rollout.tool_kwargs.tools_config_file": "in its class names write verl_mt. for verl.",
@@ -312,8 +318,23 @@ def _composing(found: Migration, yaml: Path | None) -> list[str]:
             compose(words, yaml.stem if yaml else None, yaml.parent if yaml else None)
     except VerlMTError as error:
         lines = [line.removeprefix("  - ") for line in str(error).splitlines()]
-        return [_text(line) for line in lines if not line.endswith("problems in the configuration:")]
+        problems = [_text(line) for line in lines if not line.endswith("problems in the configuration:")]
+        unknown = {line: _unknown_in(line, found.overrides) for line in problems}
+        found.notes += dict.fromkeys(note for notes in unknown.values() for note in notes)
+        return [line for line, notes in unknown.items() if not notes]
     return []
+
+
+def _unknown_in(problem: str, overrides: Sequence[str]) -> list[str]:
+    """A line for each key that a problem names and whose value only the shell knows: the number that stood in for it is
+    nothing to blame."""
+    lines = []
+    for word in overrides:
+        names = [m[1] for m in ENV.finditer(word.partition("=")[2]) if m[2] is None]
+        if names and re.search(rf"(?<![\w.]){re.escape(_key(word))}(?!\.?\w)", problem):
+            shown = ", ".join(dict.fromkeys(shell_text(name) or f"${name}" for name in names))
+            lines.append(f"{_key(word)} depends on {shown}: it is checked when the run starts")
+    return lines
 
 
 def _plain(line: str) -> str:
@@ -368,8 +389,9 @@ def find_launch(script: Script) -> Launch:
     """
     launch = Launch(notes=list(script.notes))
     _take_env(script.exported, launch)  # before the commands, which count ranks
+    trained: list[list[str]] = []
     for command in script.commands:
-        _take(command, launch)
+        _take(command, launch, trained)
     if launch.cut_at:
         launch.refused = [launch.cut_at]
     names = re.findall(r"oc\.env:(\w+)", " ".join([*launch.overrides, *launch.flags, *launch.env.values()]))
@@ -383,7 +405,12 @@ def find_launch(script: Script) -> Launch:
     return launch
 
 
-def _take(command: Command, launch: Launch) -> None:
+def _take(command: Command, launch: Launch, trained: list[list[str]]) -> None:
+    """Take over one command.
+
+    Args:
+        trained: words of the training command that was read before; this one's are added.
+    """
     words = [w for w in command.words if w not in ("nohup", "exec", "time", "&")]
     if launch.framework == "slime" and words and re.match(r"--[a-z]", words[0]):
         launch.cut_at = launch.cut_at or (
@@ -408,10 +435,61 @@ def _take(command: Command, launch: Launch) -> None:
         launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")
         return
     launch.framework = library
+    if name != "swift rollout":
+        if trained:
+            _again(name, [name, *rest], trained[0], launch)
+            return
+        trained.append([name, *rest])
     launch.started.append(name)
     launch.wrapper = wrapper or launch.wrapper
     _take_env(command.env | _of_torchrun(words), launch)
+    rest = _with_values(rest, library, launch)
     {"verl": read_verl, "ms-swift": read_swift, "slime": read_slime}[library](rest, name, launch)
+
+
+def _again(name: str, words: list[str], before: list[str], launch: Launch) -> None:
+    """A second training command: that of a further machine, or a run of its own."""
+    first, second = _of_any_machine(before), _of_any_machine(words)
+    if first == second:
+        launch.notes.append(f"{name}: a further machine's command was left out; Ray starts its ranks")
+        return
+    own = [" ".join([w for w in some if w not in other][:3]) for some, other in ((first, second), (second, first))]
+    differ = ", then ".join(text or "the same with fewer words" for text in own)
+    launch.refused.append(f"the script starts training twice ({differ}); give one command at a time")
+
+
+def _of_any_machine(words: Sequence[str]) -> list[str]:
+    """The words without those that say which machine of a run this is."""
+    kept, after = [], ""
+    for word in words:
+        flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+        if flag not in _OF_MACHINE and after not in _OF_MACHINE:
+            kept.append(word)
+        after = flag if "=" not in word else ""
+    return kept
+
+
+def _with_values(words: list[str], library: Library, launch: Launch) -> list[str]:
+    """The words without flags that lack their value, which are refused: as `True` they would be blamed for a type."""
+    if library == "verl":
+        return words
+    rows, known, bare = families()[library].rows, leaves(), set[str]()
+    for flag, values in by_flag(words):
+        key = flag.removeprefix("--").replace("-", "_")
+        row = rows.get(key)
+        if values or row is None or row.meaning != "renamed" or row.switch or key in _TRUE_ALONE:
+            continue
+        # ms-swift's table does not mark booleans: they are those of our keys, and a converter may take one.
+        leaf = known.get(row.to)
+        if library == "ms-swift" and (row.convert or leaf is None or isinstance(leaf.default, bool)):
+            continue
+        bare.add(flag)
+        launch.refused.append(f"{flag} has no value")
+    kept, leave = list[str](), False
+    for word in words:  # another value of the same flag goes with it, lest it be taken for the flag's before it
+        leave = word.partition("=")[0] in bare if word.startswith("--") else leave
+        kept += [] if leave else [word]
+    return kept
 
 
 def _which(words: Sequence[str]) -> tuple[Library, str, list[str]] | None:

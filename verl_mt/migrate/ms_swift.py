@@ -59,9 +59,6 @@ def read_swift(words: list[str], name: str, launch: Launch) -> None:
         launch.refused.append(f"{name} {words[0]}: its settings stand in a file; give them as flags")
     if name.split()[0] == "megatron":
         launch.refused.append(f"{name}: models are trained as Hugging Face modules, not by Megatron")
-    if name.endswith("rlhf") and launch.started.count(name) > 1:
-        launch.notes.append(f"{name}: a further machine's command was left out; Ray starts its ranks")
-        return
     if name.endswith("rollout"):
         _rollout_server(given, launch)
     if name.endswith("rlhf"):
