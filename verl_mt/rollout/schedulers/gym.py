@@ -100,7 +100,13 @@ class GYMScheduler(MultiTurnScheduler):
             return {"done": True}
         if response_choice.finish_reason == "abort":
             return {}
-        return await self._taken(name, *await self._step(env, infer_request.messages))
+        return await self._taken(name, *await self._act(env, infer_request, response_choice))
+
+    async def _act(
+        self, env: Any, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice
+    ) -> tuple[Any, float, bool, dict[str, Any]]:
+        """(observation, reward, done, info) of the turn's action."""
+        return await self._step(env, infer_request.messages)
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
@@ -287,22 +293,15 @@ class OpenEnvScheduler(GYMScheduler):
             request.messages = [*opening, {"role": "user", "content": self.format_observation(observation)}]
             self._begin(name, {"metadata": info} if info is not None else {})
 
-    async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
-        """Send the action."""
-        name = str(infer_request.uuid)
-        env = self._envs.get(name)
-        if env is None:
-            return {"done": True}
-        if response_choice.finish_reason == "abort":
-            return {}
+    async def _act(
+        self, env: Any, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice
+    ) -> tuple[Any, float, bool, dict[str, Any]]:
+        """Send what the turn says."""
         action = self.parse_action(response_choice.message.content or "")
         observation, reward, done, info = await _call(env.step, action)
         done = bool_of(done, "done")
         shown = None if done else self.format_observation(observation)
-        number = number_of(reward, "the reward")
-        return await self._taken(name, shown, number, done, {"metadata": info} if info is not None else {})
+        return shown, number_of(reward, "the reward"), done, {"metadata": info} if info is not None else {}
 
     def parse_action(self, text: str) -> Any:
         """The action that a turn says: its JSON object, in a fence or not; else the text as `message`."""
