@@ -100,6 +100,8 @@ class GenerationOutput:
     """How many of `input_ids` needed no prefill."""
     timings: Timings = Timings()
     text: str | None = None
+    replica: str | None = None
+    """Which of the engine's replicas sampled it; None from an engine that is one."""
 
 
 @dataclass

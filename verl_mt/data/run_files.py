@@ -4,7 +4,8 @@ Row schema, version 1: everything needed to recompute the batch and to draw the 
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
 `counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward),
-`greedy_reward`, `execution_id` (rows that share it weigh in the loss as one) and `media` (images as data URIs, where a
+`greedy_reward`, `replicas` (of the engine: which sampled each turn), `execution_id` (rows that share it weigh in the
+loss as one) and `media` (images as data URIs, where a
 plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`,
 `info`, and `records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`,
 `policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
@@ -48,7 +49,7 @@ _PLAIN = (
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
     "error", "info", "source",
 )  # fmt: skip
-_WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id")
+_WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id", "replicas")
 
 
 def trajectory_to_row(
@@ -104,6 +105,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
         **{name: row[name] for name in _PLAIN},
         greedy_reward=row.get("greedy_reward"),
         execution_id=row.get("execution_id"),
+        replicas=row.get("replicas", []),
         tool_calls=row.get("tool_calls", []),
         tool_reward_turns=row.get("tool_reward_turns", {}),
         turn_rewards={int(turn): reward for turn, reward in row.get("turn_rewards", {}).items()},

@@ -115,6 +115,8 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     turn_texts: list[str] = field(default_factory=list)
     """What the model wrote in each assistant turn, reasoning and calls included, without the end-of-turn token."""
+    replicas: list[str | None] = field(default_factory=list)
+    """Which replica of the engine sampled each assistant turn; empty where the engine is one."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool schemas that the prompt showed, as the template got them."""
     records: list[TrajectoryRecord] = field(default_factory=list)

@@ -14,7 +14,7 @@ from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, I
 from verl_mt.errors import ConfigError, PluginError, VerlMTError, error_text, value_text
 from verl_mt.plugins import listing, load_object
 
-__all__ = ["build", "check", "samples_from_policy"]
+__all__ = ["build", "check", "lives_beside_ranks", "samples_from_policy"]
 
 _KEY = "actor_rollout_ref.rollout.name"
 
@@ -46,6 +46,11 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
 def samples_from_policy(name: str) -> bool:
     """Whether this engine samples from the actor's own module, so that nobody needs to send it weights."""
     return getattr(_find(name), "samples_from_policy", False)
+
+
+def lives_beside_ranks(name: str) -> bool:
+    """Whether this engine has a replica on the devices of each rank, or each few, of a worker group."""
+    return getattr(_find(name), "lives_beside_ranks", False)
 
 
 def build(setup: EngineSetup) -> InferenceEngine:

@@ -6,7 +6,7 @@ Log-probs everywhere (engines and trainer) are `log_softmax(logits / T)` over th
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,9 +15,9 @@ import torch
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.stop_strings import Decode
-from verl_mt.errors import EngineError
+from verl_mt.errors import EngineError, VerlMTError
 
-TRANSPORTS = ("in_place", "tensor_buckets", "broadcast", "disk")
+TRANSPORTS = ("in_place", "tensor_buckets", "from_ranks", "broadcast", "disk")
 MEDIA = ("images", "videos")
 
 
@@ -26,7 +26,7 @@ class Capabilities:
     """What an engine can do; checked at start, so that nothing degrades silently."""
 
     transports: frozenset[str]
-    """Names of the `WeightUpdate` classes it takes: in_place, tensor_buckets, broadcast, disk."""
+    """Names of the `WeightUpdate` classes it takes: in_place, tensor_buckets, from_ranks, broadcast, disk."""
     deterministic: bool
     """The same requests give the same bits, whatever the timing."""
     returns_token_ids: bool = True
@@ -61,6 +61,55 @@ class TensorBuckets:
     """Every pass over `tensors` gathers them from other processes: they are looked at once, on their way."""
 
 
+class EngineHost(abc.ABC):
+    """A place for an engine's process beside some ranks of the worker group, on their machine.
+
+    What is made there is an object whose coroutines are called from here: its class must import on both sides, its
+    arguments and results are pickled.
+    """
+
+    name: str
+    """For messages: the ranks and their machine."""
+    num_ranks: int
+    """Ranks of the worker group that it stands beside, and has the devices of."""
+    devices: tuple[str, ...]
+    """The GPUs of these ranks, as their machine names them; none where they are on the CPU."""
+
+    @abc.abstractmethod
+    async def make(self, path: str, *args: Any) -> None:
+        """Make the object: the class's dotted path, and its arguments. What was there before is ended.
+
+        Raises:
+            EngineGoneError: the machine is gone.
+        """
+
+    @abc.abstractmethod
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the object's coroutine returns, or raises where that is an error of ours.
+
+        Raises:
+            EngineGoneError: there is no object any more, because its process or machine went away.
+        """
+
+    @abc.abstractmethod
+    async def end(self) -> None:
+        """End the object's process. Idempotent; never raises."""
+
+
+@dataclass(frozen=True)
+class FromRanks:
+    """Each engine gets the weights from the ranks that it stands beside, on their machine.
+
+    `hand_over(hosts, giver, arguments)` is collective over the worker group. In the process of the first rank of each
+    of these hosts an object of the class `giver` (a dotted path) is made with `arguments`, kept for later updates, and
+    its `give(tensors, bucket_bytes, call)` called: `tensors` yields (name in the checkpoint, whole tensor), each good
+    until the next one, and `call(method, *args)` is that of the host. Returns for each host what went wrong, or None.
+    """
+
+    version: int
+    hand_over: Callable[[Sequence[EngineHost], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """A collective over a process group (gloo, NCCL) that trainer and engine joined.
@@ -82,7 +131,7 @@ class Disk:
     path: str
 
 
-WeightUpdate = InPlace | TensorBuckets | Broadcast | Disk
+WeightUpdate = InPlace | TensorBuckets | FromRanks | Broadcast | Disk
 PauseMode = Literal["abort", "in_place", "retract"]
 
 
@@ -134,6 +183,8 @@ class EngineSetup:
     """Same calls, same bits, whatever the timing."""
     seed: int
     """Of requests that bring none."""
+    hosts: tuple[EngineHost, ...] = ()
+    """For an engine that `lives_beside_ranks`: one place for each of its replicas; none = in or beside this process."""
 
 
 class InferenceEngine(abc.ABC):
@@ -142,6 +193,8 @@ class InferenceEngine(abc.ABC):
     capabilities: Capabilities
     samples_from_policy: ClassVar[bool] = False
     """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
+    lives_beside_ranks: ClassVar[bool] = False
+    """Where the worker group is spread over devices, so is this engine: it takes `EngineSetup.hosts`."""
 
     @classmethod  # noqa: B027 - most engines have nothing to refuse
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:

@@ -417,6 +417,8 @@ class RolloutSession:
             parsed = parser.parse(text, self.trajectory.tools, in_reasoning=chat.prefilled_reasoning)
             parsed = parsed.with_ids(f"call_{turn}_")
         self.trajectory.turn_texts.append(text)
+        if output.replica is not None:
+            self.trajectory.replicas.append(output.replica)
         message = self._add_message(text, parsed)
         for name, amount in (("cached_tokens", output.cached_tokens), ("input_tokens", start)):
             self.count(name, amount)

@@ -26,7 +26,7 @@ from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import RowSampler
-from verl_mt.engines.base import InferenceEngine
+from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
 from verl_mt.interactions.session import check_row
 from verl_mt.modeling.load import export_hf
@@ -83,7 +83,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
         shares = engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-        runner = build_runner(config, chat, tools, workers.policy_module if shares else None, engine)
+        hosts = _engine_hosts(config, workers) if engine is None else ()
+        runner = build_runner(config, chat, tools, workers.policy_module if shares else None, engine, hosts)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -275,6 +276,15 @@ def _build_log(
         rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer)) if trainer.rollout_rows else None,
         debug=DebugData(trainer.debug_rollout_data, chat.decode, replays=trainer.debug_mode == "train_only"),
     )
+
+
+def _engine_hosts(config: Config, workers: WorkerGroup) -> tuple[EngineHost, ...]:
+    """Where the engine's replicas live: beside the ranks, unless it has servers, or lives in this process."""
+    rollout = config.actor_rollout_ref.rollout
+    elsewhere = rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
+    if elsewhere or not engines.lives_beside_ranks(rollout.name):
+        return ()
+    return workers.engine_hosts(rollout.tensor_model_parallel_size)
 
 
 def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:

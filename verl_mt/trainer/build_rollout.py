@@ -17,7 +17,7 @@ from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
-from verl_mt.engines.base import EngineSetup, InferenceEngine
+from verl_mt.engines.base import EngineHost, EngineSetup, InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
@@ -110,12 +110,13 @@ def build_runner(
     tools: ToolSet | None,
     policy_module: Any,
     engine: InferenceEngine | None = None,
+    hosts: tuple[EngineHost, ...] = (),
 ) -> RolloutRunner:
     """Engine, parser, tool executor, interactions and reward around one session context."""
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(rollout, config.data.max_prompt_length)
-    engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len)
+    engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len, hosts)
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
     media = chat.media_kinds & engine.capabilities.media
@@ -157,7 +158,9 @@ def build_runner(
     )
 
 
-def _build_engine(config: Config, chat: ChatTemplate, policy_module: Any, max_model_len: int | None) -> InferenceEngine:
+def _build_engine(
+    config: Config, chat: ChatTemplate, policy_module: Any, max_model_len: int | None, hosts: tuple[EngineHost, ...]
+) -> InferenceEngine:
     """The engine that the config names; one that samples nothing where saved rollouts are trained on."""
     if config.trainer.debug_mode == "train_only":
         return AbsentEngine()
@@ -170,6 +173,7 @@ def _build_engine(config: Config, chat: ChatTemplate, policy_module: Any, max_mo
             max_model_len=max_model_len,
             deterministic=config.trainer.deterministic,
             seed=config.trainer.seed,
+            hosts=hosts,
         )
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.errors import VerlMTError
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
+from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
@@ -27,7 +31,7 @@ from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.state import all_weights, count_parameters
-from verl_mt.workers.worker_group import load_workers_state
+from verl_mt.workers.worker_group import HandedOver, load_workers_state
 
 _BUCKET_BYTES = 2**28
 """Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
@@ -61,6 +65,7 @@ class RankWorker:
     def __init__(self, setup: WorkerSetup, ranks: Ranks):
         self._setup = setup
         self._ranks = ranks
+        self._givers: dict[str, Any] = {}
 
     def address(self) -> str:
         """Where rank 0 will wait for the others."""
@@ -73,6 +78,12 @@ class RankWorker:
     def describe(self) -> tuple[int, str]:
         """(process id, machine)."""
         return os.getpid(), socket.gethostname()
+
+    def gpus(self) -> tuple[str, ...]:
+        """That Ray gave to this rank, as the machine names them."""
+        import ray
+
+        return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
 
     def start(self, address: str) -> tuple[int, int]:
         """Join the others and load the models. Returns the numbers of the policy's parameters: all, trained."""
@@ -129,16 +140,48 @@ class RankWorker:
     def bucket(self, number: int, converted: bool) -> dict[str, Packed] | None:
         """Whole weights of some layers, merged with adapters, in the names and shapes of the model's checkpoint or of
         the module that transformers makes of it."""
+        gathered = self._gather(self._buckets()[number], converted if self._ranks.rank == 0 else None)
+        return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
+
+    @torch.no_grad()
+    def hand_over(self, update: HandedOver, hosts: Mapping[int, Any]) -> VerlMTError | None:
+        """Give the weights to the engine beside this rank, if it is the first of those that the engine stands beside.
+
+        Args:
+            update: what is given, and how.
+            hosts: rank -> handle of the process that holds its engine.
+        """
+        from verl_mt.workers.engine_hosts import ask_resident  # imports Ray, which ranks as such do without
+
+        host = hosts.get(self._ranks.rank)
+        tensors = (
+            item for bucket in self._buckets() for item in self._gather(bucket, None if host is None else True).items()
+        )
+        problem: VerlMTError | None = None
+        if host is not None:
+            try:
+                if update.giver not in self._givers:
+                    made = load_object(update.giver, what="what gives weights to an engine")
+                    self._givers[update.giver] = made(*update.arguments)
+                ask = partial(ask_resident, host)
+                self._givers[update.giver].give(tensors, update.version, update.bucket_bytes, ask)
+            except VerlMTError as error:
+                problem = error
+        for _ in tensors:  # gathering is collective: the other ranks wait for this one
+            pass
+        return problem
+
+    def _gather(self, bucket: dict[str, Tensor], converted: bool | None) -> dict[str, Tensor]:
+        """Whole tensors; None = the others' need alone, nothing is done with them here."""
+        # Gathering is collective; merging and converting is not, and would be done for nothing on all but some.
+        gathered = {name: whole(tensor) for name, tensor in bucket.items()}
+        if converted is None:
+            return {}
         model = model_of(self.actor.module)
-        # Gathering is collective; merging and converting is not, and would be done for nothing on all but one.
-        gathered = {name: whole(tensor) for name, tensor in self._buckets()[number].items()}
-        if self._ranks.rank:
-            return None
         if converted:
-            gathered = as_in_checkpoint(model, gathered)
-        elif (lora := lora_of(model)) is not None:
-            gathered = merged(lora, gathered)
-        return {name: Packed.of(tensor) for name, tensor in gathered.items()}
+            return as_in_checkpoint(model, gathered)
+        lora = lora_of(model)
+        return gathered if lora is None else merged(lora, gathered)
 
     @torch.no_grad()
     def adapter(self) -> tuple[Lora, dict[str, Packed]] | None:

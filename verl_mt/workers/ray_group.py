@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from torch import Tensor, nn
 
 from verl_mt import engines
 from verl_mt.data import batch as columns
-from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
+from verl_mt.engines.base import EngineHost
+from verl_mt.errors import CheckpointError, ConfigError, EngineGoneError, VerlMTError, WorkerError
 from verl_mt.modeling.lora import Adapter
+from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.setup import Placement, WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
 from verl_mt.workers.sharding import Ranks
-from verl_mt.workers.worker_group import WorkerGroup
+from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 
 _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
@@ -56,6 +58,7 @@ class RayWorkerGroup(WorkerGroup):
         self._ours = connect(placement)
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
+        self._hosts: list[RayHost] = []
         self._names: list[str] = []
         self._broken: str | None = None
         self._replica: Any = None
@@ -126,6 +129,29 @@ class RayWorkerGroup(WorkerGroup):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
 
+    def engine_hosts(self, ranks_per_engine: int) -> tuple[EngineHost, ...]:
+        placement = self._setup.placement
+        if placement.n_workers_per_node % ranks_per_engine:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks_per_engine} does not divide "
+                f"trainer.n_workers_per_node={placement.n_workers_per_node}: an engine beside the ranks has the "
+                "devices of whole ranks of one machine"
+            )
+        gpus = self._call("gpus", doing="telling its devices")
+        for first in range(0, placement.num_ranks, ranks_per_engine):
+            ranks = range(first, first + ranks_per_engine)
+            devices = tuple(gpu for rank in ranks for gpu in gpus[rank])
+            self._hosts.append(RayHost(ranks, devices, self._beside(first)))
+        return tuple(self._hosts)
+
+    def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
+        ours = [host for host in self._hosts if host in hosts]
+        residents = {host.ranks[0]: host.resident for host in ours if host.resident is not None}
+        problems = self._call("hand_over", update, residents, doing="giving the engines their weights")
+        gone = EngineGoneError("its process ended before the weights came")
+        by_host = {id(host): problems[host.ranks[0]] if host.ranks[0] in residents else gone for host in ours}
+        return [by_host[id(host)] for host in hosts]
+
     def adapter(self) -> Adapter | None:
         found = self._call("adapter", doing="sending its adapters")[0]
         return found and Adapter(found[0], {name: packed.tensor() for name, packed in found[1].items()})
@@ -174,15 +200,22 @@ class RayWorkerGroup(WorkerGroup):
         remote = ray.remote(RankWorker)
         for number in range(placement.num_ranks):
             options = {
+                **self._beside(number),
                 "num_cpus": 1,
                 "num_gpus": 1 if setup.device == "cuda" else 0,
                 "max_restarts": 0,
-                "runtime_env": {"env_vars": forwarded_environment(os.environ)},
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=number // placement.n_workers_per_node
-                ),
             }
             self._workers.append(remote.options(**options).remote(setup, Ranks(number, placement.num_ranks)))
+
+    def _beside(self, rank: int) -> dict[str, Any]:
+        """Options of a Ray actor on this rank's machine."""
+        bundle_index = rank // self._setup.placement.n_workers_per_node
+        return {
+            "runtime_env": {"env_vars": forwarded_environment(os.environ)},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle_index
+            ),
+        }
 
     def _start(self) -> tuple[int, int]:
         self._names = [f"rank {k}" for k in range(len(self._workers))]

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from verl_mt.engines.base import Capabilities, Disk, InferenceEngine, InPlace, TensorBuckets, WeightUpdate
-from verl_mt.errors import ConfigError
+from verl_mt.engines.base import (
+    Capabilities,
+    Disk,
+    EngineHost,
+    FromRanks,
+    InferenceEngine,
+    InPlace,
+    TensorBuckets,
+    WeightUpdate,
+)
+from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
-from verl_mt.workers.worker_group import InlineWorkerGroup, WorkerGroup
+from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ def weight_update_for(
         if isinstance(policy, WorkerGroup):
             policy.refresh_policy_module()
         return InPlace(version)
+    if "from_ranks" in capabilities.transports and isinstance(policy, WorkerGroup):
+        return FromRanks(version, partial(_hand_over, policy, version, transport.bucket_bytes))
     if "tensor_buckets" in capabilities.transports:
         streamed = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
         return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed)
@@ -60,6 +73,18 @@ def weight_update_for(
     raise ConfigError(
         f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"
     )
+
+
+async def _hand_over(
+    workers: WorkerGroup,
+    version: int,
+    bucket_bytes: int,
+    hosts: Sequence[EngineHost],
+    giver: str,
+    arguments: tuple[Any, ...],
+) -> list[VerlMTError | None]:
+    # In a thread: the engines answer on this loop meanwhile.
+    return await asyncio.to_thread(workers.hand_over, HandedOver(version, giver, arguments, bucket_bytes), hosts)
 
 
 @dataclass

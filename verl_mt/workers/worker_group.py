@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
-from verl_mt.errors import CheckpointError
+from verl_mt.engines.base import EngineHost
+from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.lora import Adapter, adapter_of, require_peft
 from verl_mt.modeling.weights import named_weights
 from verl_mt.plugins import load_object
@@ -29,6 +30,16 @@ from verl_mt.workers.state import count_parameters
 
 _INLINE = Placement()
 _NOTHING = AlgorithmNeeds()
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A weight update that each rank hands to the engine beside it; see `FromRanks`."""
+
+    version: int
+    giver: str
+    arguments: tuple[Any, ...]
+    bucket_bytes: int
 
 
 class WorkerGroup(abc.ABC):
@@ -76,6 +87,18 @@ class WorkerGroup(abc.ABC):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
         are to be used or copied before the next one is asked for."""
+
+    def engine_hosts(self, ranks_per_engine: int) -> tuple[EngineHost, ...]:
+        """Places for engines on the devices of the ranks, one for so many ranks; none where these are this process.
+
+        Raises:
+            ConfigError: the ranks of a machine do not divide into so many.
+        """
+        return ()
+
+    def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
+        """Let the ranks give their weights to the engines beside them; see `FromRanks`."""
+        raise NotImplementedError(f"{type(self).__name__} has no engine beside it")
 
     @abc.abstractmethod
     def adapter(self) -> Adapter | None:

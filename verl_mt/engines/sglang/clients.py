@@ -8,11 +8,12 @@ import base64
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx
 
+from verl_mt.engines.base import EngineHost
 from verl_mt.engines.sglang.options import SGLangOptions, is_local
 from verl_mt.engines.sglang.processes import ChildProcess, encode, read_frame
 from verl_mt.engines.sglang.server_check import check_server
@@ -20,6 +21,7 @@ from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 
 T = TypeVar("T")
 _MODULE = "verl_mt.engines.sglang.processes"
+_COLOCATED = "verl_mt.engines.sglang.clients.ColocatedClient"
 _KEY = "actor_rollout_ref.rollout.servers"
 _GOODBYE_S = 10.0
 _LAST_WORDS_S = 3.0
@@ -112,6 +114,18 @@ class Client(abc.ABC):
             self.give_up(f"{name} was not answered within {timeout_s:.0f} s")
             raise self._gone_error() from None
 
+    async def _unless_gone(self, call: Coroutine[Any, Any, T]) -> T:
+        """Its result; or the news that the engine is gone, if that comes first."""
+        answer, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise self._gone_error()
+            return answer.result()
+        finally:
+            answer.cancel()
+            gone.cancel()
+
     def _gone_error(self) -> EngineGoneError:
         return EngineGoneError(f"the {self.name} is gone: {self._reason or 'it was never started'}")
 
@@ -127,14 +141,16 @@ class ColocatedClient(Client):
 
     Args:
         arguments: of `sglang.Engine`.
+        environment: variables of that process, beside ours.
     """
 
     name = "colocated SGLang engine"
     local = True
 
-    def __init__(self, arguments: dict[str, Any]):
+    def __init__(self, arguments: dict[str, Any], environment: Mapping[str, str] | None = None):
         super().__init__()
         self._arguments = arguments
+        self._environment = environment
         self.num_ranks = int(arguments["tp_size"])
         self._process: ChildProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -149,7 +165,7 @@ class ColocatedClient(Client):
     async def start(self, timeout_s: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = ChildProcess(_MODULE, theirs.fileno(), ["engine"])
+            self._process = ChildProcess(_MODULE, theirs.fileno(), ["engine"], self._environment)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode(self._arguments))
         try:
@@ -161,6 +177,10 @@ class ColocatedClient(Client):
             cause = "" if first is None else f": {first[2].strip()}"
             raise ConfigError(f"the SGLang engine could not be started{cause}\n{self._process.describe()}")
         self._reading = asyncio.ensure_future(self._read(reader))
+
+    async def process_id(self) -> int | None:
+        """`pid`, for who is in another process."""
+        return self.pid
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("generate", body)
@@ -214,6 +234,72 @@ class ColocatedClient(Client):
         # First ended, then told: a new life that began before would find the GPU's memory and the ports still taken.
         await asyncio.to_thread(self._process.end, 0.0, keep_log=True)
         self.give_up(self._process.describe())
+
+
+class HostedClient(Client):
+    """The engine beside ranks of the worker group: a `ColocatedClient` in a process on their machine.
+
+    Args:
+        host: where.
+        options: of the engine.
+        number: of the replica: equal ones with equal seeds would sample the same.
+    """
+
+    local = False
+
+    def __init__(self, host: EngineHost, options: SGLangOptions, number: int):
+        super().__init__()
+        self.name = f"SGLang engine beside {host.name}"
+        self.host = host
+        self.num_ranks = host.num_ranks
+        self.on_gpu = bool(host.devices)
+        self._arguments = options.engine_arguments() | {"random_seed": options.seed + number}
+        self._pid: int | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    async def start(self, timeout_s: float) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.host.devices)} if self.host.devices else {}
+        try:
+            await self.host.make(_COLOCATED, self._arguments, environment)
+            await self.host.call("start", timeout_s)
+            self._pid = await self.host.call("process_id")
+        except EngineGoneError as error:
+            raise ConfigError(f"the {self.name} could not be started: {error}") from error
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask("generate", body)
+
+    async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        # Its own deadline ends the engine there; this one is for a machine that does not answer any more.
+        await self._in_time(name, self._ask("call", name, body, timeout_s), timeout_s + _CONNECT_S)
+
+    async def stop(self) -> None:
+        self.give_up("it was closed")
+        if self._watching is not None:
+            self._watching.cancel()
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.host.call("stop"), _GOODBYE_S + _CONNECT_S)
+        await self.host.end()
+
+    async def _watch(self) -> None:
+        try:
+            self.give_up(await self.host.call("wait_gone"))
+        except EngineError as error:
+            self.give_up(str(error))
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        if self._reason is not None:
+            raise self._gone_error()
+        try:
+            return await self._unless_gone(self.host.call(method, *args))
+        except EngineGoneError as error:
+            self.give_up(str(error))
+            raise
 
 
 class HttpClient(Client):
@@ -279,22 +365,13 @@ class HttpClient(Client):
         await self._http.aclose()
 
     async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """The answer; or the news that the server is gone, if that comes first."""
         if self._reason is not None:
             raise self._gone_error()
-        answer = asyncio.ensure_future(self._http.post(path, json=body))
-        gone = asyncio.ensure_future(self._gone.wait())
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise self._gone_error()
-            return answer.result()
+            return await self._unless_gone(self._http.post(path, json=body))
         except httpx.TransportError as error:
             self.give_up(f"{path} failed: {type(error).__name__}: {error}")
             raise self._gone_error() from error
-        finally:
-            answer.cancel()
-            gone.cancel()
 
 
 class LaunchedServer(HttpClient):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +16,7 @@ from verl_mt.engines.base import (
     Capabilities,
     Disk,
     EngineSetup,
+    FromRanks,
     InferenceEngine,
     PauseMode,
     TensorBuckets,
@@ -24,15 +24,17 @@ from verl_mt.engines.base import (
     check_request,
 )
 from verl_mt.engines.sglang.buckets import Bucket, SharedPass, verify
-from verl_mt.engines.sglang.clients import Client, ColocatedClient, HttpClient, LaunchedServer
+from verl_mt.engines.sglang.clients import Client, ColocatedClient, HostedClient, HttpClient, LaunchedServer
 from verl_mt.engines.sglang.options import SGLangOptions, check_rollout, require_sglang
 from verl_mt.engines.sglang.replica import Replica
+from verl_mt.engines.sglang.routing import Router
 from verl_mt.engines.sglang.turn import SGLangTurn
-from verl_mt.engines.sglang.weight_sender import WeightSender
+from verl_mt.engines.sglang.weight_sender import WeightSender, give_from_ranks
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
 _ABORT_CALL_S = 60.0
+_DRAIN_POLL_S = 0.1
 _ABORT_AGAIN_S = 2.0
 """SGLang forgets an abort that comes before it has taken the request in, so it is repeated."""
 _NUM_ABORTS = 30
@@ -55,7 +57,8 @@ class _Live:
 
 
 class SGLangEngine(InferenceEngine):
-    """One colocated engine, or several HTTP servers with sticky routing by session.
+    """Replicas of one engine, with sticky routing by session: beside the ranks of a worker group, one beside this
+    process, or HTTP servers.
 
     Weights of version 0 are those of the model's files. An engine that dies is started anew and gets the weights of
     the last `apply` before it serves again; what was being sampled raises `EngineGoneError`, so that the runner starts
@@ -67,6 +70,8 @@ class SGLangEngine(InferenceEngine):
     Raises:
         ConfigError: SGLang is not installed where it is needed, or weights cannot get to where it runs.
     """
+
+    lives_beside_ranks = True
 
     @classmethod
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
@@ -86,6 +91,7 @@ class SGLangEngine(InferenceEngine):
                 end_token_ids=setup.end_token_ids,
                 max_model_len=setup.max_model_len,
                 seed=setup.seed,
+                hosts=setup.hosts,
             )
         )
 
@@ -94,7 +100,8 @@ class SGLangEngine(InferenceEngine):
             require_sglang()
         self._options = options
         self._shape: ModelShape | None = None
-        transports = {"disk"} if options.transport == "disk" else {"tensor_buckets", "disk"}
+        near = "from_ranks" if options.hosts else "tensor_buckets"
+        transports = {"disk"} if options.transport == "disk" else {near, "disk"}
         self.capabilities = Capabilities(
             transports=frozenset(transports),
             deterministic=False,
@@ -104,8 +111,11 @@ class SGLangEngine(InferenceEngine):
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._paused_in_place = False
-        self._replicas = [self._replica(make) for make in self._makers()]
-        self._sessions: dict[str, Replica] = {}
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        """The device's memory is the engines', not training's."""
+        self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
+        self._router = Router(self._replicas)
         self._live: dict[str, _Live] = {}
         self._closed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -174,10 +184,10 @@ class SGLangEngine(InferenceEngine):
 
     async def apply(self, update: WeightUpdate) -> None:
         """Turns that are being sampled go on with the new weights, and recompute their caches with them."""
-        if not isinstance(update, TensorBuckets | Disk):
+        if not isinstance(update, TensorBuckets | Disk | FromRanks):
             raise EngineError(
-                f"the SGLang engine takes TensorBuckets and Disk updates, got {type(update).__name__}; an engine of "
-                "another process does not share the actor's module"
+                f"the SGLang engine takes FromRanks, TensorBuckets and Disk updates, got {type(update).__name__}; an "
+                "engine of another process does not share the actor's module"
             )
         await self.start()
         self._check_open()
@@ -190,6 +200,8 @@ class SGLangEngine(InferenceEngine):
                     verify(update.tensors, self._shape.weights)
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
+            if isinstance(update, FromRanks):
+                await self._from_ranks(update)
             members = self._one_pass(update, present)
             await asyncio.gather(
                 *(self._bring_up_to_date(r, update, members.get(r)) for r in present or self._replicas)
@@ -199,28 +211,72 @@ class SGLangEngine(InferenceEngine):
                 replica.sender.current = update
             late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
             await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in late))
+            await asyncio.gather(*(self._take_back(replica, "kv_cache") for replica in self._replicas))
             self._version = update.version
+            self._router.forget_prompts()
 
     async def release_memory(self) -> None:
-        """Frees memory where `capabilities.frees_memory` says so (on a GPU, colocated); elsewhere it does nothing."""
+        """Frees memory where `capabilities.frees_memory` says so (on a GPU, colocated); elsewhere it does nothing.
+        An engine that is lost from now on starts anew only when the memory is to be had again."""
         if self.capabilities.frees_memory:
-            await self._call_all("release_memory_occupation", {})
+            self._may_start.clear()
+            await asyncio.gather(*(self._release(replica) for replica in self._replicas))
 
     async def resume_memory(self) -> None:
-        if self.capabilities.frees_memory:
-            await self._call_all("resume_memory_occupation", {})
+        """Room for the weights; the cache gets its own when these have come."""
+        self._may_start.set()
+        await asyncio.gather(*(self._take_back(replica, "weights") for replica in self._replicas))
+
+    async def _release(self, replica: Replica) -> None:
+        """SGLang ends itself when it is told to while it has requests: such as those that nobody waits for any more."""
+        async with replica.lock:
+            client, wanted = replica.serving, {"weights", "kv_cache"} - replica.released
+            if client is None or not wanted:
+                return
+            with contextlib.suppress(EngineGoneError):
+                await self._drain(client)
+                await client.call("release_memory_occupation", {"tags": sorted(wanted)}, self._options.timeout_s)
+                replica.released |= wanted
+
+    async def _drain(self, client: Client) -> None:
+        await asyncio.gather(*self._background, return_exceptions=True)
+        deadline = asyncio.get_running_loop().time() + _NUM_ABORTS * _ABORT_AGAIN_S
+        while True:
+            try:
+                return await client.call("flush_cache", {}, self._options.timeout_s)
+            except EngineGoneError:
+                raise
+            except EngineError:
+                if asyncio.get_running_loop().time() > deadline:
+                    client.give_up(f"requests were running {_NUM_ABORTS * _ABORT_AGAIN_S:.0f} s after the rollout")
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _take_back(self, replica: Replica, kind: str) -> None:
+        client = replica.serving
+        if client is not None and kind in replica.released:
+            with contextlib.suppress(EngineGoneError):
+                await client.call("resume_memory_occupation", {"tags": [kind]}, self._options.timeout_s)
+                replica.released.discard(kind)
 
     def open_session(self, session_id: str, order: int) -> None:
-        """All turns of a session go to one server, whose prefix cache holds its earlier turns."""
-        ready = [replica for replica in self._replicas if replica.is_ready]
-        self._move(session_id, min(ready or self._replicas, key=lambda replica: replica.num_sessions))
+        """All turns of a session go to one replica, whose prefix cache holds its earlier turns."""
+        self._router.open(session_id)
 
     def close_session(self, session_id: str) -> None:
-        self._move(session_id, None)
+        self._router.close(session_id)
 
     def metrics(self) -> dict[str, float]:
-        """`engine/restarts`: engines that were lost and came back since the run began."""
-        return {"engine/restarts": sum(replica.num_restarts for replica in self._replicas)}
+        """`engine/restarts`: engines that were lost and came back since the run began; `rollout/replicas` that serve;
+        `rollout/replica_tokens_min_share`: of the tokens sampled since this was last asked, what the replica with the
+        fewest has sampled."""
+        sampled = [replica.num_sampled for replica in self._replicas]
+        for replica in self._replicas:
+            replica.num_sampled = 0
+        share = {"rollout/replica_tokens_min_share": min(sampled) / sum(sampled)} if sum(sampled) else {}
+        return share | {
+            "engine/restarts": sum(replica.num_restarts for replica in self._replicas),
+            "rollout/replicas": sum(replica.is_ready for replica in self._replicas),
+        }
 
     async def close(self) -> None:
         self._closed.set()
@@ -253,13 +309,24 @@ class SGLangEngine(InferenceEngine):
         options = self._options
         if options.servers:
             return [partial(HttpClient, url, options) for url in options.servers]
+        if options.hosts:
+            return [partial(HostedClient, host, options, number) for number, host in enumerate(options.hosts)]
         if options.num_launched:
             return [partial(LaunchedServer, options, number) for number in range(options.num_launched)]
         return [partial(ColocatedClient, options.engine_arguments())]
 
-    def _replica(self, make: Callable[[], Client]) -> Replica:
-        sender = WeightSender(self._options, is_paused=lambda: not self._resumed.is_set())
-        return Replica(make, sender, timeout_s=self._options.timeout_s, is_ours=not self._options.servers)
+    def _replica(self, number: int, make: Callable[[], Client]) -> Replica:
+        options = self._options
+        sender = WeightSender(options, is_paused=lambda: not self._resumed.is_set())
+        name = options.hosts[number].name if options.hosts else options.servers[number] if options.servers else ""
+        return Replica(
+            make,
+            sender,
+            timeout_s=options.timeout_s,
+            is_ours=not options.servers,
+            name=name or f"engine {number}",
+            may_start=self._may_start,
+        )
 
     def _one_pass(self, update: WeightUpdate, replicas: list[Replica]) -> dict[Replica, SharedPass]:
         """Gathering all weights is work for the whole group of workers: once for all engines that serve now."""
@@ -276,6 +343,22 @@ class SGLangEngine(InferenceEngine):
                 one = SharedPass(first.sender.pack(client, update), len(alike))
                 passes |= {replica: one for replica, _ in alike}
         return passes
+
+    async def _from_ranks(self, update: FromRanks) -> None:
+        """To all that serve now in one pass of the ranks. Who cannot take them gets them in its next life."""
+        async with contextlib.AsyncExitStack() as locks:
+            serving: list[tuple[Replica, Client]] = []
+            for replica in self._replicas:
+                if replica.is_ready:
+                    await locks.enter_async_context(replica.lock)
+                    if (client := replica.serving) is not None:
+                        serving.append((replica, client))
+            problems = await give_from_ranks([(replica.sender, client) for replica, client in serving], update)
+            for (replica, _), problem in zip(serving, problems):
+                if problem is None:
+                    replica.sender.current = replica.holds = update
+                elif not isinstance(problem, EngineGoneError):
+                    raise problem
 
     async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate, shared: SharedPass | None = None) -> None:
         if shared is not None:
@@ -306,12 +389,16 @@ class SGLangEngine(InferenceEngine):
         while True:
             if not await self._may_go(live):
                 return live.turn.output("abort")
+            begins = self._router.begins(live.turn.request.session_id)
             replica = await self._route(live)
             client = await replica.ready(live.left_s())
-            reason = live.turn.add(await self._ask(live, client), self._version)
+            with _counted(replica, live.turn):
+                if begins and live.turn.cached_tokens is None:
+                    live.turn.cached_tokens = await self._prefilled(live, client)
+                reason = live.turn.add(await self._ask(live, client), self._version)
             replica.has_served = True
             if reason is not None:
-                return live.turn.output(reason)
+                return replace(live.turn.output(reason), replica=replica.name)
 
     async def _may_go(self, live: _Live) -> bool:
         """Wait out a pause. False = the request is to end instead."""
@@ -321,11 +408,9 @@ class SGLangEngine(InferenceEngine):
         return self._resumed.is_set() and not live.stop.is_set() and live.left_s() != 0.0
 
     async def _route(self, live: _Live) -> Replica:
-        """The session's server; another one while that is away."""
-        session = live.turn.request.session_id
-        chosen = self._sessions.get(session)
-        if chosen is None:
-            chosen = self._replicas[zlib.crc32(session.encode()) % len(self._replicas)]
+        """The session's replica; another one while that is away."""
+        request = live.turn.request
+        chosen = self._router.choose(request.session_id, request.input_ids, len(request.input_ids) + live.turn.room)
         if chosen.is_ready:
             return chosen
         waiting = [asyncio.ensure_future(replica.ready(live.left_s())) for replica in self._replicas]
@@ -336,17 +421,19 @@ class SGLangEngine(InferenceEngine):
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         found = next((replica for replica in self._replicas if replica.is_ready), chosen)
-        if session in self._sessions:
-            self._move(session, found)
+        self._router.move(request.session_id, found)
         return found
 
-    def _move(self, session_id: str, to: Replica | None) -> None:
-        old = self._sessions.pop(session_id, None)
-        if old is not None:
-            old.num_sessions -= 1
-        if to is not None:
-            to.num_sessions += 1
-            self._sessions[session_id] = to
+    async def _prefilled(self, live: _Live, client: Client) -> int | None:
+        """See `Router.prefilled`; who is to end does not wait."""
+        prompt = asyncio.ensure_future(self._router.prefilled(client, live.turn.request.input_ids))
+        stopped = asyncio.ensure_future(live.stop.wait())
+        try:
+            await asyncio.wait({prompt, stopped}, timeout=live.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            return prompt.result() if prompt.done() else None
+        finally:
+            stopped.cancel()
+            prompt.cancel()
 
     async def _ask(self, live: _Live, client: Client) -> dict[str, Any]:
         """SGLang's answer; after an abort or a deadline the part that was sampled."""
@@ -393,6 +480,18 @@ class SGLangEngine(InferenceEngine):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise EngineGoneError("the SGLang engine is closed")
+
+
+@contextlib.contextmanager
+def _counted(replica: Replica, turn: SGLangTurn) -> Iterator[None]:
+    """What a request may take counts as outstanding, and what it sampled as sampled."""
+    tokens, before = len(turn.request.input_ids) + turn.room, len(turn.token_ids)
+    replica.outstanding += tokens
+    try:
+        yield
+    finally:
+        replica.outstanding -= tokens
+        replica.num_sampled += len(turn.token_ids) - before
 
 
 async def _first(timeout_s: float | None, *events: asyncio.Event) -> None:

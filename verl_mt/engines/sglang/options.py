@@ -16,6 +16,7 @@ import torch
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
 
 _KEY = "actor_rollout_ref.rollout"
@@ -46,12 +47,20 @@ class SGLangOptions:
     """URLs of running servers."""
     num_launched: int = 0
     """HTTP servers to launch; with neither these nor `servers`, one engine is colocated."""
+    hosts: tuple[EngineHost, ...] = ()
+    """Places beside the ranks of a worker group: an engine in each."""
     transport: str = "auto"
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_config(
-        cls, config: ActorRolloutRefConfig, *, end_token_ids: Iterable[int], max_model_len: int | None, seed: int
+        cls,
+        config: ActorRolloutRefConfig,
+        *,
+        end_token_ids: Iterable[int],
+        max_model_len: int | None,
+        seed: int,
+        hosts: tuple[EngineHost, ...] = (),
     ) -> SGLangOptions:
         """Raises:
         ConfigError: engine arguments that other keys decide, or no length.
@@ -78,12 +87,13 @@ class SGLangOptions:
             num_launched=rollout.launch_servers,
             transport=rollout.weight_transport,
             engine_kwargs=dict(rollout.engine_kwargs),
+            hosts=hosts,
         )
 
     @property
     def on_gpu(self) -> bool:
-        """SGLang takes the GPU where there is one."""
-        return torch.cuda.is_available()
+        """SGLang takes the GPU where there is one: beside ranks that have some, whatever this machine has."""
+        return any(host.devices for host in self.hosts) if self.hosts else torch.cuda.is_available()
 
     def engine_arguments(self) -> dict[str, Any]:
         """`sglang.srt.server_args.ServerArgs`, as keyword arguments."""

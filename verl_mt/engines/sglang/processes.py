@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class ChildProcess:
     A terminal's Ctrl-C does not reach it.
     """
 
-    def __init__(self, module: str, descriptor: int, words: list[str]):
+    def __init__(self, module: str, descriptor: int, words: list[str], environment: Mapping[str, str] | None = None):
         self._ending = threading.Lock()
         self._is_over = False
         with tempfile.NamedTemporaryFile(prefix="verl_mt-sglang-", suffix=".log", delete=False) as log:
@@ -70,7 +71,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment(),
+                env=_environment() | dict(environment or {}),
             )
 
     @property
@@ -187,6 +188,7 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """
     calls = {**_INPUT_CLASSES, "abort_request": "AbortReq"}
     missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
+    missing += [] if hasattr(manager, "flush_cache") else ["flush_cache"]
     if missing:
         raise ConfigError(
             f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
@@ -228,6 +230,8 @@ class EngineHost:
         if name == "abort_request":
             manager.abort_request(**body)
             return {"success": True}
+        if name == "flush_cache":
+            return {"success": bool((await manager.flush_cache()).success), "message": "requests are running"}
         result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body))
         if isinstance(result, tuple):
             return {"success": bool(result[0]), "message": str(result[1])}

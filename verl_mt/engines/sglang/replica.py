@@ -26,6 +26,8 @@ class Replica:
         sender: has the current weights for a new life.
         timeout_s: deadline of a start.
         is_ours: it is our process, which a new life starts anew. Another's server is waited for.
+        name: among the others, the same in all of its lives.
+        may_start: set while the device's memory is the engines'; a new life waits for it.
     """
 
     def __init__(
@@ -35,9 +37,18 @@ class Replica:
         *,
         timeout_s: float,
         is_ours: bool,
+        name: str = "engine",
+        may_start: asyncio.Event | None = None,
     ):
+        self.name = name
+        self.released: set[str] = set()
+        """Kinds of device memory that this life has given back: `weights`, `kv_cache`."""
+        self._may_start = may_start
         self.num_restarts = 0
-        self.num_sessions = 0
+        self.outstanding = 0
+        """Tokens that the requests on their way may still take, prompts included."""
+        self.num_sampled = 0
+        """Tokens since somebody last counted."""
         self.is_ours = is_ours
         self.sender = sender
         self.holds: WeightUpdate | None = None
@@ -109,7 +120,7 @@ class Replica:
 
     async def _live(self) -> None:
         """A new life, up to its first readiness."""
-        self.has_served, self.holds = False, None
+        self.has_served, self.holds, self.released = False, None, set()
         client = self._client = self._make()
         try:
             async with self.lock:
@@ -141,6 +152,9 @@ class Replica:
                 if self.is_ours and deaths >= _MAX_DEATHS_IN_A_ROW:
                     self._fail(f"the SGLang engine ended {deaths} times without finishing a request; last: {reason}")
                     return
+                if self._may_start is not None:
+                    # It would take its whole share of the memory that training has now.
+                    await self._may_start.wait()
                 try:
                     await self._live()
                     self.num_restarts += 1

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mt.engines.base import Disk, TensorBuckets, WeightUpdate
+from verl_mt.engines.base import Disk, FromRanks, TensorBuckets, WeightUpdate
 from verl_mt.engines.sglang.buckets import Bucket, Buckets, describe, payload
-from verl_mt.engines.sglang.clients import Client
+from verl_mt.engines.sglang.clients import Client, HostedClient
 from verl_mt.engines.sglang.options import SGLangOptions
-from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError, VerlMTError
 from verl_mt.modeling.weights import ModelShape
 
 _LEAVE_S = 10.0
+_GIVER = "verl_mt.engines.sglang.giver.WeightGiver"
 
 
 class WeightSender:
@@ -83,14 +84,50 @@ class WeightSender:
                 body = {"model_path": update.path, "weight_version": str(update.version)}
                 await self._pause(client)
                 await self._call(client, "update_weights_from_disk", body)
+            elif isinstance(update, FromRanks):
+                (problem,) = await give_from_ranks([(self, client)], update)
+                if problem is not None:
+                    raise problem
+                return
             elif isinstance(update, TensorBuckets):
                 await self._send_tensors(client, update.version, buckets or _alone(self.pack(client, update)))
             else:
-                raise EngineError(f"an SGLang engine takes TensorBuckets and Disk, got {type(update).__name__}")
+                raise EngineError(
+                    f"an SGLang engine takes FromRanks, TensorBuckets and Disk, got {type(update).__name__}"
+                )
         except BaseException as error:
             if self._begun and not isinstance(error, EngineGoneError):
                 client.give_up(f"a weight update broke off: {error!r}")
             raise
+        await self._go_on(client)
+
+    async def begin(self, client: Client) -> EngineError | None:
+        """Halt the engine for an update whose weights come from elsewhere. Returns why it cannot."""
+        try:
+            await self._pause(client)
+            await self._call(client, "begin_weight_update", {})
+        except EngineError as error:
+            return error
+        return None
+
+    async def end(self, client: Client, problem: VerlMTError | None) -> VerlMTError | None:
+        """They have come, or a problem has; the engine serves with them, or is given up."""
+        if problem is None:
+            try:
+                await self._call(client, "end_weight_update", {})
+                await self._go_on(client)
+            except EngineError as error:
+                problem = error
+        if problem is not None:
+            client.give_up(f"a weight update broke off: {problem}")
+        return problem
+
+    def giving(self, client: Client) -> tuple[Any, ...]:
+        """Arguments of the `WeightGiver` for this engine."""
+        assert self.shape is not None
+        return self.shape.weights, self._options.dtype, client.num_ranks, self._options.timeout_s
+
+    async def _go_on(self, client: Client) -> None:
         if not self._is_paused():
             await self._call(client, "continue_generation", {})
 
@@ -159,6 +196,22 @@ class WeightSender:
 
     async def _call(self, client: Client, name: str, body: dict[str, Any]) -> None:
         await client.call(name, body, self._options.timeout_s)
+
+
+async def give_from_ranks(
+    members: Sequence[tuple[WeightSender, Client]], update: FromRanks
+) -> list[VerlMTError | None]:
+    """Let the ranks give several engines the weights at once. Returns what went wrong with each, or None; such an
+    engine is given up."""
+    began = await asyncio.gather(*(sender.begin(client) for sender, client in members))
+    halted = [(sender, client) for (sender, client), problem in zip(members, began) if problem is None]
+    given: dict[Client, VerlMTError | None] = {}
+    if halted:
+        hosts = [client.host for _, client in halted if isinstance(client, HostedClient)]
+        told = await update.hand_over(hosts, _GIVER, halted[0][0].giving(halted[0][1]))
+        given = {client: problem for (_, client), problem in zip(halted, told, strict=True)}
+    problems = [problem or given[client] for (_, client), problem in zip(members, began)]
+    return await asyncio.gather(*(sender.end(client, p) for (sender, client), p in zip(members, problems)))
 
 
 async def _alone(buckets: Iterator[Bucket]) -> AsyncIterator[Bucket]:

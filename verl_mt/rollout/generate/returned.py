@@ -143,6 +143,7 @@ def _part(conversation: AskedConversation, first: int, last: int) -> AskedConver
         whole.trajectory_id if not first else f"{whole.trajectory_id}.turn{first + 1}",
         whole.prompt_id, whole.group_id, whole.episode_id, whole.data_source, whole.row_index,
         source=whole.source, tools=whole.tools, num_turns=last - first, turn_texts=whole.turn_texts[first:last],
+        replicas=whole.replicas[first:last],
         messages=whole.messages if place is None else whole.messages[: place + 1],
     )  # fmt: skip
     before = spans[first].turn - 1

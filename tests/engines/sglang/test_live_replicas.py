@@ -1,0 +1,92 @@
+"""Replicas beside the ranks of a worker group: two nodes of a Ray cluster, on this machine, with a real SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from live import ROLLOUT, START_S, processes_of_group
+
+from verl_mt.config.compose import compose
+from verl_mt.trainer.build import build_trainer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 3, "object_store_memory": 200 * 1024 * 1024}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def trainer_on(two_nodes, tmp_path, monkeypatch):
+    """Makes a trainer on 2 x 2 ranks with four replicas; ended with the test."""
+    made = []
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes.address)
+
+    def make(*overrides: str):
+        words = ["trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=2", "trainer.device=cpu"]
+        words += ["trainer.num_threads=1", "trainer.save_freq=-1", "trainer.logger=[console]", "data.val_files=null"]
+        words += [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", "data.train_batch_size=8"]
+        words += [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.export_at_end=False"]
+        made.append(build_trainer(compose([*words, *overrides])))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run: Path) -> list[list[dict]]:
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def differences_by_replica(rows: list[dict]) -> dict[str, float]:
+    """Largest difference between a replica's log-probs and the trainer's, from what a step wrote."""
+    worst: dict[str, float] = {}
+    for row in rows:
+        (name,) = set(row["replicas"])
+        for record in row["records"]:
+            for sampled, by_engine, by_trainer in zip(
+                record["sampled"], record["rollout_log_probs"], record["old_log_probs"] or []
+            ):
+                if sampled and by_trainer is not None:
+                    worst[name] = max(worst.get(name, 0.0), abs(by_engine - by_trainer))
+    return worst
+
+
+def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(trainer_on, tmp_path):
+    trainer = trainer_on("trainer.total_training_steps=6", "actor_rollout_ref.actor.skip_zero_advantage=False")
+    pids = trainer.engine.pids
+    assert len(set(pids)) == 4
+    trainer.fit()
+    steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
+    assert [step["rollout/replicas"] for step in steps] == [4] * 6
+    assert min(step["rollout/replica_tokens_min_share"] for step in steps) > 0.1
+    assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+    for number, of_step in enumerate(rows):
+        found = differences_by_replica(of_step)
+        assert sorted(found) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+        assert max(found.values()) <= 1e-4
+        assert all(len(row["replicas"]) == row["num_turns"] for row in of_step)
+        versions = {
+            v for row in of_step for r in row["records"] for v, s in zip(r["policy_versions"], r["sampled"]) if s
+        }
+        assert versions == {number}
+    trainer.close()
+    assert not any(processes_of_group(pid) for pid in pids)

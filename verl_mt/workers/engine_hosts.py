@@ -1,0 +1,99 @@
+"""Places for engines beside the ranks, kept by Ray: a process on the same machine, in the group's own placement.
+
+Only handles, requests and answers pass Ray; weights go from a rank to its engine through their machine's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from verl_mt.engines.base import EngineHost
+from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
+from verl_mt.plugins import load_object
+
+_CALLS_AT_ONCE = 100_000
+"""Ray's own limit, 1000, would make requests wait in front of an engine that could take them."""
+
+
+class Resident:
+    """In the process beside the ranks: holds one object, and calls its coroutines."""
+
+    def __init__(self) -> None:
+        self._object: Any = None
+
+    async def make(self, path: str, args: tuple[Any, ...]) -> tuple[int, str]:
+        """Returns (process id, machine)."""
+        self._object = load_object(path, what="an engine beside the ranks")(*args)
+        return os.getpid(), socket.gethostname()
+
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await getattr(self._object, method)(*args)
+
+
+class RayHost(EngineHost):
+    """See `EngineHost`.
+
+    Args:
+        ranks: the first of those that it stands beside, and their number.
+        devices: their GPUs.
+        options: of the Ray actor: where it is placed, with what environment.
+    """
+
+    def __init__(self, ranks: range, devices: tuple[str, ...], options: Mapping[str, Any]):
+        self.ranks = ranks
+        self.num_ranks = len(ranks)
+        self.name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        self.devices = devices
+        self._options = {**options, "num_cpus": 0, "num_gpus": 0, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE}
+        self.resident: Any = None
+        """Handle of the process; None = there is none."""
+
+    async def make(self, path: str, *args: Any) -> None:
+        await self.end()
+        self.resident = ray.remote(Resident).options(**self._options).remote()
+        await self._result(self.resident.make.remote(path, args))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self.resident is None:
+            raise EngineGoneError(f"nothing runs beside {self.name}")
+        return await self._result(self.resident.call.remote(method, args))
+
+    async def end(self) -> None:
+        resident, self.resident = self.resident, None
+        if resident is not None and ray.is_initialized():
+            with contextlib.suppress(RayError):
+                ray.kill(resident)
+
+    async def _result(self, ref: Any) -> Any:
+        try:
+            return await ref
+        except RayError as error:
+            raise as_engine_error(error) from error
+
+
+def ask_resident(resident: Any, method: str, *args: Any) -> Any:
+    """`EngineHost.call` for a rank, which waits for it.
+
+    Raises:
+        EngineError: see there.
+    """
+    try:
+        return ray.get(resident.call.remote(method, args))
+    except RayError as error:
+        raise as_engine_error(error) from error
+
+
+def as_engine_error(error: RayError) -> VerlMTError:
+    """An error of ours as it was raised there; the process's end as the engine's."""
+    if isinstance(error, RayActorError):
+        reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+        return EngineGoneError(f"the process that holds the engine ended: {reason}")
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return cause if isinstance(cause, VerlMTError) else EngineError(error_text(cause, named=True))
