@@ -18,8 +18,8 @@ from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.engines.sglang.processes import ChildProcess
 from verl_mt.errors import ConfigError
 
-CLASSES = [*processes._INPUT_CLASSES.values(), "AbortReq"]
-CALLS = [*processes._INPUT_CLASSES, "abort_request"]
+CLASSES = [*processes._INPUT_CLASSES.values(), *processes._PLAIN_CALLS.values()]
+CALLS = [*processes._INPUT_CLASSES, *processes._PLAIN_CALLS]
 
 
 @pytest.mark.parametrize(("kind", "call"), list(zip(CLASSES, CALLS)))

@@ -53,6 +53,10 @@ _INPUT_CLASSES = {
 """Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
 
 
+_PLAIN_CALLS = {"abort_request": "AbortReq", "flush_cache": "FlushCacheReqInput"}
+"""Calls whose method takes plain arguments, and the classes that SGLang has for them."""
+
+
 class ChildProcess:
     """`python -m module descriptor *words` in a process group of its own, its output in a file.
 
@@ -186,9 +190,8 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
     Raises:
         ConfigError: names what is missing.
     """
-    calls = {**_INPUT_CLASSES, "abort_request": "AbortReq"}
+    calls = {**_INPUT_CLASSES, **_PLAIN_CALLS}
     missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
-    missing += [] if hasattr(manager, "flush_cache") else ["flush_cache"]
     if missing:
         raise ConfigError(
             f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
