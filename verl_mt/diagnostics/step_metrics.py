@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import fsum
 from statistics import fmean, pstdev
+
+import numpy as np
 
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.tools.results import EVENTS
@@ -94,6 +97,33 @@ def prefix_cache_by_turn(trajectories: Iterable[Trajectory]) -> dict[str, float]
         for turn in sorted(asked)
         if asked[turn]
     }
+
+
+def first_turn_hit_rate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout/first_turn_hit_rate`: of the prompt tokens that some other prompt of the step has at the same place, at
+    the same replica, the share that the engine found in its cache. 1 = each shared beginning was computed once.
+
+    What is shared is counted in a prefix tree of the prompts, of which the last token is always computed.
+    """
+    prompts: dict[str | None, list[bytes]] = defaultdict(list)
+    cached = 0.0
+    for trajectory in trajectories:
+        size = int(trajectory.counters.get("input_tokens/1", 0))
+        if size and trajectory.records:
+            place = trajectory.replicas[0] if trajectory.replicas else None
+            # Big-endian bytes of ids sort as the ids do: what two prompts share is largest between neighbours.
+            prompts[place].append(np.array(trajectory.records[0].token_ids[:size], dtype=">i4").tobytes())
+            cached += trajectory.counters.get("cached_tokens/1", 0)
+    possible = sum(_shared(before, after) for at_one in prompts.values() for before, after in pairwise(sorted(at_one)))
+    return {"rollout/first_turn_hit_rate": min(1.0, cached / possible)} if possible else {}
+
+
+def _shared(before: bytes, after: bytes) -> int:
+    """Tokens at the beginning of `after` that need not be computed once `before` was."""
+    one, other = np.frombuffer(before, ">i4"), np.frombuffer(after, ">i4")
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return min(int(differs.argmax()) if differs.any() else length, len(other) - 1)
 
 
 def total_failure(groups: Sequence[TrajectoryGroup]) -> str | None:
@@ -231,6 +261,7 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[f"rollout/{name}"] = totals[name]
     if totals["input_tokens"]:
         metrics["rollout/prefix_cache_hit_rate"] = totals["cached_tokens"] / totals["input_tokens"]
+        metrics |= first_turn_hit_rate(trajectories)
     return metrics
 
 

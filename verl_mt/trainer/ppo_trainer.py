@@ -161,6 +161,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
+        metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         sampled = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
         metrics["rollout/tokens_per_s"] = sampled / timing["time/rollout_s"]
         if self.log.debug is None or not self.log.debug.replays:

@@ -28,14 +28,19 @@ from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
 
 
-@dataclass(frozen=True)
+@dataclass
 class LiveWeights:
     """The weights of a module or of a worker group; every iteration reads them anew."""
 
     policy: nn.Module | WorkerGroup
+    num_bytes: int = 0
+    """That came through this process, of all iterations."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.policy.full_state() if isinstance(self.policy, WorkerGroup) else named_weights(self.policy)
+        state = self.policy.full_state() if isinstance(self.policy, WorkerGroup) else named_weights(self.policy)
+        for name, tensor in state:
+            self.num_bytes += tensor.nbytes
+            yield name, tensor
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,8 @@ class WeightSync:
     call: Callable[[Coroutine[Any, Any, None]], None]
     """Runs a coroutine on the rollout's event loop and waits for it."""
     transport: Transport = Transport()
+    trainer_bytes: int = 0
+    """Of the last update, what came through this process on its way to the engine."""
     _last_folder: Path | None = None
 
     def release(self) -> None:
@@ -112,7 +119,9 @@ class WeightSync:
             self.call(self.engine.resume_memory())
         update = weight_update_for(self.engine.capabilities, self.workers, version, self.transport)
         self.call(self.engine.apply(update))
+        self.trainer_bytes = update.tensors.num_bytes if isinstance(update, TensorBuckets) else 0  # type: ignore[attr-defined]
         if isinstance(update, Disk):
+            self.trainer_bytes = sum(file.stat().st_size for file in Path(update.path).glob("*.safetensors"))
             # The last folder stays: an engine that has to be started anew reads it again.
             if self._last_folder is not None and self._last_folder != Path(update.path):
                 shutil.rmtree(self._last_folder, ignore_errors=True)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,3 +95,35 @@ def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(
         assert versions == {number}
     trainer.close()
     assert not any(processes_of_group(pid) for pid in pids)
+
+
+def test_a_replica_that_is_killed_in_the_rollout_or_in_the_update_comes_back_with_the_weights_of_then(
+    trainer_on, tmp_path
+):
+    trainer = trainer_on("trainer.total_training_steps=4", ROLLOUT + "max_concurrent=16")
+    pids, progress, update = trainer.engine.pids, trainer.stream.runner.progress, trainer.workers.update
+
+    def kill_in_step_two():
+        while trainer.step_number < 1 or not 8 <= progress.num_finished < progress.num_trajectories - 16:
+            time.sleep(0.002)
+        os.kill(pids[0], signal.SIGKILL)
+
+    def kill_in_the_update_of_step_three(batch):
+        if trainer.step_number == 2:
+            os.kill(pids[3], signal.SIGKILL)
+        return update(batch)
+
+    trainer.workers.update = kill_in_the_update_of_step_three
+    killer = threading.Thread(target=kill_in_step_two, daemon=True)
+    killer.start()
+    trainer.fit()
+    killer.join(1.0)
+    steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
+    assert not killer.is_alive() and len(steps) == 4
+    assert steps[-1]["engine/restarts"] == 2 and steps[-1]["rollout/replicas"] == 4
+    assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+    assert max(step["rollout/aborted"] for step in steps) == 0
+    for of_step in rows:
+        ids = Counter(row["trajectory_id"] for row in of_step)
+        assert len(ids) == 64 and set(ids.values()) == {1}
+    assert sorted(differences_by_replica(rows[-1])) == ["rank 0", "rank 1", "rank 2", "rank 3"]

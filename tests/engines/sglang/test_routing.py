@@ -71,8 +71,10 @@ def test_a_group_that_is_too_large_for_one_replica_is_split(run_async):
 def test_the_prompt_of_a_group_is_computed_once_and_counted_once(run_async):
     async def go():
         owner = Owner(1)
-        alone = await owner.roll_out([[9, 9]])
-        assert [body["sampling_params"]["max_new_tokens"] > 0 for name, body in owner.engine.calls[1:]] == [True]
+        # The first prompt brings what all begin with, one of its own needs no more than that.
+        alone = await owner.roll_out([[9, 9], [9, 8], [9, 7]])
+        asked = [body["sampling_params"]["max_new_tokens"] for _, body in owner.engine.calls[1:]]
+        assert asked[0] == 0 and len(asked) == 4 and min(asked[1:]) > 0
         owner.engine.calls.clear()
         outputs = await owner.roll_out([[5, 6]] * 8)
         asked = [body["sampling_params"]["max_new_tokens"] for _, body in owner.engine.calls]

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl_mt import engines
 from verl_mt.config.actor import ModelConfig
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines.sglang import cpu_platform
+from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.engines.sglang import options as options_module
 from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
 from verl_mt.errors import ConfigError
@@ -48,6 +50,38 @@ def test_on_a_gpu_the_memory_share_and_its_release_are_passed_on(monkeypatch):
     assert {"revision": "v2", "trust_remote_code": True}.items() <= arguments.items()
     assert "device" not in arguments and "max_total_tokens" not in arguments
     assert options_of(free_cache_engine=False).engine_arguments()["enable_memory_saver"] is False
+
+
+def test_float32_on_a_gpu_takes_the_attention_that_has_kernels_for_it_unless_another_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert options_of().engine_arguments()["attention_backend"] == "triton"
+    assert "attention_backend" not in options_of(model=ModelConfig(dtype="bfloat16")).engine_arguments()
+    own = options_of(engine_kwargs={"attention_backend": "flex_attention"}).engine_arguments()
+    assert own["attention_backend"] == "flex_attention"
+
+
+def test_data_parallelism_inside_sglang_is_refused_because_it_takes_no_weights():
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.dp_size=2: SGLang refuses new weights.*placement=ray"):
+        options_of(engine_kwargs={"dp_size": 2})
+    assert options_of(engine_kwargs={"dp_size": 1}).engine_arguments()["dp_size"] == 1
+
+
+def test_log_probs_before_the_temperature_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "True")
+    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
+        options_of()
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
+    options_of()
+
+
+def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(monkeypatch):
+    monkeypatch.setattr(engine_module, "require_sglang", lambda: None)
+    words = ["trainer.placement=ray", "trainer.n_workers_per_node=3", "actor_rollout_ref.rollout.name=sglang"]
+    config = compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
+    with pytest.raises(ConfigError, match=r"size=2 does not divide trainer\.n_workers_per_node=3"):
+        engines.check(config.actor_rollout_ref, config.trainer)
+    config = compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"])
+    engines.check(config.actor_rollout_ref, config.trainer)
 
 
 def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():

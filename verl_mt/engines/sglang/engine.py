@@ -79,8 +79,16 @@ class SGLangEngine(InferenceEngine):
             raise ConfigError(
                 "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
             )
-        check_rollout(config.rollout)
-        if not config.rollout.servers:
+        rollout = config.rollout
+        check_rollout(rollout)
+        beside_ranks = trainer.placement == "ray" and not rollout.servers and not rollout.launch_servers
+        if beside_ranks and trainer.n_workers_per_node % rollout.tensor_model_parallel_size:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not "
+                f"divide trainer.n_workers_per_node={trainer.n_workers_per_node}: each engine has the devices of as "
+                "many ranks of one machine; give a size that divides it, or servers (rollout.launch_servers, .servers)"
+            )
+        if not rollout.servers:
             require_sglang()
 
     @classmethod
@@ -391,8 +399,9 @@ class SGLangEngine(InferenceEngine):
                 return live.turn.output("abort")
             begins = self._router.begins(live.turn.request.session_id)
             replica = await self._route(live)
-            client = await replica.ready(live.left_s())
+            # Counted before anything is awaited: the next conversation is placed by it.
             with _counted(replica, live.turn):
+                client = await replica.ready(live.left_s())
                 if begins and live.turn.cached_tokens is None:
                     live.turn.cached_tokens = await self._prefilled(live, client)
                 reason = live.turn.add(await self._ask(live, client), self._version)

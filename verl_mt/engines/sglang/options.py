@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -21,6 +22,8 @@ from verl_mt.errors import ConfigError
 
 _KEY = "actor_rollout_ref.rollout"
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
+_DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
+_RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _SLACK = 8
 """SGLang cuts a turn one token before its context is full; with a few more positions `max_model_len` decides."""
 
@@ -116,6 +119,9 @@ class SGLangOptions:
                 "mem_fraction_static": self.memory_share,
                 "enable_memory_saver": self.free_cache and not self.num_launched,
             }
+            if self.dtype == "float32":
+                # What SGLang takes by itself, FlashAttention or FlashInfer, has kernels for 16 bits only.
+                arguments["attention_backend"] = "triton"
         else:
             arguments |= {
                 "device": "cpu",
@@ -145,14 +151,25 @@ class SGLangOptions:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
-    ConfigError: engine arguments that other keys decide, servers that cannot open this machine's memory, or more
-        servers than there are GPUs for.
+    ConfigError: engine arguments that other keys decide or that take no weights, servers that cannot open this
+        machine's memory, more servers than there are GPUs for, or an environment with other log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
         raise ConfigError(
             f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
             f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+        )
+    parallel = [name for name in _DATA_PARALLEL if rollout.engine_kwargs.get(name, 1) != 1]
+    if parallel:
+        raise ConfigError(
+            f"{_KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
+            f"where it has replicas of its own; have one beside each rank (trainer.placement=ray), or {_KEY}.launch_servers"
+        )
+    if os.environ.get(_RAW_LOG_PROBS, "").lower() in ("1", "true", "yes", "y"):
+        raise ConfigError(
+            f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
+            "trainer's are behind it; unset it"
         )
     far = [url for url in rollout.servers if rollout.weight_transport == "tensors" and not is_local(url)]
     if far:

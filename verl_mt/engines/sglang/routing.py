@@ -43,6 +43,8 @@ class Router:
         self._begun: dict[bytes, Replica] = {}
         """Prompt -> where the last conversation with it began."""
         self._prefills: dict[tuple[Client, bytes], _Prefill] = {}
+        self._first: dict[Client, _Prefill] = {}
+        """What all prompts have in common, a system message and tools, comes with the first of them."""
 
     def open(self, session_id: str) -> None:
         """A conversation that will come."""
@@ -84,10 +86,12 @@ class Router:
         """The caches are gone, as after new weights."""
         self._begun.clear()
         self._prefills.clear()
+        self._first.clear()
 
     async def prefilled(self, client: Client, input_ids: Sequence[int]) -> int | None:
-        """Return when a conversation that begins with this prompt is to start: at once if it is the only one, else
-        when the prompt is in the cache. Requests that come at the same time would each compute it.
+        """Return when a conversation that begins with this prompt is to start: when the prompt is in the cache, or for
+        a prompt that only one has, what it shares with the first one. Requests that come at the same time would each
+        compute it.
 
         Returns:
             For one of those who waited the tokens that were cached before; None for the others.
@@ -107,7 +111,12 @@ class Router:
         return cached
 
     async def _prefill(self, client: Client, input_ids: list[int], prefill: _Prefill) -> None:
+        first = self._first.setdefault(client, prefill)
+        if first is prefill:
+            prefill.num_waiting += 1  # it is computed ahead of the others, also for a single conversation
         await asyncio.sleep(_GATHER_S)
+        if first is not prefill:
+            await asyncio.wait([first.done])
         if prefill.num_waiting > 1:
             sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
             try:

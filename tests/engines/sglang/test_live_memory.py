@@ -1,0 +1,72 @@
+"""Device memory that changes hands, with the calls really made: on a CPU SGLang accepts them, and they free nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from engine_models import request
+from live import ROLLOUT, START_S, Lab, Loop, without_end, worst_difference
+
+from verl_mt.config.compose import compose
+from verl_mt.engines.sglang.engine import SGLangEngine
+from verl_mt.trainer.build import build_trainer
+from verl_mt.workers.weight_sync import weight_update_for
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Every engine says that it frees memory, as a colocated one does where there is a GPU."""
+    make = SGLangEngine.__init__
+
+    def made(engine, options):
+        make(engine, options)
+        engine.capabilities = replace(engine.capabilities, frees_memory=True)
+
+    monkeypatch.setattr(SGLangEngine, "__init__", made)
+
+
+def run_to(tmp_path, steps: int) -> list[dict]:
+    words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", "data.train_batch_size=4"]
+    words += ["data.val_files=null", f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
+    words += [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]"]
+    trainer = build_trainer(compose(words))
+    trainer.fit()
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_from_its_checkpoint_without_losing_its_engine(as_on_a_gpu, tmp_path):
+    run_to(tmp_path, 2)
+    (tmp_path / "run" / "FINISHED").unlink(missing_ok=True)
+    steps = run_to(tmp_path, 4)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["engine/restarts"] for step in steps] == [0] * 4
+    assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+
+
+def test_a_request_that_nobody_waits_for_any_more_does_not_end_the_engine(as_on_a_gpu, lab: Lab, run: Loop):
+    engine = lab.engine()
+    try:
+        run(engine.start())
+        pids, prompt = engine.pids, lab.prompts[0].ids
+
+        async def leave_one_behind():
+            with without_end(engine):
+                asking = asyncio.ensure_future(engine.generate(request(prompt, max_new_tokens=200)))
+                await asyncio.sleep(0.5)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await engine.release_memory()
+
+        run(leave_one_behind())
+        run(engine.resume_memory())
+        run(engine.apply(weight_update_for(engine.capabilities, lab.module, 1)))
+        output = run(engine.generate(request(prompt, max_new_tokens=8)))
+        assert worst_difference(lab.module, prompt, output) <= 1e-4
+        assert engine.pids == pids and engine.metrics()["engine/restarts"] == 0
+    finally:
+        run(engine.close())
