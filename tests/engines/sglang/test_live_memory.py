@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -30,19 +31,28 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(SGLangEngine, "__init__", made)
 
 
-def run_to(tmp_path, steps: int) -> list[dict]:
+def trained(tmp_path, *, killed_after: int | None = None) -> list[dict]:
+    """Metrics of four steps, or of those before the trainer was lost."""
     words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", "data.train_batch_size=4"]
-    words += ["data.val_files=null", f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
+    words += ["data.val_files=null", "trainer.total_training_steps=4", "trainer.save_freq=1"]
     words += [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]"]
     trainer = build_trainer(compose(words))
-    trainer.fit()
+    step = trainer.step
+
+    def step_or_die():
+        if trainer.step_number == killed_after:
+            raise RuntimeError("lost")
+        return step()
+
+    trainer.step = step_or_die
+    with pytest.raises(RuntimeError, match="lost") if killed_after is not None else nullcontext():
+        trainer.fit()
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_goes_on_from_its_checkpoint_without_losing_its_engine(as_on_a_gpu, tmp_path):
-    run_to(tmp_path, 2)
-    (tmp_path / "run" / "FINISHED").unlink(missing_ok=True)
-    steps = run_to(tmp_path, 4)
+    assert len(trained(tmp_path, killed_after=2)) == 2
+    steps = trained(tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["engine/restarts"] for step in steps] == [0] * 4
     assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4

@@ -164,7 +164,8 @@ def check_rollout(rollout: RolloutConfig) -> None:
     if parallel:
         raise ConfigError(
             f"{_KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
-            f"where it has replicas of its own; have one beside each rank (trainer.placement=ray), or {_KEY}.launch_servers"
+            "where it has replicas of its own; have one beside each rank (trainer.placement=ray), or "
+            f"{_KEY}.launch_servers"
         )
     if os.environ.get(_RAW_LOG_PROBS, "").lower() in ("1", "true", "yes", "y"):
         raise ConfigError(

@@ -69,7 +69,8 @@ class Router:
         chosen = self._sessions.get(session_id)
         if chosen is not None:
             return chosen
-        least = min([r for r in self._replicas if r.is_ready] or self._replicas, key=lambda r: r.outstanding)
+        ready = [r for r in self._replicas if r.is_ready] or self._replicas
+        least = min(ready, key=lambda r: (r.outstanding, r.num_sampled))
         key = _digest(input_ids)
         near = self._begun.get(key)
         together = near is not None and near.is_ready and near.outstanding <= least.outstanding + _TOGETHER * num_tokens
