@@ -83,8 +83,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
         shares = engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-        hosts = _engine_hosts(config, workers) if engine is None else ()
-        runner = build_runner(config, chat, tools, workers.policy_module if shares else None, engine, hosts)
+        module, hosts = workers.policy_module if shares else None, _engine_hosts(config, workers, engine)
+        runner = build_runner(config, chat, tools, module, engine, hosts)
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -278,10 +278,10 @@ def _build_log(
     )
 
 
-def _engine_hosts(config: Config, workers: WorkerGroup) -> tuple[EngineHost, ...]:
+def _engine_hosts(config: Config, workers: WorkerGroup, given: InferenceEngine | None) -> tuple[EngineHost, ...]:
     """Where the engine's replicas live: beside the ranks, unless it has servers, or lives in this process."""
     rollout = config.actor_rollout_ref.rollout
-    elsewhere = rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
+    elsewhere = given or rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
         return ()
     return workers.engine_hosts(rollout.tensor_model_parallel_size)

@@ -209,6 +209,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _beside(self, rank: int) -> dict[str, Any]:
         """Options of a Ray actor on this rank's machine."""
+        assert self._group is not None
         bundle_index = rank // self._setup.placement.n_workers_per_node
         return {
             "runtime_env": {"env_vars": forwarded_environment(os.environ)},
