@@ -203,7 +203,9 @@ class RolloutConfig(Section):
     max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all of a step.", min=1)
     max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
-    tensor_model_parallel_size: int = knob(1, "Ranks of one engine.", min=1, when=_STARTED_HERE)
+    tensor_model_parallel_size: int = knob(
+        1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
+    )
     gpu_memory_utilization: float = knob(
         0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
     )
@@ -219,10 +221,13 @@ class RolloutConfig(Section):
         when=_SGLANG,
     )
     servers: list[str] = knob(
-        [], "URLs of servers that are running already; none = an engine of our own beside the actor.", when=_SGLANG
+        [], "URLs of servers that are running already; none = engines of our own beside the actor.", when=_SGLANG
     )
     launch_servers: int = knob(
-        0, "HTTP servers to start on this machine; 0 = one colocated engine without HTTP.", min=0, when=_SGLANG
+        0,
+        "HTTP servers to start on this machine; 0 = colocated engines without HTTP (docs/sglang.md).",
+        min=0,
+        when=_SGLANG,
     )
     weight_transport: str = knob(
         "auto",

@@ -82,9 +82,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        shares = engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-        module, hosts = workers.policy_module if shares else None, _engine_hosts(config, workers, engine)
-        runner = build_runner(config, chat, tools, module, engine, hosts)
+        runner = build_runner(config, chat, tools, *_place_engine(config, workers, engine))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -278,13 +276,16 @@ def _build_log(
     )
 
 
-def _engine_hosts(config: Config, workers: WorkerGroup, given: InferenceEngine | None) -> tuple[EngineHost, ...]:
-    """Where the engine's replicas live: beside the ranks, unless it has servers, or lives in this process."""
+def _place_engine(
+    config: Config, workers: WorkerGroup, engine: InferenceEngine | None
+) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...]]:
+    """(the module that it samples from, an engine that was given, places for its replicas beside the ranks)."""
     rollout = config.actor_rollout_ref.rollout
-    elsewhere = given or rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
+    module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
+    elsewhere = engine or rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
-        return ()
-    return workers.engine_hosts(rollout.tensor_model_parallel_size)
+        return module, engine, ()
+    return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size)
 
 
 def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:
