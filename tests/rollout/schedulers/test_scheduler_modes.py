@@ -40,7 +40,7 @@ class Mixed(MultiTurnScheduler):
 def records(trajectories: list[Trajectory]) -> list[dict]:
     """What belongs to the conversation, and not to the clock."""
     rows = [trajectory_to_row(t, step=0) for t in trajectories]
-    return [{k: v for k, v in row.items() if k not in ("time_spans", "counters")} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ("time_spans", "counters", "replicas")} for row in rows]
 
 
 def text_of(input_ids: list[int]) -> str:

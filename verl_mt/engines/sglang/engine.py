@@ -407,7 +407,8 @@ class SGLangEngine(InferenceEngine):
                 reason = live.turn.add(await self._ask(live, client), self._version)
             replica.has_served = True
             if reason is not None:
-                return replace(live.turn.output(reason), replica=replica.name)
+                name = replica.name if len(self._replicas) > 1 else None
+                return replace(live.turn.output(reason), replica=name)
 
     async def _may_go(self, live: _Live) -> bool:
         """Wait out a pause. False = the request is to end instead."""
