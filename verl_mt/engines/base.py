@@ -103,7 +103,8 @@ class FromRanks:
     `hand_over(hosts, giver, arguments)` is collective over the worker group. In the process of the first rank of each
     of these hosts an object of the class `giver` (a dotted path) is made with `arguments`, kept for later updates, and
     its `give(tensors, bucket_bytes, call)` called: `tensors` yields (name in the checkpoint, whole tensor), each good
-    until the next one, and `call(method, *args)` is that of the host. Returns for each host what went wrong, or None.
+    until the next one, and `call(method, *args, timeout_s=...)` is that of the host. Returns for each host what went
+    wrong, or None.
     """
 
     version: int

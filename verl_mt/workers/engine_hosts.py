@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
@@ -57,13 +57,17 @@ class RayHost(EngineHost):
 
     async def make(self, path: str, *args: Any) -> None:
         await self.end()
-        self.resident = ray.remote(Resident).options(**self._options).remote()
-        await self._result(self.resident.make.remote(path, args))
+
+        def submit() -> Any:
+            self.resident = ray.remote(Resident).options(**self._options).remote()
+            return self.resident.make.remote(path, args)
+
+        await self._result(submit)
 
     async def call(self, method: str, *args: Any) -> Any:
         if self.resident is None:
             raise EngineGoneError(f"nothing runs beside {self.name}")
-        return await self._result(self.resident.call.remote(method, args))
+        return await self._result(lambda: self.resident.call.remote(method, args))
 
     async def end(self) -> None:
         resident, self.resident = self.resident, None
@@ -71,21 +75,31 @@ class RayHost(EngineHost):
             with contextlib.suppress(RayError):
                 ray.kill(resident)
 
-    async def _result(self, ref: Any) -> Any:
+    async def _result(self, submit: Callable[[], Any]) -> Any:
+        if not ray.is_initialized():
+            # Ray would start a cluster of its own for the asking.
+            raise EngineGoneError(f"the Ray cluster with the engine beside {self.name} is closed")
         try:
-            return await ref
+            return await submit()
         except RayError as error:
             raise as_engine_error(error) from error
+        except VerlMTError:
+            raise
+        except Exception as error:
+            # Ray refuses to send anything to who is gone with no class of its own.
+            raise EngineGoneError(error_text(error, named=True)) from error
 
 
-def ask_resident(resident: Any, method: str, *args: Any) -> Any:
+def ask_resident(resident: Any, method: str, *args: Any, timeout_s: float) -> Any:
     """`EngineHost.call` for a rank, which waits for it.
 
     Raises:
         EngineError: see there.
     """
     try:
-        return ray.get(resident.call.remote(method, args))
+        return ray.get(resident.call.remote(method, args), timeout=timeout_s)
+    except GetTimeoutError:
+        raise EngineGoneError(f"the process that holds the engine did not answer within {timeout_s:.0f} s") from None
     except RayError as error:
         raise as_engine_error(error) from error
 

@@ -6,6 +6,7 @@ and `describe` are collective. What all ranks would return alike is returned by 
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import socket
@@ -20,7 +21,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_mt.errors import VerlMTError
+from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.plugins import load_object
@@ -65,7 +66,7 @@ class RankWorker:
     def __init__(self, setup: WorkerSetup, ranks: Ranks):
         self._setup = setup
         self._ranks = ranks
-        self._givers: dict[str, Any] = {}
+        self._givers: dict[str, tuple[Any, Any]] = {}
 
     def address(self) -> str:
         """Where rank 0 will wait for the others."""
@@ -160,13 +161,15 @@ class RankWorker:
         problem: VerlMTError | None = None
         if host is not None:
             try:
-                if update.giver not in self._givers:
-                    made = load_object(update.giver, what="what gives weights to an engine")
-                    self._givers[update.giver] = made(*update.arguments)
-                ask = partial(ask_resident, host)
-                self._givers[update.giver].give(tensors, update.version, update.bucket_bytes, ask)
-            except VerlMTError as error:
-                problem = error
+                made_with, giver = self._givers.get(update.giver, (None, None))
+                if giver is None or made_with != update.arguments:
+                    giver = load_object(update.giver, what="what gives weights to an engine")(*update.arguments)
+                    self._givers[update.giver] = (update.arguments, giver)
+                giver.give(tensors, update.version, update.bucket_bytes, partial(ask_resident, host))
+            except Exception as error:
+                if inspect.getgeneratorstate(tensors) == inspect.GEN_CLOSED:
+                    raise  # it was the gathering, which no rank goes on from
+                problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
         for _ in tensors:  # gathering is collective: the other ranks wait for this one
             pass
         return problem

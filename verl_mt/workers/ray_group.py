@@ -138,10 +138,13 @@ class RayWorkerGroup(WorkerGroup):
                 "devices of whole ranks of one machine"
             )
         gpus = self._call("gpus", doing="telling its devices")
+        self._hosts = []
         for first in range(0, placement.num_ranks, ranks_per_engine):
             ranks = range(first, first + ranks_per_engine)
             devices = tuple(gpu for rank in ranks for gpu in gpus[rank])
-            self._hosts.append(RayHost(ranks, devices, self._beside(first)))
+            options = self._beside(first)
+            options["runtime_env"]["env_vars"] |= engine_environment(os.environ)
+            self._hosts.append(RayHost(ranks, devices, options))
         return tuple(self._hosts)
 
     def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
@@ -177,6 +180,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def close(self) -> None:
         workers, self._workers = self._workers, []
+        for host in self._hosts:
+            host.resident = None  # it goes with the placement, or with the cluster
         if not ray.is_initialized():
             return
         for worker in workers:
@@ -309,6 +314,11 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What of this process's environment its workers get: all that torch, transformers and verl_mt read. Others
     come from `ray start` or from the runtime environment of the job."""
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED)}
+
+
+def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What engines beside the ranks get beyond that: SGLang's own settings, without the key of somebody's servers."""
+    return {name: value for name, value in environment.items() if name.startswith("SGLANG_") and "KEY" not in name}
 
 
 def connect(placement: Placement) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from live import ROLLOUT, START_S, processes_of_group
 
 from verl_mt.config.compose import compose
+from verl_mt.errors import WorkerError
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -127,3 +128,21 @@ def test_a_replica_that_is_killed_in_the_rollout_or_in_the_update_comes_back_wit
         ids = Counter(row["trajectory_id"] for row in of_step)
         assert len(ids) == 64 and set(ids.values()) == {1}
     assert sorted(differences_by_replica(rows[-1])) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_leaves_no_engine_behind(trainer_on):
+    trainer = trainer_on("trainer.total_training_steps=3")
+    pids, rank, update = trainer.engine.pids, trainer.workers.worker_pids[1], trainer.workers.update
+
+    def kill_in_the_update_of_step_two(batch):
+        if trainer.step_number == 1:
+            os.kill(rank, signal.SIGKILL)
+        return update(batch)
+
+    trainer.workers.update = kill_in_the_update_of_step_two
+    with pytest.raises(WorkerError, match=r"rank 1 .*died while updating the policy"):
+        trainer.fit()
+    deadline = time.monotonic() + 60
+    while any(processes_of_group(pid) for pid in pids):
+        assert time.monotonic() < deadline, "engines outlive the run"
+        time.sleep(0.2)

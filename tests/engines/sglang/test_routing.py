@@ -101,8 +101,29 @@ def test_one_who_is_to_end_does_not_wait_for_the_prompt_of_the_others(run_async)
             engine.open_session(f"s{number}", number)
             tasks.append(asyncio.ensure_future(engine.generate(request([5], f"s{number}", deadline_s=0.2))))
         outputs = await asyncio.gather(*tasks)
-        assert [output.finish_reason for output in outputs] == ["stop", "stop"]
+        assert [(output.finish_reason, output.token_ids) for output in outputs] == [("abort", [])] * 2
         await engine.close()
+
+    run_async(go())
+
+
+def test_a_prompt_that_could_not_be_computed_ahead_is_asked_for_without(run_async):
+    async def go():
+        owner = Owner(1)
+        refusals = iter([EngineError("busy")])
+
+        def refuses_once(body):
+            if body["sampling_params"]["max_new_tokens"] == 0 and (error := next(refusals, None)):
+                raise error
+            return stops(body)
+
+        owner.engine.script = refuses_once
+        for expected in (8 + 1, 8 + 1):  # the second time it is tried again
+            owner.engine.calls.clear()
+            outputs = await owner.roll_out([[5, 6]] * 8)
+            assert {output.finish_reason for output in outputs} == {"stop"}
+            assert owner.engine.names().count("generate") == expected
+        await owner.engine.close()
 
     run_async(go())
 

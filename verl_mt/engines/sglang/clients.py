@@ -17,7 +17,7 @@ from verl_mt.engines.base import EngineHost
 from verl_mt.engines.sglang.options import SGLangOptions, is_local
 from verl_mt.engines.sglang.processes import ChildProcess, encode, read_frame
 from verl_mt.engines.sglang.server_check import check_server
-from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
 
 T = TypeVar("T")
 _MODULE = "verl_mt.engines.sglang.processes"
@@ -178,6 +178,12 @@ class ColocatedClient(Client):
             raise ConfigError(f"the SGLang engine could not be started{cause}\n{self._process.describe()}")
         self._reading = asyncio.ensure_future(self._read(reader))
 
+    async def end(self, lost: str | None) -> None:
+        """`stop`, for who is in another process and gave it up, or not (None)."""
+        if lost is not None:
+            self.give_up(lost)
+        await self.stop()
+
     async def process_id(self) -> int | None:
         """`pid`, for who is in another process."""
         return self.pid
@@ -262,13 +268,15 @@ class HostedClient(Client):
         return self._pid
 
     async def start(self, timeout_s: float) -> None:
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.host.devices)} if self.host.devices else {}
+        # Said where there are none, too: a machine may have GPUs that the ranks do not use.
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.host.devices)}
         try:
-            await self.host.make(_COLOCATED, self._arguments, environment)
+            await asyncio.wait_for(self.host.make(_COLOCATED, self._arguments, environment), timeout_s)
             await self.host.call("start", timeout_s)
             self._pid = await self.host.call("process_id")
-        except EngineGoneError as error:
-            raise ConfigError(f"the {self.name} could not be started: {error}") from error
+        except (EngineGoneError, TimeoutError) as error:
+            reason = error_text(error) or f"no process for it within {timeout_s:.0f} s"
+            raise ConfigError(f"the {self.name} could not be started: {reason}") from error
         self._watching = asyncio.ensure_future(self._watch())
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -279,11 +287,12 @@ class HostedClient(Client):
         await self._in_time(name, self._ask("call", name, body, timeout_s), timeout_s + _CONNECT_S)
 
     async def stop(self) -> None:
+        lost = self._reason
         self.give_up("it was closed")
         if self._watching is not None:
             self._watching.cancel()
         with contextlib.suppress(EngineError, TimeoutError):
-            await asyncio.wait_for(self.host.call("stop"), _GOODBYE_S + _CONNECT_S)
+            await asyncio.wait_for(self.host.call("end", lost), _GOODBYE_S + _CONNECT_S)
         await self.host.end()
 
     async def _watch(self) -> None:

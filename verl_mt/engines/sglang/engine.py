@@ -365,8 +365,9 @@ class SGLangEngine(InferenceEngine):
             for (replica, _), problem in zip(serving, problems):
                 if problem is None:
                     replica.sender.current = replica.holds = update
-                elif not isinstance(problem, EngineGoneError):
-                    raise problem
+        refused = [problem for problem in problems if problem is not None and not isinstance(problem, EngineGoneError)]
+        if refused:
+            raise refused[0]
 
     async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate, shared: SharedPass | None = None) -> None:
         if shared is not None:
@@ -404,6 +405,8 @@ class SGLangEngine(InferenceEngine):
                 client = await replica.ready(live.left_s())
                 if begins and live.turn.cached_tokens is None:
                     live.turn.cached_tokens = await self._prefilled(live, client)
+                    if not await self._may_go(live):
+                        return live.turn.output("abort")
                 reason = live.turn.add(await self._ask(live, client), self._version)
             replica.has_served = True
             if reason is not None:
@@ -430,7 +433,8 @@ class SGLangEngine(InferenceEngine):
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        found = next((replica for replica in self._replicas if replica.is_ready), chosen)
+        ready = [replica for replica in self._replicas if replica.is_ready] or [chosen]
+        found = min(ready, key=lambda replica: (replica.outstanding, replica.num_sampled))
         self._router.move(request.session_id, found)
         return found
 

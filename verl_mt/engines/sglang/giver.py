@@ -10,6 +10,8 @@ from torch import Tensor
 
 from verl_mt.engines.sglang.buckets import Buckets, payload
 
+_SLACK_S = 10.0
+
 
 class WeightGiver:
     """Lives in the rank's process; its buffer is used for every update. See `FromRanks`.
@@ -41,4 +43,5 @@ class WeightGiver:
             body["flush_cache"] = bucket.is_last
             if bucket.is_last:
                 body["weight_version"] = str(version)
-            call("call", "update_weights_from_tensor", body, self._timeout_s)
+            # The engine's own deadline is there; this one is for a process that does not answer any more.
+            call("call", "update_weights_from_tensor", body, self._timeout_s, timeout_s=self._timeout_s + _SLACK_S)

@@ -132,6 +132,8 @@ def _environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # The few positions beyond the model's own are never computed: a turn ends at max_model_len.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Whatever the machine says on which it runs: log-probs are those behind the temperature.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
     import torch  # not at the top: the child, which runs this file too, leaves it to SGLang
 

@@ -8,6 +8,7 @@ import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl_mt.engines.sglang.clients import Client
@@ -97,15 +98,13 @@ class Router:
         Returns:
             For one of those who waited the tokens that were cached before; None for the others.
 
-        Raises:
-            EngineGoneError: the replica went away.
         """
         key = (client, _digest(input_ids))
         prefill = self._prefills.get(key)
         if prefill is None:
             prefill = self._prefills[key] = _Prefill()
             task = asyncio.ensure_future(self._prefill(client, list(input_ids), prefill))
-            task.add_done_callback(lambda _: None if prefill.done.done() else prefill.done.set_result(None))
+            task.add_done_callback(partial(self._prefill_over, key, prefill))
         prefill.num_waiting += 1
         await asyncio.shield(prefill.done)
         cached, prefill.cached = prefill.cached, None
@@ -120,14 +119,16 @@ class Router:
             await asyncio.wait([first.done])
         if prefill.num_waiting > 1:
             sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 0.0}
-            try:
-                body = {"rid": uuid.uuid4().hex, "input_ids": input_ids, "sampling_params": sampling}
-                answer = await client.generate(body)
-            except Exception as error:
-                prefill.done.set_exception(error)
-                prefill.done.exception()  # looked at: those who waited may all have gone
-                return
+            body = {"rid": uuid.uuid4().hex, "input_ids": input_ids, "sampling_params": sampling}
+            answer = await client.generate(body)
             prefill.cached = int(answer["meta_info"].get("cached_tokens") or 0)
+
+    def _prefill_over(self, key: tuple[Client, bytes], prefill: _Prefill, task: asyncio.Task[None]) -> None:
+        """It saves work, no more: where it failed, those who waited ask without it, and learn what is wrong there."""
+        if task.cancelled() or task.exception() is not None:
+            self._prefills.pop(key, None)
+            if self._first.get(key[0]) is prefill:
+                del self._first[key[0]]
         prefill.done.set_result(None)
 
 
