@@ -66,12 +66,17 @@ def test_what_measures_the_cold_start_is_not_trained_on(tmp_path, capsys):
     source, out = str(tmp_path / "source.jsonl"), tmp_path / "out"
     assert demonstrations.main(["--train", source, "--test", source, "--held-out", "3", "--out", str(out)]) == 0
     assert "7 demonstrations, 3 held out (0 solutions left out" in capsys.readouterr().out
-    asked = {name: [json.loads(line)["messages"][1]["content"] for line in (out / f"{name}.jsonl").open()] for name in ("demos", "held_out")}
+    asked = {
+        name: [json.loads(line)["messages"][1]["content"] for line in (out / f"{name}.jsonl").open()]
+        for name in ("demos", "held_out")
+    }
     assert [len(asked["demos"]), len(asked["held_out"])] == [7, 3]
     rows = load_rows(str(out / "train.parquet"), split="train")[0].rows
     assert [row.prompt[1]["content"] for row in rows] == asked["demos"]
     assert not set(asked["demos"]) & set(asked["held_out"])
     assert {row.ground_truth for row in rows} == {"75"}
+    measured = load_rows(str(out / "held_out.parquet"), split="val")[0].rows
+    assert [row.prompt[1]["content"] for row in measured] == asked["held_out"]
     assert len(load_rows(str(out / "test.parquet"), split="val")[0].rows) == 10
     assert demonstrations.main(["--train", source, "--test", source, "--held-out", "10", "--out", str(out)]) == 2
     assert "--held-out 10: the training file has 10 problems" in capsys.readouterr().err
@@ -122,7 +127,7 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     few = tmp_path / "few.jsonl"
     few.write_text("".join((data / "demos.jsonl").read_text().splitlines(keepends=True)[:8]))
     named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]
-    small = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"]
+    small = [f"data.train_files={data}/train.parquet", f"data.val_files={data}/held_out.parquet"]
     small = ["trainer.total_training_steps=2", "trainer.save_freq=-1", *small]
     sft = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=4", *small[:2]]
     _run("verl_mt.sft", *named, "--data", few, "--out", "cold", *sft, cwd=tmp_path)

@@ -5,7 +5,8 @@
 The solutions carry calculator annotations (`48/2 = <<48/2=24>>24 clips`; Cobbe et al. 2021, section 4.3): each becomes
 one call of the calculator with its left side, the tool's answer is the calculator's own, and what follows continues
 the sentence. Written are `demos.jsonl` (training solutions), `held_out.jsonl` (the last `--held-out` of them, not in
-the former), `train.parquet` and `test.parquet` (question and final answer, no solution).
+the former), and the questions with their final answers alone: `train.parquet` and `held_out.parquet` of the same
+problems, `test.parquet`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def row(question: str, solution: str, *, split: str, index: int) -> dict[str, An
 
 
 def write(problems: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], held_out: int, out: Path) -> str:
-    """Write the four files; returns one line about them."""
+    """Write the five files; returns one line about them."""
     made = [demonstration(p["question"], p["answer"]) for p in problems]
     first = len(problems) - held_out
     out.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def write(problems: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], he
         text = "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in kept)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
         counts.append(len(kept))
-    for split, some in (("train", problems[:first]), ("test", test)):
+    for split, some in (("train", problems[:first]), ("held_out", problems[first:]), ("test", test)):
         rows = [row(p["question"], p["answer"], split=split, index=k) for k, p in enumerate(some)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
     left = len(problems) - sum(counts)
