@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.check_template.__main__ import main as check_template
+from verl_mt.check_template import main as check_template
 from verl_mt.data.dataset import load_rows
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k" / "smollm2"
@@ -123,7 +123,7 @@ def _run(*words: object, cwd: Path) -> str:
 def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for_two_from_rewards(
     model, data, tmp_path, capsys
 ):
-    assert check_template([str(model)]) == 0, capsys.readouterr().out
+    assert check_template(["--model", str(model)]) == 0, capsys.readouterr().out
     few = tmp_path / "few.jsonl"
     few.write_text("".join((data / "demos.jsonl").read_text().splitlines(keepends=True)[:8]))
     named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]

@@ -79,7 +79,7 @@ def _same(value: str, annotated: str) -> bool:
     except (ValueError, ZeroDivisionError):
         return False
     decimals = len(annotated.strip().partition(".")[2])
-    return abs(exact - said) * 10**decimals <= 1
+    return abs(exact - said) * 10**decimals < 1
 
 
 def row(question: str, solution: str, *, split: str, index: int) -> dict[str, Any]:
