@@ -120,7 +120,7 @@ def test_the_engine_of_the_page_trains_by_the_command_and_gets_every_new_version
         ("WrongDevice", [], ConfigError, "for Tuesdays"),
         ("HalfAnEngine", [], PluginError, "HalfAnEngine: making it .* TypeError: Can't instantiate abstract class"),
         ("SaysNothing", [], PluginError, r"name=.*:SaysNothing: its `capabilities` must be a Capabilities .*got None"),
-        ("Pigeons", [], PluginError, "capabilities.transports names pigeon; there is: broadcast, disk, from_ranks, in_place, "),
+        ("Pigeons", [], PluginError, "transports names pigeon; there is: broadcast, disk, from_ranks, in_place, "),
         ("Sounds", [], PluginError, "capabilities.media names audios; there is: images, videos"),
         ("nothing", [], PluginError, "made NoneType, expected an InferenceEngine"),
         ("Counted", [], PluginError, r"has no 'Counted'; did you mean 'Counting'\?"),
