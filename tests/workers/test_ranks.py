@@ -1,11 +1,13 @@
-"""Who takes which row."""
+"""Who takes which row, and which GPU."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_mt.workers.rank_worker import cuda_index
 from verl_mt.workers.sharding import ALONE, Ranks
 
 
@@ -32,3 +34,20 @@ def test_one_rank_needs_no_process_group():
     values = torch.tensor([1.0, torch.nan])
     assert ALONE.sum(values) is values and ALONE.merge(values) is values
     assert ALONE.gather("x") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "expected"),
+    [
+        (("3",), "3", 0),
+        (("3",), "0,1,2,3", 3),
+        (("3",), "3,1", 0),
+        (("2",), None, 2),
+        (("GPU-ab",), "GPU-cd,GPU-ab", 1),
+        ((), "0,1", 0),
+    ],
+    ids=["its own alone", "all in sight", "renumbered", "nothing said", "by name", "none given"],
+)
+def test_a_rank_takes_the_gpu_that_ray_gave_it_even_where_it_sees_all(given, visible, expected):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert cuda_index(given, environment) == expected

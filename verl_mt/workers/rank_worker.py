@@ -10,7 +10,7 @@ import inspect
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,20 @@ class Packed:
         return torch.from_numpy(self.data.copy()).view(self.dtype).reshape(self.shape)
 
 
+def cuda_index(gpus: Sequence[str], environment: Mapping[str, str]) -> int:
+    """torch's number of the GPU that Ray gave to this process.
+
+    Ray lets a process see its own GPU alone, as number 0; with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, which other
+    libraries' scripts set, it sees all of them.
+    """
+    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not gpus:
+        return 0
+    if visible:
+        return visible.index(gpus[0]) if gpus[0] in visible else 0
+    return int(gpus[0]) if gpus[0].isdecimal() else 0
+
+
 class RankWorker:
     """Made in each process, then `start`ed with the address that rank 0 gave."""
 
@@ -97,7 +111,7 @@ class RankWorker:
         if setup.placement.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         if cuda:
-            torch.cuda.set_device(torch.device(setup.device).index or 0)
+            torch.cuda.set_device(cuda_index(self.gpus(), os.environ))
         if self._ranks.size > 1:
             import torch.distributed as dist
 

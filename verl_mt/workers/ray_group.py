@@ -7,7 +7,9 @@ What the ranks say to each other (gradients, shards) goes through torch.distribu
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +18,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private.utils import read_ray_address
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,7 +37,9 @@ from verl_mt.workers.sharded_checkpoint import has_shards
 from verl_mt.workers.sharding import Ranks
 from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 
+_log = logging.getLogger(__name__)
 _PLACEMENT_TIMEOUT_S = 120.0
+_KNOCK_S = 10.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
 _SENT = (
@@ -334,6 +339,16 @@ def connect(placement: Placement) -> bool:
         return False
     address = os.environ.get("RAY_ADDRESS", "auto")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if (silent := silent_cluster(address)) is not None:
+        # Ray would try for minutes, without a word.
+        if address != "auto":
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and nobody listens at {silent}: start the cluster, or unset RAY_ADDRESS"
+            )
+        _log.warning(
+            "the Ray cluster at %s, which `ray start` noted here, is gone (`ray stop` clears the note)", silent
+        )
+        address = "local"
     if address != "local":
         try:
             ray.init(address=address, **quiet)
@@ -350,6 +365,20 @@ def connect(placement: Placement) -> bool:
     num_cpus = max(os.cpu_count() or 1, placement.num_ranks + 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     return True
+
+
+def silent_cluster(address: str) -> str | None:
+    """Where nobody listens although a cluster should: `host:port` of RAY_ADDRESS, or for `auto` what the last
+    `ray start` on this machine left. None = somebody does, or there is nothing to ask."""
+    found = read_ray_address() if address == "auto" else address
+    host, _, port = (found or "").rpartition(":")
+    if "/" in host or not host or not port.isdecimal():
+        return None  # local, or an address that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except OSError:
+        return found
+    return None
 
 
 def bundle(setup: WorkerSetup) -> dict[str, float]:
