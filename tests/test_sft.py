@@ -368,6 +368,8 @@ def test_what_a_run_says_of_its_policy_loss_is_not_supervised_trainings(tmp_path
     assert (actor.grad_clip, actor.optim.weight_decay) == (0.7, 0.3)
     assert replace(actor, grad_clip=other.grad_clip, optim=other.optim) == other
     assert config.algorithm == plain.algorithm and actor.loss_agg_mode == "token-mean"
+    # Its mini-batches do not have to divide another batch.
+    assert sft._config("demos.jsonl", [*words, "data.train_batch_size=3"]).data.train_batch_size == 3
     agg = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
     assert sft._config("demos.jsonl", [*words, agg]).actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
 

@@ -26,6 +26,7 @@ from verl_mt.errors import ConfigError, VerlMTError
 
 DEFAULTS = (
     "actor_rollout_ref.actor.optim.lr=1e-5",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=null",
     "trainer.total_epochs=1",
     "trainer.total_training_steps=null",
     "trainer.test_freq=-1",
