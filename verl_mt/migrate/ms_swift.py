@@ -441,8 +441,7 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(
-            "--async_generate true: there every rollout is by the weights of the step before; here of its own step, "
-            "unless trainer.max_staleness=1"
+            "--async_generate true: there every rollout is by the weights of the step before; here of its own step"
         )
     adapters = (_one(given, "tuner_type") or _one(given, "train_type") or "lora") == "lora"
     dropout = _one(given, "lora_dropout")
