@@ -30,7 +30,8 @@ def fit(observed: Sequence[Observed]) -> Machine:
     inline = [s for s in steps if s.work.ranks == 1 and s.work.updates]
     update = non_negative([_update_quantities(s) for s in inline], [s.times.update_s for s in inline])
     weights = non_negative(
-        [[1.0, s.model.parameters * s.model.bytes_per_parameter] for s in steps], [s.times.weights_s for s in steps]
+        [[1.0, s.work.sync_copies * s.model.parameters * s.model.bytes_per_parameter] for s in steps],
+        [s.times.weights_s for s in steps],
     )
     rest = non_negative(
         [[1.0, s.work.trajectories * (s.work.prompt_tokens + s.work.response_tokens)] for s in steps],
@@ -56,14 +57,15 @@ def fit(observed: Sequence[Observed]) -> Machine:
 
 def _rollout_quantities(step: Observed) -> list[float]:
     model, work, steps = step.model, step.work, decoding_steps(step.work)
-    sampled = work.trajectories * work.sampled_tokens
+    share = 1 / work.engines
+    sampled = share * work.trajectories * work.sampled_tokens
     return [
         steps,
         steps * model.layers,
         steps * model.matmul_parameters * model.bytes_per_parameter + sampled * model.kv_bytes * work.context,
         sampled,
-        work.trajectories * work.turns,
-        engine_flops(model, work),
+        share * work.trajectories * work.turns,
+        share * engine_flops(model, work),
     ]
 
 

@@ -69,6 +69,11 @@ class Work:
     """A KL term asks the reference policy for log-probs."""
     ranks: int = 1
     """Data-parallel ranks of the update."""
+    engines: int = 1
+    """Replicas that sample at the same time, each its share of the trajectories."""
+    sync_copies: int = 1
+    """How often all weights pass the narrowest link on their way to the engines: once where each replica gets them
+    from the ranks beside it, once for each server that one process sends them to."""
 
     @property
     def response_tokens(self) -> float:
@@ -95,7 +100,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one machine with one engine. Seconds are added, everything per second divides; `inf` = costs nothing."""
+    """Rates of one engine and of one rank. Seconds are added, everything per second divides; `inf` = costs nothing."""
 
     engine_flops: float = math.inf
     """Multiplications and additions per second, of the engine as it is (not of the data sheet)."""
@@ -173,10 +178,11 @@ class Observed:
 def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     """Seconds of each phase of a step.
 
-    Rollout. A decoding step costs `a` (overheads, and reading the weights once) and `b` for each trajectory in it; `b`
-    includes what a trajectory's turns and prefills cost, spread over its tokens. The last `concurrency` trajectories
-    decode in `longest_tokens` steps, which take `x = a + b * (mean number in a step)` each, and end with the one whose
-    tokens and waits take longest. Those before them hand their places on: `concurrency` of them take
+    Rollout. Each engine has its share of the trajectories, and all sample at the same time. A decoding step costs `a`
+    (overheads, and reading the weights once) and `b` for each trajectory in it; `b` includes what a trajectory's turns
+    and prefills cost, spread over its tokens. The last `concurrency` trajectories of an engine decode in
+    `longest_tokens` steps, which take `x = a + b * (mean number in a step)` each, and end with the one whose tokens and
+    waits take longest. Those before them hand their places on: `concurrency` of them take
     `sampled_tokens * (a + b * concurrency)` and their waits. Waits are taken to be in step, because turns that began
     together end at about the same time; the more latencies scatter, the more of them hides behind others' decoding.
 
@@ -184,13 +190,14 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     (docs/scaling.md); then the optimizer. Weights: bytes over bandwidth.
     """
     a, b, concurrency = _step_costs(model, work, machine)
-    last = min(concurrency, work.trajectories)
+    trajectories = math.ceil(work.trajectories / work.engines)
+    last = min(concurrency, trajectories)
     x = a + b * last * work.sampled_tokens / work.longest_tokens
     paths = work.last or ((work.longest_tokens, work.calls),)
     rollout, waiting = max((t * x + waits * work.tool_latency_s, waits * work.tool_latency_s) for t, waits in paths)
     period = work.sampled_tokens * (a + b * concurrency) + work.calls * work.tool_latency_s
-    rollout += (work.trajectories - last) / concurrency * period
-    waiting += (work.trajectories - last) / concurrency * work.calls * work.tool_latency_s
+    rollout += (trajectories - last) / concurrency * period
+    waiting += (trajectories - last) / concurrency * work.calls * work.tool_latency_s
     flops = model.flops(work.prompt_tokens + work.response_tokens / 2)
     compute = 3 * flops / machine.train_flops
     compute += model.layers * model.attention_width / machine.train_activation_rate
@@ -204,16 +211,18 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
         rollout_s=rollout,
         ref_s=batch_tokens / work.ranks * flops / machine.train_flops if work.ref else 0.0,
         update_s=update,
-        weights_s=machine.sync_overhead_s + model.parameters * model.bytes_per_parameter / machine.sync_bandwidth,
+        weights_s=machine.sync_overhead_s
+        + work.sync_copies * model.parameters * model.bytes_per_parameter / machine.sync_bandwidth,
         rest_s=machine.rest_overhead_s + batch_tokens * machine.rest_token_s,
         waiting_s=waiting,
     )
 
 
 def decoding_steps(work: Work) -> float:
-    """How often the engine steps, if nobody waits for tools."""
-    concurrency = work.concurrency or work.trajectories
-    return work.longest_tokens + max(0, work.trajectories - concurrency) * work.sampled_tokens / concurrency
+    """How often each engine steps, if nobody waits for tools."""
+    trajectories = math.ceil(work.trajectories / work.engines)
+    concurrency = math.ceil((work.concurrency or work.trajectories) / work.engines)
+    return work.longest_tokens + max(0, trajectories - concurrency) * work.sampled_tokens / concurrency
 
 
 def engine_flops(model: Model, work: Work) -> float:
@@ -230,7 +239,7 @@ def _step_costs(model: Model, work: Work, machine: Machine) -> tuple[float, floa
     per_trajectory += work.turns * machine.turn_overhead_s
     b = machine.token_overhead_s + model.kv_bytes * work.context / machine.memory_bandwidth
     b += per_trajectory / max(1.0, work.sampled_tokens)
-    return a, b, work.concurrency or work.trajectories
+    return a, b, math.ceil((work.concurrency or work.trajectories) / work.engines)
 
 
 def load_machine(path: Path) -> Machine:

@@ -74,6 +74,7 @@ def observe_step(config: Config, metrics: Mapping[str, float], rows: list[dict[s
     length = [sum(len(record["token_ids"]) for record in row["records"]) for row in rows]
     prompt = [row["records"][0]["turns"][0]["end"] for row in rows]
     waits = [list(_waits(row)) for row in rows]
+    engines = max(1, int(metrics.get("rollout/replicas", 1)))
     work = Work(
         trajectories=len(rows),
         prompt_tokens=fmean(prompt),
@@ -91,6 +92,8 @@ def observe_step(config: Config, metrics: Mapping[str, float], rows: list[dict[s
         max_tokens_per_pass=policy.actor.ppo_max_token_len,
         ref=policy.actor.use_kl_loss,
         ranks=trainer.nnodes * trainer.n_workers_per_node,
+        engines=engines,
+        sync_copies=engines if metrics.get("weights/trainer_bytes") else 1,
     )
     parts = {name: metrics[f"time/{name}_s"] for name in ("step", "rollout", "ref", "update", "weights")}
     times = StepTime(

@@ -52,6 +52,22 @@ def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "engines"),
+    [
+        ((), 16),
+        (("tensor_model_parallel_size=4",), 4),
+        (("launch_servers=3",), 3),
+        (("servers=[http://a:1,http://b:1]",), 2),
+    ],
+)
+def test_it_says_how_many_engines_sample(words, engines):
+    ranks = ["trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=8", "trainer.device=cuda"]
+    rollout = [f"actor_rollout_ref.rollout.{word}" for word in ("name=sglang", *words)]
+    found = one(findings([*ranks, *rollout], "time"), "time", "ok")
+    assert f"rollout with {engines} engines" in found.text
+
+
 def test_an_engine_that_is_not_there_is_one_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = findings(["actor_rollout_ref.rollout.name=nope.py:Engine"], "engine", "disk", "memory", "time")

@@ -97,6 +97,19 @@ def test_ranks_divide_the_computation_and_add_the_exchange(formula, model):
     assert four == pytest.approx(one / 4 + 3 * 1000 * 4 * 3 / 4 / 1e4)
 
 
+def test_engines_share_the_trajectories_and_the_longest_one_stays_as_long(formula, model):
+    machine = formula[0].Machine(step_overhead_s=0.1, token_overhead_s=0.01, sync_bandwidth=1000)
+    one, four = (
+        formula[0].predict(model, work(formula, trajectories=64, concurrency=32, engines=n), machine) for n in (1, 4)
+    )
+    # The last 32 with the longest one, 20 tokens of 30 on average, and 32 before them; or 8 and 8 at each of four.
+    assert one.rollout_s == pytest.approx(30 * (0.1 + 0.01 * 32 * 20 / 30) + 20 * (0.1 + 0.01 * 32))
+    assert four.rollout_s == pytest.approx(30 * (0.1 + 0.01 * 8 * 20 / 30) + 20 * (0.1 + 0.01 * 8))
+    assert four.weights_s == one.weights_s == 4
+    servers = formula[0].predict(model, work(formula, engines=4, sync_copies=4), machine)
+    assert servers.weights_s == 16
+
+
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_mt import engines
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm
@@ -122,8 +123,9 @@ def memory(subject: Subject) -> Iterator[Finding]:
 def step_time(subject: Subject) -> Iterator[Finding]:
     """Seconds of one step, from the work and the speed of this machine."""
     found = Seconds.of(subject)
+    sampled = f" with {found.engines} engines" if found.engines > 1 else ""
     yield ok(
-        f"about {found.step_s:,.1f} s a step on {found.device}: rollout {found.rollout_s:,.1f}, update "
+        f"about {found.step_s:,.1f} s a step on {found.device}: rollout{sampled} {found.rollout_s:,.1f}, update "
         f"{found.update_s:,.1f}{f', reference {found.ref_s:,.1f}' if found.ref_s else ''}; all "
         f"{subject.total_steps} steps {found.step_s * subject.total_steps / 3600:,.2f} h (tools aside, if responses "
         "fill half of their length)"
@@ -175,6 +177,8 @@ class Seconds:
     """Of one step."""
 
     device: str
+    engines: int
+    """That sample at the same time."""
     rollout_s: float
     update_s: float
     ref_s: float
@@ -198,8 +202,10 @@ class Seconds:
         sampled = rollout.response_length / 2
         prompt = sum(len(p.ids) for p in subject.prompts) / max(1, len(subject.prompts))
         forward = 2.0 * size + 4.0 * layers * sizes.hidden_size * (prompt + sampled / 2)
-        live = min(trajectories, rollout.max_concurrent or trajectories, rollout.max_num_seqs)
-        waves = trajectories / live
+        replicas = num_engines(subject)
+        at_once = min(trajectories, rollout.max_concurrent or trajectories) / replicas
+        live = min(max(1.0, at_once), rollout.max_num_seqs)
+        waves = trajectories / replicas / live
         overhead = layers * _LAYER_OVERHEAD_S[kind]
         # A sampled token's products are narrow: a few times slower than wide ones until a few hundred are together.
         narrow = max(1.0, 4.0 - live / 100)
@@ -215,10 +221,20 @@ class Seconds:
         needs_ref = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
         return cls(
             device="a GPU of 200 TFLOP/s" if elsewhere else kind,
-            rollout_s=(decode + prefill) / (subject.num_ranks if kind == "cuda" else 1),
+            engines=replicas,
+            rollout_s=decode + prefill / replicas,
             update_s=epochs * (3 * compute + 3 * passes * overhead / subject.num_ranks),
             ref_s=compute if needs_ref else 0.0,
         )
+
+
+def num_engines(subject: Subject) -> int:
+    """Replicas that sample: beside the ranks, or servers; 1 where the policy's own module does."""
+    rollout = subject.rollout
+    servers = len(rollout.servers) or rollout.launch_servers
+    if servers or subject.config.trainer.placement != "ray" or not engines.lives_beside_ranks(rollout.name):
+        return max(1, servers)
+    return max(1, subject.num_ranks // rollout.tensor_model_parallel_size)
 
 
 def device_memory(subject: Subject) -> float | None:
