@@ -2,16 +2,12 @@
 # Qwen2.5-3B-Instruct on GSM8K with a simulated user, GRPO, sampled with SGLang. PLACEMENT says on what:
 #   1gpu     one GPU of 80 GB (the default)
 #   8gpus    one machine with 8 GPUs
-#   2nodes   two machines with 8 GPUs each; README.md says what to start there before. SECOND_NODE names the other one.
+#   2nodes   two machines with 8 GPUs each, on which Ray runs (README.md)
 # Further overrides go behind it: PLACEMENT=8gpus recipes/gsm8k/run_qwen2.5-3b_interaction.sh trainer.total_epochs=1
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 data="${DATA_DIR:-data/gsm8k}"
 placement="${PLACEMENT:-1gpu}"
-if [ "$placement" = 2nodes ]; then
-  : "${SECOND_NODE:?is not set: the name or address of the second machine, as this one reaches it}"
-  export SECOND_NODE
-fi
 
 for split in train test; do
   [ -f "$data/$split.parquet" ] || python "$here/prepare.py" --split "$split" --style interaction --out "$data/$split.parquet"

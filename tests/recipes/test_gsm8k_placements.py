@@ -7,16 +7,12 @@ import functools
 import json
 import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -30,7 +26,6 @@ pytestmark = pytest.mark.slow  # commands, servers, many configurations
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
 STYLES, PLACEMENTS = ("tool", "interaction"), ("1gpu", "8gpus", "2nodes")
 WHERE = {
-    "actor_rollout_ref.rollout.servers", "actor_rollout_ref.rollout.launch_servers",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.ref.offload", "trainer.device",
     "trainer.placement", "trainer.nnodes", "trainer.n_workers_per_node", "trainer.experiment_name",
 }  # fmt: skip
@@ -72,8 +67,7 @@ def leaves_of(config: Config) -> dict[str, Any]:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_placement_changes_where_a_run_runs_and_not_what_it_computes(style, placement, tmp_path, monkeypatch):
-    monkeypatch.setenv("SECOND_NODE", "other.cluster")
+def test_a_placement_changes_where_a_run_runs_and_not_what_it_computes(style, placement, tmp_path):
     script = f"run_qwen2.5-3b_{style}.sh"
     *_, trained = recorded(script, tmp_path, PLACEMENT=placement, DATA_DIR="data/gsm8k")
     configs: list[Config] = []
@@ -83,38 +77,9 @@ def test_a_placement_changes_where_a_run_runs_and_not_what_it_computes(style, pl
     assert changed <= WHERE and rollout.name == "sglang" and config.trainer.device == "cuda"
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B-Instruct"
     ranks = config.trainer.nnodes * config.trainer.n_workers_per_node
-    engines = len(set(rollout.servers)) or rollout.launch_servers or 1
     gpus = {"1gpu": 1, "8gpus": 8, "2nodes": 16}[placement]
-    assert ranks == engines == gpus
+    assert ranks == gpus and not rollout.servers and not rollout.launch_servers
     assert (config.trainer.placement == "ray") is (gpus > 1)
-    if placement == "2nodes":
-        assert sum("//other.cluster:" in url for url in rollout.servers) == 8
-
-
-def test_the_servers_of_two_machines_are_those_that_the_run_will_ask_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECOND_NODE", "127.0.0.1")
-    config = compose(config_name="gsm8k_tool_2nodes", config_dir=RECIPE / "config")
-    started = recorded("serve_qwen2.5-3b.sh", tmp_path, SGLANG_API_KEY="secret", NUM_CALLS="8")
-    words = [shlex.split(line.partition("|")[2]) for line in started]
-    assert {line.partition("|")[0] for line in started} == {str(gpu) for gpu in range(8)}
-    urls = {f"http://127.0.0.1:{line[line.index('--port') + 1]}" for line in words}
-    assert urls == set(config.actor_rollout_ref.rollout.servers)
-    longest = config.data.max_prompt_length + config.actor_rollout_ref.rollout.response_length
-    for line in words:
-        assert line[line.index("--model-path") + 1] == config.actor_rollout_ref.model.path
-        assert int(line[line.index("--context-length") + 1]) >= longest + 8
-        assert line[line.index("--api-key") + 1] == "secret"
-    # A GPU holds a server and a rank: weights, gradients and optimizer of 3.1e9 parameters over 16 ranks.
-    assert float(words[0][words[0].index("--mem-fraction-static") + 1]) * 80e9 + 16 * 3.1e9 / 16 < 60e9
-
-
-def test_two_machines_without_the_name_of_the_second_are_refused_at_once(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "SECOND_NODE"}
-    words = ["bash", str(RECIPE / "run_qwen2.5-3b_tool.sh")]
-    done = subprocess.run(
-        words, cwd=tmp_path, env={**environment, "PLACEMENT": "2nodes"}, capture_output=True, text=True
-    )
-    assert done.returncode != 0 and "SECOND_NODE" in done.stderr and not list(tmp_path.iterdir())
 
 
 # Two steps with the tiny model on a CPU: real SGLang, two Ray workers
@@ -129,10 +94,6 @@ TINY = (
     "data.train_batch_size=4", "data.max_prompt_length=256", "data.val_max_samples=4", "trainer.device=cpu",
     "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.test_freq=-1", "trainer.logger=[console]",
 )  # fmt: skip
-SERVER = (
-    "--device cpu --attention-backend torch_native --dtype float32 --context-length 400 --max-total-tokens 16384 "
-    "--sleep-on-idle"
-)
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +115,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", **more}
 
 
-def two_steps(placement: str, data: Path, run: Path, *overrides: str, **more: str) -> None:
+def two_steps(placement: str, data: Path, run: Path, *overrides: str, replicas: int = 1, **more: str) -> None:
     """Run the script with the tiny model; look at what it wrote."""
     words = ["bash", str(RECIPE / "run_qwen2.5-3b_interaction.sh"), *TINY, *overrides]
     words.append(f"trainer.default_local_dir={run}")
-    variables = environment(PLACEMENT=placement, DATA_DIR=str(data), SECOND_NODE="localhost", **more)
+    variables = environment(PLACEMENT=placement, DATA_DIR=str(data), **more)
     done = subprocess.run(words, cwd=run.parent, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -167,7 +128,7 @@ def two_steps(placement: str, data: Path, run: Path, *overrides: str, **more: st
         assert line["rollout/trajectories"] == 32 and line["rollout/aborted"] == 0
         assert line["actor/num_updates"] == 1 and line["actor/grad_norm"] > 0
         assert line["rollout/logprob_diff_max"] < 1e-4 and line.get("engine/restarts", 0) == 0
-        assert line["turns/mean"] > 1
+        assert line["turns/mean"] > 1 and line["rollout/replicas"] == replicas
     first, second = (worst_difference_to_the_start(run, step) for step in (1, 2))
     assert first < 1e-4 and second > 1e-2, "the second step was not sampled with other weights"
     assert (run / "FINISHED").exists() and (run / "hf" / "model.safetensors").is_file()
@@ -196,21 +157,17 @@ def test_two_steps_as_on_one_gpu(data, tmp_path):
 
 @pytest.mark.sglang
 @pytest.mark.ray
-def test_two_steps_as_on_eight_gpus_with_two_ranks_and_two_servers(data, tmp_path):
-    overrides = ("trainer.n_workers_per_node=2", "actor_rollout_ref.rollout.launch_servers=2")
-    two_steps("8gpus", data, tmp_path / "run", *overrides)
+def test_two_steps_as_on_eight_gpus_with_two_ranks_and_a_replica_beside_each(data, tmp_path):
+    two_steps("8gpus", data, tmp_path / "run", "trainer.n_workers_per_node=2", replicas=2)
     assert len(list((tmp_path / "run" / "checkpoints" / "step_000002" / "actor").glob("__*_0.distcp"))) == 2
 
 
 @pytest.mark.sglang
 @pytest.mark.ray
-def test_two_steps_as_on_two_machines_with_a_rank_and_a_server_each(data, tmp_path):
-    with two_machines() as address, two_servers(tmp_path) as urls:
-        overrides = ("trainer.n_workers_per_node=1", f"actor_rollout_ref.rollout.servers=[{','.join(urls)}]")
-        two_steps("2nodes", data, tmp_path / "run", *overrides, RAY_ADDRESS=address)
-    asked = (tmp_path / "servers.log").read_text()
-    for transport in ("update_weights_from_tensor", "update_weights_from_distributed"):
-        assert asked.count(f"POST /{transport} ") == 2, transport
+def test_two_steps_as_on_two_machines_with_a_rank_and_a_replica_each(data, tmp_path):
+    with two_machines() as address:
+        run = tmp_path / "run"
+        two_steps("2nodes", data, run, "trainer.n_workers_per_node=1", replicas=2, RAY_ADDRESS=address)
 
 
 @contextmanager
@@ -226,40 +183,3 @@ def two_machines() -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.shutdown()
-
-
-@contextmanager
-def two_servers(folder: Path) -> Iterator[list[str]]:
-    """The recipe's own script, on a CPU: one server as on the trainer's machine, one as on another."""
-    port = next(p for p in range(31000, 39000, 2) if is_free(p) and is_free(p + 1))
-    words = ["bash", str(RECIPE / "serve_qwen2.5-3b.sh"), *SERVER.split()]
-    model = Path(sys.modules["verl_mt"].__path__[0]) / "tiny" / "checkpoint"
-    variables = environment(NUM_SERVERS="2", PORT=str(port), MODEL=str(model))
-    with (folder / "servers.log").open("w") as log:
-        process = subprocess.Popen(words, env=variables, stdout=log, stderr=log, start_new_session=True)
-        # Its name, not `localhost`: weights go there by broadcast.
-        urls = [f"http://127.0.0.1:{port}", f"http://{socket.gethostname()}:{port + 1}"]
-        try:
-            for url in urls:
-                wait_for(f"{url}/health", process, folder / "servers.log")
-            yield urls
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 240
-    while True:
-        try:
-            with urlopen(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
