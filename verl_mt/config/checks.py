@@ -470,6 +470,7 @@ def _losses(config: Config) -> Iterator[str]:
 def _engine(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.name == "sglang":
         yield from _sglang(config)
+        yield from _engines_placed(config)
 
 
 def _sglang(config: Config) -> Iterator[str]:
@@ -481,6 +482,31 @@ def _sglang(config: Config) -> Iterator[str]:
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
     if rollout.weight_transport == "broadcast" and not rollout.servers and not rollout.launch_servers:
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
+
+
+def _engines_placed(config: Config) -> Iterator[str]:
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    named = {"servers": bool(rollout.servers), "separate": rollout.nnodes > 0}
+    wanted = rollout.placement or next((kind for kind, is_so in named.items() if is_so), "colocated")
+    where = f"{_ROLLOUT}.placement={wanted}"
+    if wanted == "servers" and not rollout.servers:
+        yield f"{where}: {_ROLLOUT}.servers names none"
+    if wanted == "separate" and not rollout.nnodes:
+        yield f"{where}: {_ROLLOUT}.nnodes is 0; say on how many machines, and .n_workers_per_node on each"
+    for kind, key in (("servers", "servers"), ("separate", "nnodes")):
+        if named[kind] and wanted != kind:
+            yield f"{where} and {_ROLLOUT}.{key} contradict each other: leave one out"
+    if wanted != "colocated" and rollout.launch_servers:
+        yield f"{where} and {_ROLLOUT}.launch_servers contradict each other: leave one out"
+    size = rollout.tensor_model_parallel_size
+    if wanted == "separate" and rollout.nnodes:
+        if trainer.placement != "ray":
+            yield f"{where} needs trainer.placement=ray, which places them (it is {trainer.placement})"
+        if rollout.n_workers_per_node % size:
+            yield (
+                f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide {_ROLLOUT}.n_workers_per_node="
+                f"{rollout.n_workers_per_node}: an engine has the devices of one machine"
+            )
 
 
 def _placement(config: Config) -> Iterator[str]:

@@ -220,6 +220,19 @@ class RolloutConfig(Section):
         min=0.001,
         when=_SGLANG,
     )
+    placement: str | None = knob(
+        None,
+        "Where engines live: colocated = beside the ranks of training, on their devices; separate = on `nnodes` x "
+        "`n_workers_per_node` devices of their own, placed by Ray; servers = those that are named; null = servers "
+        "where some are named, separate with `nnodes`, else colocated.",
+        choices=(None, "colocated", "separate", "servers"),
+        when=_SGLANG,
+    )
+    # verl's configurations give both to every run.
+    nnodes: int = knob(0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, may_idle=True)
+    n_workers_per_node: int = knob(
+        1, "Devices of separate engines on each machine.", min=1, when=given(f"{_ROLLOUT}.nnodes"), may_idle=True
+    )
     servers: list[str] = knob(
         [], "URLs of servers that are running already; none = engines of our own beside the actor.", when=_SGLANG
     )

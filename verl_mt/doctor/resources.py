@@ -234,7 +234,8 @@ def num_engines(subject: Subject) -> int:
     servers = len(rollout.servers) or rollout.launch_servers
     if servers or subject.config.trainer.placement != "ray" or not engines.lives_beside_ranks(rollout.name):
         return max(1, servers)
-    return max(1, subject.num_ranks // rollout.tensor_model_parallel_size)
+    devices = rollout.nnodes * rollout.n_workers_per_node or subject.num_ranks
+    return max(1, devices // rollout.tensor_model_parallel_size)
 
 
 def device_memory(subject: Subject) -> float | None:

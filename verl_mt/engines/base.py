@@ -62,18 +62,22 @@ class TensorBuckets:
 
 
 class EngineHost(abc.ABC):
-    """A place for an engine's process beside some ranks of the worker group, on their machine.
+    """A place for an engine's process: beside ranks of the worker group, on their machine, or on devices of its own.
 
     What is made there is an object whose coroutines are called from here: its class must import on both sides, its
     arguments and results are pickled.
     """
 
     name: str
-    """For messages: the ranks and their machine."""
+    """For messages: the ranks, or its number."""
     num_ranks: int
-    """Ranks of the worker group that it stands beside, and has the devices of."""
-    devices: tuple[str, ...]
-    """The GPUs of these ranks, as their machine names them; none where they are on the CPU."""
+    """Devices of the engine (tensor parallelism)."""
+    rank: int | None
+    """The first rank that it stands beside; None = beside none."""
+    on_gpu: bool
+    devices: tuple[str, ...] | None
+    """The GPUs of the ranks beside it, as their machine names them; none where they are on the CPU. None = its process
+    sees its own devices and no others."""
 
     @abc.abstractmethod
     async def make(self, path: str, *args: Any) -> None:
@@ -98,13 +102,15 @@ class EngineHost(abc.ABC):
 
 @dataclass(frozen=True)
 class FromRanks:
-    """Each engine gets the weights from the ranks that it stands beside, on their machine.
+    """Each engine gets the weights from the ranks that it stands beside, on their machine; those that stand beside none
+    get them from rank 0, all at once.
 
     `hand_over(hosts, giver, arguments)` is collective over the worker group. In the process of the first rank of each
-    of these hosts an object of the class `giver` (a dotted path) is made with `arguments`, kept for later updates, and
-    its `give(tensors, bucket_bytes, call)` called: `tensors` yields (name in the checkpoint, whole tensor), each good
-    until the next one, and `call(method, *args, timeout_s=...)` is that of the host. Returns for each host what went
-    wrong, or None.
+    of these hosts (or of rank 0) an object of the class `giver` (a dotted path) is made with `arguments` and `address`
+    (where others reach that machine), kept for later updates, and its `give(tensors, version, bucket_bytes, calls)`
+    called: `tensors` yields (name in the checkpoint, whole tensor), each good until the next one, and `calls` are those
+    of its hosts, `call(method, *args, timeout_s=...)`, equal where they are of the same process. It returns for each
+    what went wrong, or None; and so does `hand_over` for each host.
     """
 
     version: int

@@ -285,7 +285,8 @@ def _place_engine(
     elsewhere = engine or rollout.servers or rollout.launch_servers or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
         return module, engine, ()
-    return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size)
+    apart = (rollout.nnodes, rollout.n_workers_per_node) if rollout.nnodes else None
+    return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size, apart)
 
 
 def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:

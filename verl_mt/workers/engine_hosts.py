@@ -1,6 +1,7 @@
-"""Places for engines beside the ranks, kept by Ray: a process on the same machine, in the group's own placement.
+"""Places for engines, kept by Ray: a process beside ranks, in the group's own placement, or on devices of its own.
 
-Only handles, requests and answers pass Ray; weights go from a rank to its engine through their machine's memory.
+Only handles, requests and answers pass Ray; weights go from a rank to its engine through their machine's memory, or
+from rank 0 to all of them by one broadcast.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -41,17 +43,19 @@ class RayHost(EngineHost):
     """See `EngineHost`.
 
     Args:
-        ranks: the first of those that it stands beside, and their number.
-        devices: their GPUs.
-        options: of the Ray actor: where it is placed, with what environment.
+        name: for messages.
+        rank: the first of those that it stands beside; None = it has devices of its own, which Ray gives it.
+        num_ranks: devices of the engine.
+        devices: GPUs of the ranks beside it, where `rank` says which; None otherwise.
+        options: of the Ray actor: where it is placed, on what, with what environment.
     """
 
-    def __init__(self, ranks: range, devices: tuple[str, ...], options: Mapping[str, Any]):
-        self.ranks = ranks
-        self.num_ranks = len(ranks)
-        self.name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        self.devices = devices
-        self._options = {**options, "num_cpus": 0, "num_gpus": 0, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE}
+    def __init__(
+        self, name: str, rank: int | None, num_ranks: int, devices: tuple[str, ...] | None, options: Mapping[str, Any]
+    ):
+        self.name, self.rank, self.num_ranks, self.devices = name, rank, num_ranks, devices
+        self.on_gpu = bool(devices) or bool(options.get("num_gpus"))
+        self._options = {**options, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE}
         self.resident: Any = None
         """Handle of the process; None = there is none."""
 
@@ -90,18 +94,23 @@ class RayHost(EngineHost):
             raise EngineGoneError(error_text(error, named=True)) from error
 
 
-def ask_resident(resident: Any, method: str, *args: Any, timeout_s: float) -> Any:
-    """`EngineHost.call` for a rank, which waits for it.
+@dataclass(frozen=True)
+class Ask:
+    """`EngineHost.call` for a rank, which waits for it. Equal where they ask the same process."""
 
-    Raises:
-        EngineError: see there.
-    """
-    try:
-        return ray.get(resident.call.remote(method, args), timeout=timeout_s)
-    except GetTimeoutError:
-        raise EngineGoneError(f"the process that holds the engine did not answer within {timeout_s:.0f} s") from None
-    except RayError as error:
-        raise as_engine_error(error) from error
+    resident: Any
+
+    def __call__(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Raises:
+        EngineError: see `EngineHost.call`.
+        """
+        try:
+            return ray.get(self.resident.call.remote(method, args), timeout=timeout_s)
+        except GetTimeoutError:
+            reason = f"the process that holds the engine did not answer within {timeout_s:.0f} s"
+            raise EngineGoneError(reason) from None
+        except RayError as error:
+            raise as_engine_error(error) from error
 
 
 def as_engine_error(error: RayError) -> VerlMTError:

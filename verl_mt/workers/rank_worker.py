@@ -12,7 +12,6 @@ import random
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,34 +158,43 @@ class RankWorker:
         return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
 
     @torch.no_grad()
-    def hand_over(self, update: HandedOver, hosts: Mapping[int, Any]) -> VerlMTError | None:
-        """Give the weights to the engine beside this rank, if it is the first of those that the engine stands beside.
+    def hand_over(self, update: HandedOver, hosts: Mapping[int, Sequence[Any]]) -> list[VerlMTError | None]:
+        """Give the weights to the engines that get them from this rank; see `FromRanks`.
 
         Args:
             update: what is given, and how.
-            hosts: rank -> handle of the process that holds its engine.
-        """
-        from verl_mt.workers.engine_hosts import ask_resident  # imports Ray, which ranks as such do without
+            hosts: rank -> handles of the processes that hold its engines.
 
-        host = hosts.get(self._ranks.rank)
-        tensors = (
-            item for bucket in self._buckets() for item in self._gather(bucket, None if host is None else True).items()
-        )
-        problem: VerlMTError | None = None
-        if host is not None:
+        Returns:
+            For each of its own what went wrong, or None.
+        """
+        own = hosts.get(self._ranks.rank, ())
+        tensors = (item for bucket in self._buckets() for item in self._gather(bucket, True if own else None).items())
+        problems: list[VerlMTError | None] = []
+        if own:
+            from verl_mt.workers.engine_hosts import Ask  # imports Ray, which ranks as such do without
+
             try:
-                made_with, giver = self._givers.get(update.giver, (None, None))
-                if giver is None or made_with != update.arguments:
-                    giver = load_object(update.giver, what="what gives weights to an engine")(*update.arguments)
-                    self._givers[update.giver] = (update.arguments, giver)
-                giver.give(tensors, update.version, update.bucket_bytes, partial(ask_resident, host))
+                giver = self._giver(update)
+                problems = giver.give(tensors, update.version, update.bucket_bytes, [Ask(handle) for handle in own])
             except Exception as error:
                 if inspect.getgeneratorstate(tensors) == inspect.GEN_CLOSED:
                     raise  # it was the gathering, which no rank goes on from
                 problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
+                problems = [problem] * len(own)
         for _ in tensors:  # gathering is collective: the other ranks wait for this one
             pass
-        return problem
+        return problems
+
+    def _giver(self, update: HandedOver) -> Any:
+        made_with, giver = self._givers.get(update.giver, (None, None))
+        if giver is None or made_with != update.arguments:
+            import ray
+
+            made = load_object(update.giver, what="what gives weights to an engine")
+            giver = made(*update.arguments, address=ray.util.get_node_ip_address())
+            self._givers[update.giver] = (update.arguments, giver)
+        return giver
 
     def _gather(self, bucket: dict[str, Tensor], converted: bool | None) -> dict[str, Tensor]:
         """Whole tensors; None = the others' need alone, nothing is done with them here."""

@@ -64,6 +64,8 @@ class RayWorkerGroup(WorkerGroup):
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []
+        self._apart: PlacementGroup | None = None
+        """Of engines on devices of their own."""
         self._names: list[str] = []
         self._broken: str | None = None
         self._replica: Any = None
@@ -134,7 +136,13 @@ class RayWorkerGroup(WorkerGroup):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
 
-    def engine_hosts(self, ranks_per_engine: int) -> tuple[EngineHost, ...]:
+    def engine_hosts(self, ranks_per_engine: int, apart: tuple[int, int] | None = None) -> tuple[EngineHost, ...]:
+        self._hosts = [
+            *(self._hosts_beside(ranks_per_engine) if apart is None else self._hosts_apart(ranks_per_engine, *apart))
+        ]
+        return tuple(self._hosts)
+
+    def _hosts_beside(self, ranks_per_engine: int) -> Iterator[RayHost]:
         placement = self._setup.placement
         if placement.n_workers_per_node % ranks_per_engine:
             raise ConfigError(
@@ -143,22 +151,45 @@ class RayWorkerGroup(WorkerGroup):
                 "devices of whole ranks of one machine"
             )
         gpus = self._call("gpus", doing="telling its devices")
-        self._hosts = []
         for first in range(0, placement.num_ranks, ranks_per_engine):
-            ranks = range(first, first + ranks_per_engine)
-            devices = tuple(gpu for rank in ranks for gpu in gpus[rank])
-            options = self._beside(first)
-            options["runtime_env"]["env_vars"] |= engine_environment(os.environ)
-            self._hosts.append(RayHost(ranks, devices, options))
-        return tuple(self._hosts)
+            last = first + ranks_per_engine - 1
+            devices = tuple(gpu for rank in range(first, last + 1) for gpu in gpus[rank])
+            name = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            options = {**self._beside(first), "num_cpus": 0, "num_gpus": 0}
+            yield RayHost(name, first, ranks_per_engine, devices, with_engine_environment(options))
+
+    def _hosts_apart(self, ranks_per_engine: int, nnodes: int, per_node: int) -> Iterator[RayHost]:
+        gpu = self._setup.device == "cuda"
+        needed = {"CPU": float(per_node)} | ({"GPU": float(per_node)} if gpu else {})
+        self._apart = placement_group([needed] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
+        if not self._apart.wait(_PLACEMENT_TIMEOUT_S):
+            wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.nnodes={nnodes} and .n_workers_per_node={per_node}: beside what training "
+                f"takes, the Ray cluster has no {nnodes} machine(s) with {wanted} each; see `ray status`"
+            )
+        for number in range(nnodes * per_node // ranks_per_engine):
+            where = PlacementGroupSchedulingStrategy(
+                self._apart, placement_group_bundle_index=number // (per_node // ranks_per_engine)
+            )
+            options = {
+                "runtime_env": {"env_vars": forwarded_environment(os.environ)},
+                "scheduling_strategy": where,
+                "num_cpus": ranks_per_engine,
+                "num_gpus": ranks_per_engine if gpu else 0,
+            }
+            yield RayHost(f"engine {number}", None, ranks_per_engine, None, with_engine_environment(options))
 
     def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
-        ours = [host for host in self._hosts if host in hosts]
-        residents = {host.ranks[0]: host.resident for host in ours if host.resident is not None}
-        problems = self._call("hand_over", update, residents, doing="giving the engines their weights")
+        own: dict[int, list[RayHost]] = {}
+        for host in self._hosts:
+            if host in hosts and host.resident is not None:
+                own.setdefault(host.rank or 0, []).append(host)
+        residents = {rank: [host.resident for host in some] for rank, some in own.items()}
+        told = self._call("hand_over", update, residents, doing="giving the engines their weights")
+        by_host = {id(host): problem for rank, some in own.items() for host, problem in zip(some, told[rank])}
         gone = EngineGoneError("its process ended before the weights came")
-        by_host = {id(host): problems[host.ranks[0]] if host.ranks[0] in residents else gone for host in ours}
-        return [by_host[id(host)] for host in hosts]
+        return [by_host.get(id(host), gone) for host in hosts]
 
     def adapter(self) -> Adapter | None:
         found = self._call("adapter", doing="sending its adapters")[0]
@@ -191,10 +222,11 @@ class RayWorkerGroup(WorkerGroup):
             return
         for worker in workers:
             ray.kill(worker)
-        if self._group is not None:
-            with contextlib.suppress(RayError):  # The cluster may be what was lost.
-                remove_placement_group(self._group)
-            self._group = None
+        for group in (self._group, self._apart):
+            if group is not None:
+                with contextlib.suppress(RayError):  # The cluster may be what was lost.
+                    remove_placement_group(group)
+        self._group = self._apart = None
         if self._ours:
             ray.shutdown()
 
@@ -321,9 +353,10 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED)}
 
 
-def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What engines beside the ranks get beyond that: SGLang's own settings, without the key of somebody's servers."""
-    return {name: value for name, value in environment.items() if name.startswith("SGLANG_") and "KEY" not in name}
+def with_engine_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """Of a Ray actor that holds an engine: SGLang's own settings, too, without the key of somebody's servers."""
+    more = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_") and "KEY" not in name}
+    return {**options, "runtime_env": {"env_vars": options["runtime_env"]["env_vars"] | more}}
 
 
 def connect(placement: Placement) -> bool:

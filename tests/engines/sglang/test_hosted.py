@@ -36,8 +36,9 @@ class There(FakeClient):
 class Host(EngineHost):
     """Makes it in this process; each life is a new one."""
 
-    def __init__(self, number):
-        self.name, self.num_ranks, self.devices = f"rank {number}", 1, ()
+    def __init__(self, number, beside=True):
+        self.name, self.num_ranks, self.devices = f"rank {number}", 1, () if beside else None
+        self.rank, self.on_gpu = number if beside else None, False
         self.lives, self.made_with = [], []
 
     async def make(self, path, arguments, environment):
@@ -62,18 +63,20 @@ class Ranks:
 
     def __init__(self):
         self.handed: list[list[str]] = []
+        self.givers: list[str] = []
         self.problems: dict[str, Exception] = {}
 
     def update(self, version):
         async def hand_over(hosts, giver, arguments):
             self.handed.append([host.name for host in hosts])
+            self.givers.append(giver.rpartition(".")[2])
             return [self.problems.pop(host.name, None) for host in hosts]
 
         return FromRanks(version, hand_over)
 
 
-def engine_of(num_hosts):
-    hosts = tuple(Host(number) for number in range(num_hosts))
+def engine_of(num_hosts, *, beside=True):
+    hosts = tuple(Host(number, beside) for number in range(num_hosts))
     options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=5.0, hosts=hosts)
     return SGLangEngine(options), hosts
 
@@ -91,6 +94,21 @@ def test_all_replicas_get_an_update_in_one_pass_of_the_ranks(run_async):
         assert ranks.handed == [["rank 0", "rank 1", "rank 2"]] and engine.version == 1
         wanted = ["start", "pause_generation", "begin_weight_update", "end_weight_update", "continue_generation"]
         assert [host.names() for host in hosts] == [wanted] * 3
+        await engine.close()
+
+    run_async(go())
+
+
+def test_engines_on_devices_of_their_own_get_one_broadcast_and_keep_their_memory(run_async):
+    async def go():
+        engine, hosts = engine_of(2, beside=False)
+        ranks = Ranks()
+        await engine.start()
+        # What their process sees is theirs.
+        assert all(host.made_with[0][1] == {} for host in hosts)
+        await engine.apply(ranks.update(1))
+        assert (ranks.handed, ranks.givers) == ([["rank 0", "rank 1"]], ["WeightBroadcaster"])
+        assert not engine._options.takes_turns and not engine.capabilities.frees_memory
         await engine.close()
 
     run_async(go())

@@ -146,3 +146,15 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_leaves_no_engine_b
     while any(processes_of_group(pid) for pid in pids):
         assert time.monotonic() < deadline, "engines outlive the run"
         time.sleep(0.2)
+
+
+def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(trainer_on, tmp_path):
+    trainer = trainer_on(
+        "trainer.nnodes=1", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=2", "trainer.total_training_steps=3"
+    )
+    trainer.fit()
+    steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
+    assert [(step["rollout/replicas"], step["engine/restarts"]) for step in steps] == [(2, 0)] * 3
+    for of_step in rows:
+        found = differences_by_replica(of_step)
+        assert sorted(found) == ["engine 0", "engine 1"] and max(found.values()) <= 1e-4

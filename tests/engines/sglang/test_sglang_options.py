@@ -84,6 +84,24 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
     engines.check(config.actor_rollout_ref, config.trainer)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("placement=servers",), "placement=servers: .*servers names none"),
+        (("placement=separate",), r"placement=separate: .*nnodes is 0"),
+        (("placement=colocated", "nnodes=1"), "placement=colocated and .*nnodes contradict"),
+        (("nnodes=1", "launch_servers=2"), "placement=separate and .*launch_servers contradict"),
+        (("nnodes=1", "servers=[http://a:1]"), "placement=servers and .*nnodes contradict"),
+        (("nnodes=1",), r"placement=separate needs trainer\.placement=ray"),
+        (("nnodes=1", "n_workers_per_node=3", "tensor_model_parallel_size=2"), "size=2 does not divide .*per_node=3"),
+    ],
+)
+def test_placements_that_contradict_each_other_are_refused(words, message):
+    config = compose(["actor_rollout_ref.rollout.name=sglang", *(f"actor_rollout_ref.rollout.{w}" for w in words)])
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
 def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
     options = options_of(engine_kwargs={"max_total_tokens": 99, "schedule_policy": "lpm"})
     assert {"max_total_tokens": 99, "schedule_policy": "lpm"}.items() <= options.engine_arguments().items()

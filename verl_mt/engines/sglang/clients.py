@@ -258,7 +258,7 @@ class HostedClient(Client):
         self.name = f"SGLang engine beside {host.name}"
         self.host = host
         self.num_ranks = host.num_ranks
-        self.on_gpu = bool(host.devices)
+        self.on_gpu = host.on_gpu
         self._arguments = options.engine_arguments() | {"random_seed": options.seed + number}
         self._pid: int | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -269,7 +269,8 @@ class HostedClient(Client):
 
     async def start(self, timeout_s: float) -> None:
         # Said where there are none, too: a machine may have GPUs that the ranks do not use.
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(self.host.devices)}
+        devices = self.host.devices
+        environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         try:
             await asyncio.wait_for(self.host.make(_COLOCATED, self._arguments, environment), timeout_s)
             await self.host.call("start", timeout_s)

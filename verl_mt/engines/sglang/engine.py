@@ -81,7 +81,8 @@ class SGLangEngine(InferenceEngine):
             )
         rollout = config.rollout
         check_rollout(rollout)
-        beside_ranks = trainer.placement == "ray" and not rollout.servers and not rollout.launch_servers
+        elsewhere = rollout.servers or rollout.launch_servers or rollout.nnodes
+        beside_ranks = trainer.placement == "ray" and not elsewhere
         if beside_ranks and trainer.n_workers_per_node % rollout.tensor_model_parallel_size:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not "
@@ -113,7 +114,7 @@ class SGLangEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset(transports),
             deterministic=False,
-            frees_memory=options.on_gpu and options.free_cache and not options.servers and not options.num_launched,
+            frees_memory=options.on_gpu and options.free_cache and options.takes_turns,
         )
         self._version = 0
         self._resumed = asyncio.Event()

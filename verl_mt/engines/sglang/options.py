@@ -51,7 +51,7 @@ class SGLangOptions:
     num_launched: int = 0
     """HTTP servers to launch; with neither these nor `servers`, one engine is colocated."""
     hosts: tuple[EngineHost, ...] = ()
-    """Places beside the ranks of a worker group: an engine in each."""
+    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
     transport: str = "auto"
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -95,8 +95,14 @@ class SGLangOptions:
 
     @property
     def on_gpu(self) -> bool:
-        """SGLang takes the GPU where there is one: beside ranks that have some, whatever this machine has."""
-        return any(host.devices for host in self.hosts) if self.hosts else torch.cuda.is_available()
+        """SGLang takes the GPU where there is one: at its hosts, whatever this machine has."""
+        return any(host.on_gpu for host in self.hosts) if self.hosts else torch.cuda.is_available()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether training has the same devices."""
+        apart = any(host.rank is None for host in self.hosts)
+        return not (apart or self.servers or self.num_launched)
 
     def engine_arguments(self) -> dict[str, Any]:
         """`sglang.srt.server_args.ServerArgs`, as keyword arguments."""
@@ -117,7 +123,7 @@ class SGLangOptions:
         if self.on_gpu:
             arguments |= {
                 "mem_fraction_static": self.memory_share,
-                "enable_memory_saver": self.free_cache and not self.num_launched,
+                "enable_memory_saver": self.free_cache and self.takes_turns,
             }
             if self.dtype == "float32":
                 # What SGLang takes by itself, FlashAttention or FlashInfer, has kernels for 16 bits only.

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,11 +18,13 @@ from verl_mt.engines.base import Disk, FromRanks, TensorBuckets, WeightUpdate
 from verl_mt.engines.sglang.buckets import Bucket, Buckets, describe, payload
 from verl_mt.engines.sglang.clients import Client, HostedClient
 from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.weight_group import join_as_first, open_store
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, VerlMTError
 from verl_mt.modeling.weights import ModelShape
 
 _LEAVE_S = 10.0
 _GIVER = "verl_mt.engines.sglang.giver.WeightGiver"
+_BROADCASTER = "verl_mt.engines.sglang.giver.WeightBroadcaster"
 
 
 class WeightSender:
@@ -123,7 +124,7 @@ class WeightSender:
         return problem
 
     def giving(self, client: Client) -> tuple[Any, ...]:
-        """Arguments of the `WeightGiver` for this engine."""
+        """Arguments of what gives weights to this engine, and to all like it."""
         assert self.shape is not None
         return self.shape.weights, self._options.dtype, client.num_ranks, self._options.timeout_s
 
@@ -208,7 +209,8 @@ async def give_from_ranks(
     given: dict[Client, VerlMTError | None] = {}
     if halted:
         hosts = [client.host for _, client in halted if isinstance(client, HostedClient)]
-        told = await update.hand_over(hosts, _GIVER, halted[0][0].giving(halted[0][1]))
+        giver = _BROADCASTER if any(host.rank is None for host in hosts) else _GIVER
+        told = await update.hand_over(hosts, giver, halted[0][0].giving(halted[0][1]))
         given = {client: problem for (_, client), problem in zip(halted, told, strict=True)}
     problems = [problem or given[client] for (_, client), problem in zip(members, began)]
     return await asyncio.gather(*(sender.end(client, p) for (sender, client), p in zip(members, problems)))
@@ -259,10 +261,7 @@ class WeightGroup:
         Raises:
             EngineError: the server refused, for example because it cannot reach this machine.
         """
-        # The port is taken here, and the others are told which one it is.
-        store = dist.TCPStore(
-            self._address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
-        )
+        store = open_store(self._address, self._timeout_s)
         body = {
             "master_address": self._address,
             "master_port": store.port,
@@ -272,7 +271,8 @@ class WeightGroup:
             "backend": self._backend,
         }
         # In a thread and not awaited: the server joins only when it is asked, which is the next call.
-        here = asyncio.create_task(asyncio.to_thread(self._join_here, store))
+        joining = (store, self.name, 1 + self._num_ranks, self._backend, self._timeout_s)
+        here = asyncio.create_task(asyncio.to_thread(join_as_first, *joining))
         here.add_done_callback(_forget)
         await self._client.call("init_weights_update_group", body, self._timeout_s)
         self._group = await here
@@ -292,21 +292,6 @@ class WeightGroup:
         body = {**body, "group_name": self.name, "load_format": "flattened_bucket"}
         await self._client.call("update_weights_from_distributed", body, self._timeout_s)
         await sending
-
-    def _join_here(self, store: dist.Store) -> Any:
-        # torch makes groups only within a default group, which servers of others have no part in; what it has for this
-        # is private. SGLang does the same on its side, with the same names in the store.
-        group, _ = dist.distributed_c10d._new_process_group_helper(
-            1 + self._num_ranks,
-            0,
-            [],
-            dist.distributed_c10d.Backend(self._backend),
-            dist.PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
-        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(1 + self._num_ranks)}
-        return group
 
     def _broadcast_here(self, buffer: Tensor) -> None:
         self._group.broadcast(buffer, 0).wait()
