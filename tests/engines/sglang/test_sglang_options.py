@@ -97,9 +97,8 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
     ],
 )
 def test_placements_that_contradict_each_other_are_refused(words, message):
-    config = compose(["actor_rollout_ref.rollout.name=sglang", *(f"actor_rollout_ref.rollout.{w}" for w in words)])
     with pytest.raises(ConfigError, match=message):
-        check(config)
+        compose(["actor_rollout_ref.rollout.name=sglang", *(f"actor_rollout_ref.rollout.{w}" for w in words)])
 
 
 def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
