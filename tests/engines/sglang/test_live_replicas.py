@@ -158,3 +158,35 @@ def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(
     for of_step in rows:
         found = differences_by_replica(of_step)
         assert sorted(found) == ["engine 0", "engine 1"] and max(found.values()) <= 1e-4
+
+
+def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    trainer = trainer_on("trainer.nnodes=1", ROLLOUT + "tensor_model_parallel_size=2", "trainer.total_training_steps=3")
+    assert len(trainer.engine.pids) == 1
+    trainer.fit()
+    steps = metrics_of(tmp_path / "run")
+    assert [(step["rollout/replicas"], step["engine/restarts"]) for step in steps] == [(1, 0)] * 3
+    assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+
+
+def test_nothing_of_the_weights_passes_the_trainer(trainer_on):
+    """Counted at what this process reads and writes: files, sockets and pipes. The object store is shared memory, of
+    which Ray itself says how much is in use."""
+    import ray
+
+    trainer = trainer_on("trainer.total_training_steps=1")
+    trainer.step()
+    size = sum(p.numel() * p.element_size() for p in trainer.workers.policy_module.parameters())
+    before, store = moved_bytes(), ray.available_resources()["object_store_memory"]
+    for version in (2, 3, 4, 5):
+        trainer.weights.push(version)
+    assert moved_bytes() - before < size / 4
+    assert store - ray.available_resources()["object_store_memory"] < size / 4
+    assert trainer.weights.trainer_bytes == 0
+
+
+def moved_bytes() -> int:
+    """Read and written by this process since it began, through any descriptor."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"]) + int(lines["wchar"])
