@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -29,14 +31,15 @@ def closed_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_what_a_dead_cluster_left_behind_does_not_keep_a_run_from_starting_its_own(closed_port, tmp_path):
-    # Short: Ray's sockets lie below it.
-    folder = tmp_path / "r"
-    (folder / "ray").mkdir(parents=True)
-    (folder / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["RAY_TMPDIR"] = str(folder)
-    done = subprocess.run([sys.executable, "-c", CONNECT], capture_output=True, text=True, env=environment, timeout=120)
+def test_what_a_dead_cluster_left_behind_does_not_keep_a_run_from_starting_its_own(closed_port):
+    # A short path: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed_port}")
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment["RAY_TMPDIR"] = folder
+        command = [sys.executable, "-c", CONNECT]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 node" in done.stdout
     assert f"127.0.0.1:{closed_port}, is gone (`ray stop` clears the note)" in done.stderr
