@@ -243,7 +243,7 @@ class ColocatedClient(Client):
 
 
 class HostedClient(Client):
-    """The engine beside ranks of the worker group: a `ColocatedClient` in a process on their machine.
+    """An engine beside ranks of the worker group, or on devices of its own: a `ColocatedClient` in a process there.
 
     Args:
         host: where.
@@ -255,7 +255,7 @@ class HostedClient(Client):
 
     def __init__(self, host: EngineHost, options: SGLangOptions, number: int):
         super().__init__()
-        self.name = f"SGLang engine beside {host.name}"
+        self.name = f"SGLang {host.name}" if host.rank is None else f"SGLang engine beside {host.name}"
         self.host = host
         self.num_ranks = host.num_ranks
         self.on_gpu = host.on_gpu
