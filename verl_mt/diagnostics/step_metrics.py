@@ -27,8 +27,10 @@ _MAX_CACHE_TURNS = 8
 """Turns whose prefix cache has a number of its own."""
 
 
-def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = ()) -> dict[str, float]:
-    """Metrics of the training rollouts of one step.
+def rollout_metrics(
+    groups: Sequence[TrajectoryGroup], tool_names: Iterable[str] = (), num_replicas: int = 1
+) -> dict[str, float]:
+    """Metrics of the training rollouts of one step, by an engine of which `num_replicas` serve now.
 
     `stop/<reason>`, `rollout/failed`, `rollout/aborted`, `tools/<name>/calls|errors|...` are counts of the step,
     `tools/<name>/latency_s` and a tool's own metrics are means per call; everything named `mean` is a mean over
@@ -49,7 +51,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], tool_names: Iterable[str]
     metrics |= _shape(scored) | _sampler_entropy(trajectories)
     metrics |= _outcomes(trajectories)
     metrics |= tool_metrics(trajectories, tool_names) | _tool_use(trajectories, tool_names)
-    metrics |= _groups(groups)
+    metrics |= _groups(groups) | _replica_tokens_min_share(trajectories, num_replicas)
     return metrics
 
 
@@ -100,10 +102,13 @@ def prefix_cache_by_turn(trajectories: Iterable[Trajectory]) -> dict[str, float]
 
 
 def first_turn_hit_rate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout/first_turn_hit_rate`: of the prompt tokens that some other prompt of the step has at the same place, at
-    the same replica, the share that the engine found in its cache. 1 = each shared beginning was computed once.
+    """`rollout/first_turn_hit_rate`: cached tokens of all first turns, over what replicas that begin with empty caches
+    and compute nothing twice would have found there.
 
-    What is shared is counted in a prefix tree of the prompts, of which the last token is always computed.
+    That is counted in a prefix tree of the prompts at each replica, of which the last token is always computed: of n
+    samples of a prompt of P tokens n - 1 find P - 1 of them, and one finds what it begins with as another prompt there.
+    So 1 = each shared beginning was computed once; above 1: caches from before the step, of a validation, had some too.
+    Absent where no two prompts share anything.
     """
     prompts: dict[str | None, list[bytes]] = defaultdict(list)
     cached = 0.0
@@ -115,7 +120,28 @@ def first_turn_hit_rate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             prompts[place].append(np.array(trajectory.records[0].token_ids[:size], dtype=">i4").tobytes())
             cached += trajectory.counters.get("cached_tokens/1", 0)
     possible = sum(_shared(before, after) for at_one in prompts.values() for before, after in pairwise(sorted(at_one)))
-    return {"rollout/first_turn_hit_rate": min(1.0, cached / possible)} if possible else {}
+    return {"rollout/first_turn_hit_rate": cached / possible} if possible else {}
+
+
+def tokens_by_replica(trajectories: Iterable[Trajectory]) -> Counter[str]:
+    """Sampled tokens of each replica; empty where the engine is one."""
+    tokens: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for record in trajectory.records if trajectory.replicas else ():
+            for span in record.turns:
+                name = trajectory.replicas[span.turn - 1] if 0 < span.turn <= len(trajectory.replicas) else None
+                if name is not None:
+                    tokens[name] += sum(record.sampled[span.start : span.end])
+    return tokens
+
+
+def _replica_tokens_min_share(trajectories: Iterable[Trajectory], num_replicas: int) -> dict[str, float]:
+    """`rollout/replica_tokens_min_share`: of the step's sampled tokens, the share of the replica with the fewest."""
+    tokens = tokens_by_replica(trajectories)
+    if not tokens.total():
+        return {}
+    # Who serves and was asked for nothing is in no trajectory.
+    return {"rollout/replica_tokens_min_share": min(tokens.values()) / tokens.total() * (len(tokens) >= num_replicas)}
 
 
 def _shared(before: bytes, after: bytes) -> int:

@@ -143,8 +143,7 @@ class PPOTrainer:
                 self.weights.release()
             trained = [t for g in groups if not g.filtered for t in g.trajectories]
             batch = build_batch(trained, pad_token_id=self.pad_token_id)
-            metrics = rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self.engine.metrics()
-            metrics |= self._prompt_counts() | self.selection.metrics()
+            metrics = self._rollout_metrics(groups) | self.selection.metrics()
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
@@ -271,7 +270,13 @@ class PPOTrainer:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
-        return rollout_metrics(groups, self.log.tool_names) | self.sanity.metrics() | self._prompt_counts()
+        return self._rollout_metrics(groups)
+
+    def _rollout_metrics(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
+        engine = self.engine.metrics()
+        found = rollout_metrics(groups, self.log.tool_names, int(engine.get("rollout/replicas", 1)))
+        return found | self.sanity.metrics() | engine | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
         """Start the plans that `_MAX_STALENESS` allows; collect this step's. Or read what another run saved."""

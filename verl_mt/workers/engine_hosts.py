@@ -7,8 +7,6 @@ from rank 0 to all of them by one broadcast.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +28,9 @@ class Resident:
     def __init__(self) -> None:
         self._object: Any = None
 
-    async def make(self, path: str, args: tuple[Any, ...]) -> tuple[int, str]:
-        """Returns (process id, machine)."""
+    async def make(self, path: str, args: tuple[Any, ...]) -> None:
+        """Makes the object, from its class's dotted path."""
         self._object = load_object(path, what="an engine beside the ranks")(*args)
-        return os.getpid(), socket.gethostname()
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await getattr(self._object, method)(*args)

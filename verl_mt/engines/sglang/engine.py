@@ -275,14 +275,8 @@ class SGLangEngine(InferenceEngine):
         self._router.close(session_id)
 
     def metrics(self) -> dict[str, float]:
-        """`engine/restarts`: engines that were lost and came back since the run began; `rollout/replicas` that serve;
-        `rollout/replica_tokens_min_share`: of the tokens sampled since this was last asked, what the replica with the
-        fewest has sampled."""
-        sampled = [replica.num_sampled for replica in self._replicas]
-        for replica in self._replicas:
-            replica.num_sampled = 0
-        share = {"rollout/replica_tokens_min_share": min(sampled) / sum(sampled)} if sum(sampled) else {}
-        return share | {
+        """`engine/restarts`: engines lost and come back since the run began; `rollout/replicas`: those that serve."""
+        return {
             "engine/restarts": sum(replica.num_restarts for replica in self._replicas),
             "rollout/replicas": sum(replica.is_ready for replica in self._replicas),
         }
@@ -434,8 +428,9 @@ class SGLangEngine(InferenceEngine):
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        ready = [replica for replica in self._replicas if replica.is_ready] or [chosen]
-        found = min(ready, key=lambda replica: (replica.outstanding, replica.num_sampled))
+        if not any(replica.is_ready for replica in self._replicas):
+            return chosen
+        found = self._router.least_busy()
         self._router.move(request.session_id, found)
         return found
 

@@ -48,7 +48,7 @@ class Replica:
         self.outstanding = 0
         """Tokens that the requests on their way may still take, prompts included."""
         self.num_sampled = 0
-        """Tokens since somebody last counted."""
+        """Tokens, in all of its lives."""
         self.is_ours = is_ours
         self.sender = sender
         self.holds: WeightUpdate | None = None

@@ -70,14 +70,18 @@ class Router:
         chosen = self._sessions.get(session_id)
         if chosen is not None:
             return chosen
-        ready = [r for r in self._replicas if r.is_ready] or self._replicas
-        least = min(ready, key=lambda r: (r.outstanding, r.num_sampled))
+        least = self.least_busy()
         key = _digest(input_ids)
         near = self._begun.get(key)
         together = near is not None and near.is_ready and near.outstanding <= least.outstanding + _TOGETHER * num_tokens
         chosen = self._begun[key] = near if near is not None and together else least
         self.move(session_id, chosen)
         return chosen
+
+    def least_busy(self) -> Replica:
+        """With the fewest outstanding tokens, of those that serve if any does; of equal ones who sampled the least."""
+        ready = [replica for replica in self._replicas if replica.is_ready] or self._replicas
+        return min(ready, key=lambda replica: (replica.outstanding, replica.num_sampled))
 
     def move(self, session_id: str, to: Replica) -> None:
         """An open conversation goes on elsewhere."""
