@@ -105,9 +105,10 @@ def first_turn_hit_rate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`rollout/first_turn_hit_rate`: cached tokens of all first turns, over what replicas that begin with empty caches
     and compute nothing twice would have found there.
 
-    That is counted in a prefix tree of the prompts at each replica, of which the last token is always computed: of n
-    samples of a prompt of P tokens n - 1 find P - 1 of them, and one finds what it begins with as another prompt there.
-    So 1 = each shared beginning was computed once; above 1: caches from before the step, of a validation, had some too.
+    That is counted in a prefix tree of the prompts at each replica, where a prompt's last token counts for neither:
+    SGLang always computes it. Of n samples of a prompt of P tokens n - 1 find P - 1 of them, and one finds what it
+    begins with as another prompt there. So 1 = each shared beginning was computed once; above 1: caches from before the
+    step, of a validation, had some, too.
     Absent where no two prompts share anything.
     """
     prompts: dict[str | None, list[bytes]] = defaultdict(list)
@@ -118,7 +119,7 @@ def first_turn_hit_rate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             place = trajectory.replicas[0] if trajectory.replicas else None
             # Big-endian bytes of ids sort as the ids do: what two prompts share is largest between neighbours.
             prompts[place].append(np.array(trajectory.records[0].token_ids[:size], dtype=">i4").tobytes())
-            cached += trajectory.counters.get("cached_tokens/1", 0)
+            cached += min(trajectory.counters.get("cached_tokens/1", 0), size - 1)
     possible = sum(_shared(before, after) for at_one in prompts.values() for before, after in pairwise(sorted(at_one)))
     return {"rollout/first_turn_hit_rate": cached / possible} if possible else {}
 
