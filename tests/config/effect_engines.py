@@ -84,6 +84,13 @@ def sglang(overrides: tuple[str, ...]) -> Any:
     }
 
 
+def hosts(overrides: tuple[str, ...]) -> Any:
+    """What is asked of a worker group: ranks of an engine, machines and devices of their own."""
+    asked = mock.Mock()
+    build._place_engine(compose([*overrides]), asked, None)
+    return [tuple(call.args) for call in asked.engine_hosts.call_args_list]
+
+
 async def _asked(client: Any, replica: Any) -> str:
     """What comes of asking a server what it is."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import effect_parts as parts
 import effect_probes as probes
-from effect_engines import late_server, sglang
+from effect_engines import hosts, late_server, sglang
 from effect_kinds import GENERATES, MO, MT, NO_TOOLS, NOT_VALIDATED, RO, VALIDATES, Effect, tool, user
 from effect_probes import metric, talk
 
@@ -13,6 +13,8 @@ def late() -> str:
     return f"{RO}.servers=['{late_server()}']"
 
 
+SGLANG = (f"{RO}.name=sglang",)
+ON_RAY = (*SGLANG, "trainer.placement=ray")
 ROLLOUT = {
     "name": Effect(
         "scripted",
@@ -43,6 +45,9 @@ ROLLOUT = {
     "dtype": Effect("bfloat16", "weights of the server", sglang),
     "engine_kwargs": Effect("{quantization: fp8}", "its own arguments", sglang),
     "engine_timeout_s": Effect("0.1", "a server that is slow is given up", sglang, (late,)),
+    "placement": Effect("separate", "where no devices are named for it", probes.placed, SGLANG, refused="nnodes is 0"),
+    "nnodes": Effect("2", "machines of engines", hosts, ON_RAY),
+    "n_workers_per_node": Effect("3", "their devices", hosts, (*ON_RAY, f"{RO}.nnodes=1")),
     "servers": Effect(lambda: f"['{late_server()}']", "who is asked instead of started", sglang),
     "launch_servers": Effect("2", "how many servers", sglang),
     "weight_transport": Effect("disk", "how weights travel", sglang),

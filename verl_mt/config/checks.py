@@ -480,8 +480,11 @@ def _sglang(config: Config) -> Iterator[str]:
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
-    if rollout.weight_transport == "broadcast" and not rollout.servers and not rollout.launch_servers:
+    apart, way = rollout.nnodes or rollout.launch_servers, rollout.weight_transport
+    if way == "broadcast" and not rollout.servers and not apart:
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
+    if way in ("tensors", "copy") and (rollout.nnodes or (apart and config.trainer.placement == "ray")):
+        yield f"{_ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
 
 
 def _engines_placed(config: Config) -> Iterator[str]:
@@ -496,7 +499,7 @@ def _engines_placed(config: Config) -> Iterator[str]:
     for kind, key in (("servers", "servers"), ("separate", "nnodes")):
         if named[kind] and wanted != kind:
             yield f"{where} and {_ROLLOUT}.{key} contradict each other: leave one out"
-    if wanted != "colocated" and rollout.launch_servers:
+    if rollout.launch_servers and (wanted != "colocated" or rollout.placement == "colocated"):
         yield f"{where} and {_ROLLOUT}.launch_servers contradict each other: leave one out"
     size = rollout.tensor_model_parallel_size
     if wanted == "separate" and rollout.nnodes:

@@ -238,16 +238,17 @@ class RolloutConfig(Section):
     )
     launch_servers: int = knob(
         0,
-        "HTTP servers to start on this machine; 0 = colocated engines without HTTP (docs/sglang.md).",
+        "Another word for so many separate engines on one machine, nnodes=1 with as many devices as they need. Without "
+        "Ray: HTTP servers that are started on this machine (docs/sglang.md). 0 = none.",
         min=0,
         when=_SGLANG,
     )
     weight_transport: str = knob(
         "auto",
-        "How new weights travel: tensors = memory shared on one machine; broadcast = over the network to "
-        "servers (gloo, or NCCL between GPUs); disk = files in `weight_sync_dir`; auto = tensors to engines of this "
-        "machine, broadcast to others.",
-        choices=("auto", "tensors", "broadcast", "disk"),
+        "How new weights travel: tensors = memory shared on one machine (on GPUs their own); copy = the same, always "
+        "through main memory; broadcast = over the network (gloo, or NCCL between GPUs); disk = files in "
+        "`weight_sync_dir`; auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
+        choices=("auto", "tensors", "copy", "broadcast", "disk"),
         when=_SGLANG,
     )
     weight_sync_dir: str | None = knob(

@@ -96,25 +96,46 @@ class EngineHost(abc.ABC):
         """
 
     @abc.abstractmethod
+    def caller(self) -> Callable[..., Any]:
+        """`call(method, *args, timeout_s=...)` for a rank, which waits for it. It is pickled, and equal where it is to
+        the same object.
+
+        Raises:
+            EngineGoneError: there is no object.
+        """
+
+    @abc.abstractmethod
     async def end(self) -> None:
         """End the object's process. Idempotent; never raises."""
 
 
 @dataclass(frozen=True)
+class Receiver:
+    """An engine for who gives it weights. It is pickled, and equal where it is the same life of the engine."""
+
+    call: Callable[..., None]
+    """`call(name, body, timeout_s)`, which waits for the answer; a call of the engine's own kind."""
+    num_ranks: int = 1
+    """Devices of the engine; each takes the weights."""
+    on_gpu: bool = False
+    rank: int | None = None
+    """The first rank that it stands beside, on its machine; None = beside none, and it gets the weights from rank 0."""
+
+
+@dataclass(frozen=True)
 class FromRanks:
-    """Each engine gets the weights from the ranks that it stands beside, on their machine; those that stand beside none
+    """Each engine gets the weights from the rank that it stands beside, on their machine; those that stand beside none
     get them from rank 0, all at once.
 
-    `hand_over(hosts, giver, arguments)` is collective over the worker group. In the process of the first rank of each
-    of these hosts (or of rank 0) an object of the class `giver` (a dotted path) is made with `arguments` and `address`
-    (where others reach that machine), kept for later updates, and its `give(tensors, version, bucket_bytes, calls)`
-    called: `tensors` yields (name in the checkpoint, whole tensor), each good until the next one, and `calls` are those
-    of its hosts, `call(method, *args, timeout_s=...)`, equal where they are of the same process. It returns for each
-    what went wrong, or None; and so does `hand_over` for each host.
+    `hand_over(receivers, giver, arguments)` is collective over the worker group. In the process of each receiver's rank
+    an object of the class `giver` (a dotted path) is made with `arguments` and `address` (where others reach that
+    machine), kept for later updates, and its `give(tensors, version, bucket_bytes, receivers)` called: `tensors` yields
+    (name in the checkpoint, whole tensor), each good until the next one, and `receivers` are that rank's own. It
+    returns for each what went wrong, or None; and so does `hand_over` for all of them.
     """
 
     version: int
-    hand_over: Callable[[Sequence[EngineHost], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]
+    hand_over: Callable[[Sequence[Receiver], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]
 
 
 @dataclass(frozen=True)

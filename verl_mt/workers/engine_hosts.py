@@ -70,6 +70,11 @@ class RayHost(EngineHost):
             raise EngineGoneError(f"nothing runs beside {self.name}")
         return await self._result(lambda: self.resident.call.remote(method, args))
 
+    def caller(self) -> Ask:
+        if self.resident is None:
+            raise EngineGoneError(f"nothing runs beside {self.name}")
+        return Ask(self.resident)
+
     async def end(self) -> None:
         resident, self.resident = self.resident, None
         if resident is not None and ray.is_initialized():

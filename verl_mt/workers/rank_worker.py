@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.engines.base import Receiver
 from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
@@ -158,25 +159,22 @@ class RankWorker:
         return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
 
     @torch.no_grad()
-    def hand_over(self, update: HandedOver, hosts: Mapping[int, Sequence[Any]]) -> list[VerlMTError | None]:
+    def hand_over(self, update: HandedOver, receivers: Mapping[int, Sequence[Receiver]]) -> list[VerlMTError | None]:
         """Give the weights to the engines that get them from this rank; see `FromRanks`.
 
         Args:
             update: what is given, and how.
-            hosts: rank -> handles of the processes that hold its engines.
+            receivers: rank -> its engines.
 
         Returns:
             For each of its own what went wrong, or None.
         """
-        own = hosts.get(self._ranks.rank, ())
+        own = receivers.get(self._ranks.rank, ())
         tensors = (item for bucket in self._buckets() for item in self._gather(bucket, True if own else None).items())
         problems: list[VerlMTError | None] = []
         if own:
-            from verl_mt.workers.engine_hosts import Ask  # imports Ray, which ranks as such do without
-
             try:
-                giver = self._giver(update)
-                problems = giver.give(tensors, update.version, update.bucket_bytes, [Ask(handle) for handle in own])
+                problems = self._giver(update).give(tensors, update.version, update.bucket_bytes, own)
             except Exception as error:
                 if inspect.getgeneratorstate(tensors) == inspect.GEN_CLOSED:
                     raise  # it was the gathering, which no rank goes on from

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from verl_mt import engines
 from verl_mt.data import batch as columns
-from verl_mt.engines.base import EngineHost
-from verl_mt.errors import CheckpointError, ConfigError, EngineGoneError, VerlMTError, WorkerError
+from verl_mt.engines.base import EngineHost, Receiver
+from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
 from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.rank_worker import RankWorker
@@ -180,16 +180,13 @@ class RayWorkerGroup(WorkerGroup):
             }
             yield RayHost(f"engine {number}", None, ranks_per_engine, None, with_engine_environment(options))
 
-    def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
-        own: dict[int, list[RayHost]] = {}
-        for host in self._hosts:
-            if host in hosts and host.resident is not None:
-                own.setdefault(host.rank or 0, []).append(host)
-        residents = {rank: [host.resident for host in some] for rank, some in own.items()}
-        told = self._call("hand_over", update, residents, doing="giving the engines their weights")
-        by_host = {id(host): problem for rank, some in own.items() for host, problem in zip(some, told[rank])}
-        gone = EngineGoneError("its process ended before the weights came")
-        return [by_host.get(id(host), gone) for host in hosts]
+    def hand_over(self, update: HandedOver, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
+        own: dict[int, list[Receiver]] = {}
+        for receiver in receivers:
+            own.setdefault(receiver.rank or 0, []).append(receiver)
+        told = self._call("hand_over", update, own, doing="giving the engines their weights")
+        problems = {rank: iter(told[rank]) for rank in own}
+        return [next(problems[receiver.rank or 0]) for receiver in receivers]
 
     def adapter(self) -> Adapter | None:
         found = self._call("adapter", doing="sending its adapters")[0]

@@ -8,17 +8,17 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from verl_mt.engines.base import (
     Capabilities,
     Disk,
-    EngineHost,
     FromRanks,
     InferenceEngine,
     InPlace,
+    Receiver,
     TensorBuckets,
     WeightUpdate,
 )
@@ -65,11 +65,11 @@ def weight_update_for(
         if isinstance(policy, WorkerGroup):
             policy.refresh_policy_module()
         return InPlace(version)
-    if "from_ranks" in capabilities.transports and isinstance(policy, WorkerGroup):
-        return FromRanks(version, partial(_hand_over, policy, version, transport.bucket_bytes))
+    elsewhere = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
+    if "from_ranks" in capabilities.transports and elsewhere:
+        return FromRanks(version, partial(_hand_over, cast(WorkerGroup, policy), version, transport.bucket_bytes))
     if "tensor_buckets" in capabilities.transports:
-        streamed = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
-        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed)
+        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed=elsewhere)
     if "disk" in capabilities.transports and transport.folder is not None:
         path = transport.folder / f"version_{version:06d}"
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
@@ -84,12 +84,12 @@ async def _hand_over(
     workers: WorkerGroup,
     version: int,
     bucket_bytes: int,
-    hosts: Sequence[EngineHost],
+    receivers: Sequence[Receiver],
     giver: str,
     arguments: tuple[Any, ...],
 ) -> list[VerlMTError | None]:
     # In a thread: the engines answer on this loop meanwhile.
-    return await asyncio.to_thread(workers.hand_over, HandedOver(version, giver, arguments, bucket_bytes), hosts)
+    return await asyncio.to_thread(workers.hand_over, HandedOver(version, giver, arguments, bucket_bytes), receivers)
 
 
 @dataclass

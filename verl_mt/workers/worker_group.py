@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as columns
-from verl_mt.engines.base import EngineHost
+from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.lora import Adapter, adapter_of, require_peft
 from verl_mt.modeling.weights import named_weights
@@ -34,7 +34,7 @@ _NOTHING = AlgorithmNeeds()
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A weight update that each rank hands to the engine beside it; see `FromRanks`."""
+    """A weight update that ranks hand to engines; see `FromRanks`."""
 
     version: int
     giver: str
@@ -100,9 +100,9 @@ class WorkerGroup(abc.ABC):
         """
         return ()
 
-    def hand_over(self, update: HandedOver, hosts: Sequence[EngineHost]) -> list[VerlMTError | None]:
-        """Let the ranks give their weights to the engines beside them; see `FromRanks`."""
-        raise NotImplementedError(f"{type(self).__name__} has no engine beside it")
+    def hand_over(self, update: HandedOver, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
+        """Let the ranks give their weights to engines; see `FromRanks`."""
+        raise NotImplementedError(f"{type(self).__name__} has no ranks elsewhere")
 
     @abc.abstractmethod
     def adapter(self) -> Adapter | None:

@@ -51,6 +51,9 @@ class Host(EngineHost):
             raise EngineGoneError("nothing runs there")
         return await getattr(self.lives[-1], method)(*args)
 
+    def caller(self):
+        return self
+
     async def end(self):
         pass
 
@@ -67,10 +70,11 @@ class Ranks:
         self.problems: dict[str, Exception] = {}
 
     def update(self, version):
-        async def hand_over(hosts, giver, arguments):
-            self.handed.append([host.name for host in hosts])
+        async def hand_over(receivers, giver, arguments):
+            names = [receiver.call.ask.name for receiver in receivers]
+            self.handed.append(names)
             self.givers.append(giver.rpartition(".")[2])
-            return [self.problems.pop(host.name, None) for host in hosts]
+            return [self.problems.pop(name, None) for name in names]
 
         return FromRanks(version, hand_over)
 
@@ -86,7 +90,7 @@ def test_all_replicas_get_an_update_in_one_pass_of_the_ranks(run_async):
         engine, hosts = engine_of(3)
         ranks = Ranks()
         await engine.start()
-        assert engine.capabilities.transports == {"from_ranks", "disk"}
+        assert engine.capabilities.transports == {"from_ranks", "tensor_buckets", "disk"}
         # Equal engines with equal seeds would sample the same; no GPU means none of those that the machine may have.
         assert len({host.made_with[0][0]["random_seed"] for host in hosts}) == 3
         assert all(host.made_with[0][1] == {"CUDA_VISIBLE_DEVICES": ""} for host in hosts)

@@ -16,7 +16,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines.sglang import cpu_platform
 from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.engines.sglang import options as options_module
-from verl_mt.engines.sglang.options import SGLangOptions, require_sglang
+from verl_mt.engines.sglang.options import SGLangOptions, check_launched, require_sglang
 from verl_mt.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
@@ -91,6 +91,8 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
         (("placement=separate",), r"placement=separate: .*nnodes is 0"),
         (("placement=colocated", "nnodes=1"), "placement=colocated and .*nnodes contradict"),
         (("nnodes=1", "launch_servers=2"), "placement=separate and .*launch_servers contradict"),
+        (("placement=colocated", "launch_servers=2"), "placement=colocated and .*launch_servers contradict"),
+        (("nnodes=1", "weight_transport=copy"), "weight_transport=copy is for engines beside the ranks"),
         (("nnodes=1", "servers=[http://a:1]"), "placement=servers and .*nnodes contradict"),
         (("nnodes=1",), r"placement=separate needs trainer\.placement=ray"),
         (("nnodes=1", "n_workers_per_node=3", "tensor_model_parallel_size=2"), "size=2 does not divide .*per_node=3"),
@@ -123,11 +125,23 @@ def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):
 def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    options = options_of(launch_servers=3, tensor_model_parallel_size=2, engine_kwargs={"base_gpu_id": 2})
-    lines = [options.command_line(number) for number in range(3)]
-    assert [words[words.index("--base-gpu-id") + 1] for words in lines] == ["2", "4", "6"]
-    with pytest.raises(ConfigError, match=r"launch_servers=5 .*needs 10 GPUs on this machine, which has 8"):
-        options_of(launch_servers=5, tensor_model_parallel_size=2)
+
+    def gpus_of(**more):
+        options = options_of(launch_servers=3, tensor_model_parallel_size=2, **more)
+        lines = [options.command_line(number) for number in range(3)]
+        return [words[words.index("--base-gpu-id") + 1] for words in lines]
+
+    assert gpus_of() == ["2", "4", "6"] and gpus_of(engine_kwargs={"base_gpu_id": 0}) == ["0", "2", "4"]
+    for number, device, more, needed in (
+        (4, "auto", {}, 9), (5, "cpu", {}, 10), (5, "cuda", {"base_gpu_id": 0}, 10), (4, "cpu", {}, None),
+        (4, "cuda", {"base_gpu_id": 0}, None),
+    ):  # fmt: skip
+        rollout = RolloutConfig(launch_servers=number, tensor_model_parallel_size=2, engine_kwargs=more)
+        if needed is None:
+            check_launched(rollout, device)
+            continue
+        with pytest.raises(ConfigError, match=rf"launch_servers={number} .*needs {needed} GPUs.* which has 8"):
+            check_launched(rollout, device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--base-gpu-id" not in options_of(launch_servers=2).command_line(1)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verl_mt.engines.base import Receiver
 from verl_mt.engines.sglang.giver import WeightBroadcaster
 from verl_mt.errors import EngineError, EngineGoneError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2)}
 
 
@@ -26,7 +27,7 @@ def receive(pipe):
             groups[body["group_name"]] = dist.distributed_c10d._new_process_group_helper(
                 body["world_size"], body["rank_offset"], [], dist.distributed_c10d.Backend(body["backend"]),
                 dist.PrefixStore(body["group_name"], store), group_name=body["group_name"],
-                timeout=timedelta(seconds=20),
+                timeout=timedelta(seconds=60),
             )[0]  # fmt: skip
             pipe.send(None)
         elif name == "update_weights_from_distributed":
@@ -52,8 +53,7 @@ class Engine:
         theirs.close()
         self.received, self.names = [], []
 
-    def __call__(self, method, name, body, timeout, *, timeout_s):
-        assert method == "call" and timeout_s > timeout
+    def __call__(self, name, body, timeout_s):
         self.names.append(name)
         try:
             self.pipe.send((name, body))
@@ -73,6 +73,10 @@ def engines():
         engine.process.join()
 
 
+def takers(engines):
+    return [Receiver(engine) for engine in engines]
+
+
 def weights(value):
     return [(name, torch.full(shape, float(value))) for name, shape in SHAPES.items()]
 
@@ -85,9 +89,9 @@ def arrived(engine):
 
 
 def test_every_engine_gets_every_update_and_the_group_is_made_once(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 1, 20.0, address="127.0.0.1")
+    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
     for version in (1, 2):
-        assert giver.give(weights(version), version, 64, engines) == [None] * 3
+        assert giver.give(weights(version), version, 64, takers(engines)) == [None] * 3
         for engine in engines:
             assert arrived(engine) == {name: [float(version)] for name in SHAPES}
             # Only the last bucket of an update empties the cache and names the version.
@@ -98,17 +102,17 @@ def test_every_engine_gets_every_update_and_the_group_is_made_once(engines):
 
 
 def test_an_engine_that_is_gone_breaks_off_for_all_and_the_others_are_served_again(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 1, 20.0, address="127.0.0.1")
-    assert giver.give(weights(1), 1, 10**6, engines) == [None] * 3
+    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
+    assert giver.give(weights(1), 1, 10**6, takers(engines)) == [None] * 3
     engines[1].process.kill()
     engines[1].process.join()
-    problems = giver.give(weights(2), 2, 10**6, engines)
+    problems = giver.give(weights(2), 2, 10**6, takers(engines))
     assert all(isinstance(problem, EngineGoneError) for problem in problems)
     left = [engines[0], engines[2]]
     # What they answered late belongs to the update that broke off; a new life would have a new pipe.
     fresh = [Engine(), Engine()]
     try:
-        assert giver.give(weights(3), 3, 10**6, fresh) == [None] * 2
+        assert giver.give(weights(3), 3, 10**6, takers(fresh)) == [None] * 2
         assert all(arrived(engine)["c"] == [3.0] for engine in fresh)
     finally:
         for engine in (*fresh, *left):
@@ -116,6 +120,6 @@ def test_an_engine_that_is_gone_breaks_off_for_all_and_the_others_are_served_aga
 
 
 def test_weights_that_do_not_fit_are_named(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 1, 20.0, address="127.0.0.1")
+    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
     with pytest.raises(EngineError, match="no weight 'x'"):
-        giver.give([("x", torch.zeros(1))], 1, 10**6, engines)
+        giver.give([("x", torch.zeros(1))], 1, 10**6, takers(engines))

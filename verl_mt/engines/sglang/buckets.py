@@ -1,13 +1,12 @@
-"""Weights on their way to SGLang: checked against the model's own shapes, then packed into flattened buckets, once for
-all engines that take the same ones."""
+"""Weights on their way to SGLang: checked against the model's own shapes, then packed into flattened buckets."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import io
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -90,17 +89,17 @@ class Bucket(NamedTuple):
 
 
 class Buckets:
-    """Packs updates into one buffer, again and again, and checks them on the way.
+    """Packs updates into two buffers by turns, again and again, and checks them on the way.
 
-    The buffer is allocated once, in shared memory where it is on the CPU: the engine opens it by its handle and copies
-    out of it.
+    They are allocated once (the second one only where an update is more than one bucket), in shared memory where they
+    are on the CPU: the engine opens a buffer by its handle and copies out of it, while the other one is filled.
 
     Args:
         expected: name -> shape of all weights.
         dtype: floating-point tensors are converted to it on the way, so that no byte is sent in vain.
         dense: tensors lie without gaps, and a bucket has one dtype; for a broadcast, whose other side knows only names,
             shapes and dtypes.
-        device: of the buffer; None = that of the tensors.
+        device: of the buffers; None = that of the tensors.
     """
 
     def __init__(
@@ -116,10 +115,10 @@ class Buckets:
         self._alignment = 1 if dense else _ALIGNMENT
         self._device = device
         self._total = sum(_aligned(math.prod(shape) * dtype.itemsize) for shape in expected.values())
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def pack(self, tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-        """Buckets, each of which holds until the next one is asked for.
+        """Buckets, each of which holds until the next one but one is asked for.
 
         Args:
             tensors: each is copied before the next one is asked for.
@@ -130,7 +129,7 @@ class Buckets:
         """
         check = WeightCheck(self._expected)
         entries: list[Entry] = []
-        size = 0
+        size = turn = 0
         capacity = max(_ALIGNMENT, min(limit, self._total))
         for name, tensor in tensors:
             check.take(name, tensor)
@@ -138,75 +137,28 @@ class Buckets:
             num_bytes = tensor.numel() * dtype.itemsize
             mixed = bool(entries) and self._alignment == 1 and entries[-1].dtype != dtype
             if entries and (mixed or size + num_bytes > capacity):
-                yield self._full(entries, size, is_last=False)
-                entries, size = [], 0
-            # Written only after the last bucket was asked for, that is, after everyone has copied out of the buffer.
-            self._reserve(max(capacity, size + num_bytes), self._device or tensor.device)
+                yield self._full(turn, entries, size, is_last=False)
+                entries, size, turn = [], 0, 1 - turn
+            buffer = self._reserve(turn, max(capacity, size + num_bytes), self._device or tensor.device)
             with torch.no_grad():
-                self._buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
+                buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
             entries.append(Entry(name, tensor.shape, dtype, size, num_bytes))
             size += _aligned(num_bytes, self._alignment)
         check.finish()
         if entries:
-            yield self._full(entries, size, is_last=True)
+            yield self._full(turn, entries, size, is_last=True)
 
-    def _reserve(self, size: int, device: torch.device) -> None:
-        if self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = _allocate(size, device)
+    def _reserve(self, turn: int, size: int, device: torch.device) -> Tensor:
+        buffer = self._buffers[turn]
+        if buffer.numel() < size or buffer.device != device:
+            buffer = self._buffers[turn] = _allocate(size, device)
+        return buffer
 
-    def _full(self, entries: list[Entry], size: int, *, is_last: bool) -> Bucket:
-        if self._buffer.device.type == "cuda":
-            torch.cuda.synchronize(self._buffer.device)
-        return Bucket(self._buffer[:size], entries, is_last)
-
-
-class SharedPass:
-    """The next bucket is packed when every member is done with the last one; who leaves is not waited for.
-
-    Args:
-        buckets: each holds until the next one is asked for.
-        num_members: every one of them enters `member()` once.
-    """
-
-    def __init__(self, buckets: Iterator[Bucket], num_members: int):
-        self._buckets = buckets
-        self._num_members = num_members
-        self._waiting: list[asyncio.Future[Bucket | None]] = []
-
-    @contextmanager
-    def member(self) -> Iterator[AsyncIterator[Bucket]]:
-        """The buckets, for one engine. What goes wrong with the tensors is raised for every member that is left."""
-        try:
-            yield self._take()
-        finally:
-            self._num_members -= 1
-            self._go_on()
-
-    async def _take(self) -> AsyncIterator[Bucket]:
-        while True:
-            upcoming: asyncio.Future[Bucket | None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(upcoming)
-            self._go_on()
-            bucket = await upcoming
-            if bucket is None:
-                return
-            yield bucket
-
-    def _go_on(self) -> None:
-        """Pack the next bucket once all want it."""
-        self._waiting = [future for future in self._waiting if not future.cancelled()]
-        if not self._waiting or len(self._waiting) < self._num_members:
-            return
-        # All of them have asked for more, so nobody reads the buffer that is packed again now.
-        waiting, self._waiting = self._waiting, []
-        try:
-            bucket = next(self._buckets, None)
-        except Exception as error:
-            for future in waiting:
-                future.set_exception(error)
-        else:
-            for future in waiting:
-                future.set_result(bucket)
+    def _full(self, turn: int, entries: list[Entry], size: int, *, is_last: bool) -> Bucket:
+        buffer = self._buffers[turn]
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize(buffer.device)
+        return Bucket(buffer[:size], entries, is_last)
 
 
 def describe(entries: list[Entry]) -> dict[str, list[Any]]:
@@ -239,10 +191,29 @@ def payload(buffer: Tensor, entries: list[Entry]) -> bytes:
 
 def _allocate(size: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        with _whole_segments():
+            return _empty_on(size, device)
     with _file_system_sharing(), _standard_error_of_our_own():
         # Not share_memory_(), which would copy, and so touch, every page of it.
         return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+
+
+def _empty_on(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Memory of expandable segments has no handle that another process could open (CUDA IPC)."""
+    named = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:true" not in named.lower().replace(" ", ""):
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _aligned(size: int, alignment: int = _ALIGNMENT) -> int:

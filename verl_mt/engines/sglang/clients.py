@@ -8,12 +8,14 @@ import base64
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Coroutine, Mapping
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 
-from verl_mt.engines.base import EngineHost
+from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.engines.sglang.options import SGLangOptions, is_local
 from verl_mt.engines.sglang.processes import ChildProcess, encode, read_frame
 from verl_mt.engines.sglang.server_check import check_server
@@ -86,6 +88,10 @@ class Client(abc.ABC):
             EngineGoneError: the engine went away, or did not answer in time and was given up.
         """
 
+    def receiver(self) -> Receiver:
+        """For who gives it weights, from any thread."""
+        return Receiver(_OnLoop(self, asyncio.get_running_loop()), self.num_ranks, self.on_gpu)
+
     @property
     def is_gone(self) -> bool:
         """Whether `wait_gone` would return at once."""
@@ -134,6 +140,17 @@ class Client(abc.ABC):
             f"the {self.name} did not start within {timeout_s:.0f} s ({process.describe()}); raise "
             "actor_rollout_ref.rollout.engine_timeout_s if the model is large or the machine busy"
         )
+
+
+@dataclass(frozen=True)
+class _OnLoop:
+    """`Client.call` for a thread."""
+
+    client: Client
+    loop: asyncio.AbstractEventLoop
+
+    def __call__(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        asyncio.run_coroutine_threadsafe(self.client.call(name, body, timeout_s), self.loop).result()
 
 
 class ColocatedClient(Client):
@@ -280,6 +297,9 @@ class HostedClient(Client):
             raise ConfigError(f"the {self.name} could not be started: {reason}") from error
         self._watching = asyncio.ensure_future(self._watch())
 
+    def receiver(self) -> Receiver:
+        return Receiver(_Hosted(self.host.caller()), self.num_ranks, self.on_gpu, self.host.rank)
+
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("generate", body)
 
@@ -312,6 +332,16 @@ class HostedClient(Client):
             raise
 
 
+@dataclass(frozen=True)
+class _Hosted:
+    """`HostedClient.call` for a rank."""
+
+    ask: Callable[..., Any]
+
+    def __call__(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        self.ask("call", name, body, timeout_s, timeout_s=timeout_s + _CONNECT_S)
+
+
 class HttpClient(Client):
     """One server, from when it answers until it does not.
 
@@ -327,14 +357,20 @@ class HttpClient(Client):
         self.local = is_local(url)
         self._options = options
         key = os.environ.get("SGLANG_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._life = uuid.uuid4().hex
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=self._headers,
             # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
             trust_env=False,
         )
+
+    def receiver(self) -> Receiver:
+        call = _AtServer(self.name, self.url, self._life, tuple(self._headers.items()))
+        return Receiver(call, self.num_ranks, self.on_gpu)
 
     async def start(self, timeout_s: float) -> None:
         try:
@@ -356,11 +392,7 @@ class HttpClient(Client):
         return response.json()
 
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
-        response = await self._in_time(name, self._post(f"/{name}", _jsonable(body)), timeout_s)
-        if response.status_code == 404:
-            raise EngineError(f"{self.name} has no call {name}: it is too old; start SGLang 0.5.23 there")
-        if response.status_code != 200:
-            raise EngineError(f"{self.name} refused {name}: {_error_text(response)}")
+        _require_done(self.name, name, await self._in_time(name, self._post(f"/{name}", _jsonable(body)), timeout_s))
 
     async def answers(self) -> bool:
         """Whether the server serves."""
@@ -382,6 +414,26 @@ class HttpClient(Client):
         except httpx.TransportError as error:
             self.give_up(f"{path} failed: {type(error).__name__}: {error}")
             raise self._gone_error() from error
+
+
+@dataclass(frozen=True)
+class _AtServer:
+    """`HttpClient.call` for a thread, here or in a rank."""
+
+    server: str
+    url: str
+    life: str
+    headers: tuple[tuple[str, str], ...] = field(repr=False)
+
+    def __call__(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        with httpx.Client(timeout=timeout, headers=dict(self.headers), trust_env=False) as http:
+            try:
+                response = http.post(f"{self.url}/{name}", json=_jsonable(body))
+            except httpx.HTTPError as error:
+                reason = f"{name} failed: {error_text(error, named=True)}"
+                raise EngineGoneError(f"the {self.server} is gone: {reason}") from error
+        _require_done(self.server, name, response)
 
 
 class LaunchedServer(HttpClient):
@@ -450,6 +502,16 @@ def _jsonable(body: dict[str, Any]) -> dict[str, Any]:
     if payloads is None:
         return body
     return {**body, "serialized_named_tensors": [base64.b64encode(p).decode() for p in payloads]}
+
+
+def _require_done(server: str, name: str, response: httpx.Response) -> None:
+    """Raises:
+    EngineError: the server refused the call.
+    """
+    if response.status_code == 404:
+        raise EngineError(f"{server} has no call {name}: it is too old; start SGLang 0.5.23 there")
+    if response.status_code != 200:
+        raise EngineError(f"{server} refused {name}: {_error_text(response)}")
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,16 +24,17 @@ from verl_mt.engines.base import (
     WeightUpdate,
     check_request,
 )
-from verl_mt.engines.sglang.buckets import Bucket, SharedPass, verify
+from verl_mt.engines.sglang.buckets import verify
 from verl_mt.engines.sglang.clients import Client, ColocatedClient, HostedClient, HttpClient, LaunchedServer
-from verl_mt.engines.sglang.options import SGLangOptions, check_rollout, require_sglang
+from verl_mt.engines.sglang.options import SGLangOptions, check_launched, check_rollout, require_sglang
 from verl_mt.engines.sglang.replica import Replica
 from verl_mt.engines.sglang.routing import Router
 from verl_mt.engines.sglang.turn import SGLangTurn
-from verl_mt.engines.sglang.weight_sender import WeightSender, give_from_ranks
+from verl_mt.engines.sglang.weight_sender import GivesHere, WeightSender, send_to_all
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
+_log = logging.getLogger(__name__)
 _ABORT_CALL_S = 60.0
 _DRAIN_POLL_S = 0.1
 _ABORT_AGAIN_S = 2.0
@@ -81,6 +83,8 @@ class SGLangEngine(InferenceEngine):
             )
         rollout = config.rollout
         check_rollout(rollout)
+        if trainer.placement != "ray":
+            check_launched(rollout, trainer.device)
         elsewhere = rollout.servers or rollout.launch_servers or rollout.nnodes
         beside_ranks = trainer.placement == "ray" and not elsewhere
         if beside_ranks and trainer.n_workers_per_node % rollout.tensor_model_parallel_size:
@@ -109,8 +113,9 @@ class SGLangEngine(InferenceEngine):
             require_sglang()
         self._options = options
         self._shape: ModelShape | None = None
-        near = "from_ranks" if options.hosts else "tensor_buckets"
-        transports = {"disk"} if options.transport == "disk" else {near, "disk"}
+        # Ranks elsewhere reach hosts and servers; an engine beside this process is reached from here.
+        by_memory = {"tensor_buckets"} | ({"from_ranks"} if options.hosts or options.servers else set())
+        transports = {"disk"} if options.transport == "disk" else {"disk", *by_memory}
         self.capabilities = Capabilities(
             transports=frozenset(transports),
             deterministic=False,
@@ -123,6 +128,7 @@ class SGLangEngine(InferenceEngine):
         self._may_start = asyncio.Event()
         self._may_start.set()
         """The device's memory is the engines', not training's."""
+        self._giving = GivesHere()
         self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
         self._router = Router(self._replicas)
         self._live: dict[str, _Live] = {}
@@ -209,12 +215,8 @@ class SGLangEngine(InferenceEngine):
                     verify(update.tensors, self._shape.weights)
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
-            if isinstance(update, FromRanks):
-                await self._from_ranks(update)
-            members = self._one_pass(update, present)
-            await asyncio.gather(
-                *(self._bring_up_to_date(r, update, members.get(r)) for r in present or self._replicas)
-            )
+            await self._send_to_serving(update)
+            await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in present or self._replicas))
             # From here on new lives begin with this update. Who began one meanwhile has the last one: it gets this now.
             for replica in self._replicas:
                 replica.sender.current = update
@@ -289,6 +291,7 @@ class SGLangEngine(InferenceEngine):
             # Somebody else's: not to be left in our pause.
             with contextlib.suppress(EngineError):
                 await self._call_all("continue_generation", {})
+        await self._giving.close()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         waiting = [*self._background, *([self._starting] if self._starting is not None else [])]
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -302,6 +305,11 @@ class SGLangEngine(InferenceEngine):
         )
         for replica in self._replicas:
             replica.sender.shape = self._shape
+        if options.on_gpu and options.takes_turns and options.transport in ("auto", "tensors"):
+            _log.warning(
+                "weights go to the engine by handles of this GPU's memory (CUDA IPC), which no test of verl_mt has run "
+                "yet; actor_rollout_ref.rollout.weight_transport=copy goes through main memory instead"
+            )
         results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -314,13 +322,13 @@ class SGLangEngine(InferenceEngine):
             return [partial(HttpClient, url, options) for url in options.servers]
         if options.hosts:
             return [partial(HostedClient, host, options, number) for number, host in enumerate(options.hosts)]
-        if options.num_launched:
+        if options.num_launched:  # without Ray, which would have placed them
             return [partial(LaunchedServer, options, number) for number in range(options.num_launched)]
         return [partial(ColocatedClient, options.engine_arguments())]
 
     def _replica(self, number: int, make: Callable[[], Client]) -> Replica:
         options = self._options
-        sender = WeightSender(options, is_paused=lambda: not self._resumed.is_set())
+        sender = WeightSender(options, lambda: not self._resumed.is_set(), self._giving)
         name = options.hosts[number].name if options.hosts else options.servers[number] if options.servers else ""
         return Replica(
             make,
@@ -331,32 +339,17 @@ class SGLangEngine(InferenceEngine):
             may_start=self._may_start,
         )
 
-    def _one_pass(self, update: WeightUpdate, replicas: list[Replica]) -> dict[Replica, SharedPass]:
-        """Gathering all weights is work for the whole group of workers: once for all engines that serve now."""
-        if not isinstance(update, TensorBuckets):
-            return {}
-        kinds: dict[tuple[bool, bool], list[tuple[Replica, Client]]] = {}
-        for replica in replicas:
-            if (client := replica.serving) is not None:
-                kinds.setdefault(replica.sender.kind(client), []).append((replica, client))
-        passes: dict[Replica, SharedPass] = {}
-        for alike in kinds.values():
-            first, client = alike[0]
-            if len(alike) > 1:
-                one = SharedPass(first.sender.pack(client, update), len(alike))
-                passes |= {replica: one for replica, _ in alike}
-        return passes
-
-    async def _from_ranks(self, update: FromRanks) -> None:
-        """To all that serve now in one pass of the ranks. Who cannot take them gets them in its next life."""
+    async def _send_to_serving(self, update: WeightUpdate) -> None:
+        """To all that serve now, in one pass over the weights. Who cannot take them gets them in its next life."""
         async with contextlib.AsyncExitStack() as locks:
             serving: list[tuple[Replica, Client]] = []
             for replica in self._replicas:
                 if replica.is_ready:
+                    # A new life takes the same lock for its first weights: two senders would mix two versions.
                     await locks.enter_async_context(replica.lock)
                     if (client := replica.serving) is not None:
                         serving.append((replica, client))
-            problems = await give_from_ranks([(replica.sender, client) for replica, client in serving], update)
+            problems = await send_to_all([(replica.sender, client) for replica, client in serving], update)
             for (replica, _), problem in zip(serving, problems):
                 if problem is None:
                     replica.sender.current = replica.holds = update
@@ -364,28 +357,15 @@ class SGLangEngine(InferenceEngine):
         if refused:
             raise refused[0]
 
-    async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate, shared: SharedPass | None = None) -> None:
-        if shared is not None:
-            with shared.member() as buckets:
-                if (client := replica.serving) is not None and await self._send(replica, client, update, buckets):
-                    return
-        # Alone; an engine that goes away gets it again in its next life.
-        while not await self._send(replica, await replica.ready(self._options.timeout_s), update):
-            pass
-
-    async def _send(
-        self, replica: Replica, client: Client, update: WeightUpdate, buckets: AsyncIterator[Bucket] | None = None
-    ) -> bool:
-        """Whether it has the update now; False = it went away."""
-        # A new life takes the same lock for its first weights: two senders in one engine would mix two versions.
-        async with replica.lock:
-            if replica.holds is not update:
-                try:
-                    await replica.sender.send(client, update, buckets)
-                except EngineGoneError:
-                    return False
-                replica.sender.current = replica.holds = update
-        return True
+    async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate) -> None:
+        """Alone; an engine that goes away gets it again in its next life."""
+        while replica.holds is not update:
+            client = await replica.ready(self._options.timeout_s)
+            async with replica.lock:
+                if replica.holds is not update:
+                    with contextlib.suppress(EngineGoneError):
+                        await replica.sender.send(client, update)
+                        replica.sender.current = replica.holds = update
 
     # Requests
 

@@ -1,86 +1,104 @@
-"""What a rank of the worker group does to give its weights to engines: to the one beside it through this machine's
-memory, or to all that stand elsewhere by one broadcast."""
+"""What gives a policy's weights to engines: to those on its machine through memory, or to all others by one broadcast.
+
+A giver works where the weights are: in a rank's process, or in this one where the policy is here. It waits for answers,
+so it is not run on an event loop.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_mt.engines.base import Receiver
 from verl_mt.engines.sglang.buckets import Buckets, describe, payload
 from verl_mt.engines.sglang.weight_group import join_as_first, open_store
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
 
-Call = Callable[..., Any]
-_SLACK_S = 10.0
 _LEAVE_S = 10.0
 
 
 class WeightGiver:
-    """Lives in the rank's process; its buffer is used for every update. See `FromRanks`.
+    """Through the memory of this machine: a handle of the buffer goes to each engine, which copies out of it.
+
+    Its buffers are used for every update. See `FromRanks`.
 
     Args:
         expected: name -> shape of all weights.
-        dtype: torch's name of the engine's.
-        num_ranks: of the engine; each opens the buffer.
-        timeout_s: deadline of each call of the engine.
-        address: of this machine; the engine is on it.
+        dtype: torch's name of the engines'.
+        timeout_s: deadline of each call of an engine.
+        through_host: the buffers lie in main memory, also where weights and engines are on a GPU.
+        address: of this machine; the engines are on it.
     """
 
     def __init__(
-        self, expected: Mapping[str, tuple[int, ...]], dtype: str, num_ranks: int, timeout_s: float, *, address: str
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        timeout_s: float,
+        through_host: bool = False,
+        *,
+        address: str,
     ):
-        self._buckets = Buckets(expected, getattr(torch, dtype))
-        self._num_ranks = num_ranks
+        device = torch.device("cpu") if through_host else None
+        self._buckets = Buckets(expected, getattr(torch, dtype), device=device)
         self._timeout_s = timeout_s
 
     def give(
-        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, calls: Sequence[Call]
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
     ) -> list[VerlMTError | None]:
-        """Send all of them; the engine is in a weight update already, and stays in it.
+        """Send all of them to all engines, which are in a weight update already, and stay in it. One that goes away, or
+        refuses, is left out from then on.
 
         Raises:
-            EngineError: a tensor that does not fit the model, or the engine refused, or is gone.
+            EngineError: a tensor that does not fit the model.
         """
-        (call,) = calls
-        for bucket in self._buckets.pack(tensors, bucket_bytes):
-            # Each is opened once: a handle that several ranks share would be gone with the first of them.
-            payloads = [payload(bucket.buffer, bucket.entries) for _ in range(self._num_ranks)]
-            body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
-            body |= _progress(version, bucket.is_last)
-            # The engine's own deadline is there; this one is for a process that does not answer any more.
-            call("call", "update_weights_from_tensor", body, self._timeout_s, timeout_s=self._timeout_s + _SLACK_S)
-        return [None]
+        problems: dict[Receiver, VerlMTError] = {}
+        asked: dict[Receiver, Future[None]] = {}
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            for bucket in self._buckets.pack(tensors, bucket_bytes):
+                # The engines have copied the last bucket while this one was packed; its buffer is written next.
+                problems |= _failures(asked)
+                if len(problems) == len(receivers):
+                    break
+                body = {"load_format": "flattened_bucket", **_progress(version, bucket.is_last)}
+                asked = {}
+                for receiver in receivers:
+                    if receiver not in problems:
+                        # Each is opened once: a handle that several ranks share would be gone with the first of them.
+                        payloads = [payload(bucket.buffer, bucket.entries) for _ in range(receiver.num_ranks)]
+                        own = {**body, "serialized_named_tensors": payloads}
+                        asked[receiver] = threads.submit(
+                            receiver.call, "update_weights_from_tensor", own, self._timeout_s
+                        )
+            problems |= _failures(asked)
+        return [problems.get(receiver) for receiver in receivers]
 
 
 class WeightBroadcaster:
-    """Lives in rank 0's process: one process group of this rank and all engines, in which each byte is sent once.
+    """Over the network: one process group of this process and all engines, in which each byte is sent once.
 
     Args: those of `WeightGiver`; `address` is where the engines' machines reach this one.
     """
 
-    def __init__(
-        self, expected: Mapping[str, tuple[int, ...]], dtype: str, num_ranks: int, timeout_s: float, *, address: str
-    ):
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self._backend = "nccl" if on_gpu else "gloo"
-        self._buckets = Buckets(expected, getattr(torch, dtype), dense=True, device=device)
-        self._num_ranks = num_ranks
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str, timeout_s: float, *, address: str):
+        self._expected, self._dtype = expected, getattr(torch, dtype)
         self._timeout_s = timeout_s
         self._address = address
-        self._members: list[Call] = []
+        self._members: list[Receiver] = []
+        self._buckets = Buckets(expected, self._dtype, dense=True)
         self._group: Any = None
         self._name = ""
 
     def give(
-        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, calls: Sequence[Call]
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
     ) -> list[VerlMTError | None]:
         """Send all of them to all engines, which are in a weight update already, and stay in it. An engine that goes
         away breaks the broadcast off for all.
@@ -88,47 +106,61 @@ class WeightBroadcaster:
         Raises:
             EngineError: a tensor that does not fit the model.
         """
-        with ThreadPoolExecutor(len(calls)) as threads:
+        with ThreadPoolExecutor(len(receivers)) as threads:
             try:
-                if self._members != list(calls):
-                    self._join(threads, list(calls))
+                if self._members != list(receivers):
+                    self._join(threads, list(receivers))
+                asked: dict[Receiver, Future[None]] = {}
                 for bucket in self._buckets.pack(tensors, bucket_bytes):
+                    # The engines have loaded the last bucket while this one was packed.
+                    _raise_broken(asked, None)
                     body = {**describe(bucket.entries), "group_name": self._name, "load_format": "flattened_bucket"}
                     body |= _progress(version, bucket.is_last)
-                    with self._asked(threads, calls, "update_weights_from_distributed", [body] * len(calls)):
-                        self._group.broadcast(bucket.buffer, 0).wait()
-                        if bucket.buffer.device.type == "cuda":
-                            torch.cuda.synchronize(bucket.buffer.device)
+                    asked = self._ask(threads, "update_weights_from_distributed", dict.fromkeys(receivers, body))
+                    self._do_here(asked, partial(self._broadcast, bucket.buffer))
+                _raise_broken(asked, None)
             except _BrokenOffError as broken:
                 self._leave(threads)
-                return broken.problems
-        return [None] * len(calls)
+                return [broken.problems[receiver] for receiver in receivers]
+        return [None] * len(receivers)
 
-    def _join(self, threads: ThreadPoolExecutor, calls: list[Call]) -> None:
+    def _broadcast(self, buffer: Tensor) -> None:
+        self._group.broadcast(buffer, 0).wait()
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize(buffer.device)
+
+    def _join(self, threads: ThreadPoolExecutor, receivers: list[Receiver]) -> None:
         self._leave(threads)
+        on_gpu = torch.cuda.is_available() and all(receiver.on_gpu for receiver in receivers)
+        backend = "nccl" if on_gpu else "gloo"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._buckets = Buckets(self._expected, self._dtype, dense=True, device=device)
         store, self._name = open_store(self._address, self._timeout_s), f"verl_mt-{uuid.uuid4().hex}"
-        world = 1 + self._num_ranks * len(calls)
-        bodies = [
-            {
+        world, bodies = 1, {}
+        for receiver in receivers:
+            bodies[receiver] = {
                 "master_address": self._address,
                 "master_port": store.port,
-                "rank_offset": 1 + number * self._num_ranks,
-                "world_size": world,
+                "rank_offset": world,
                 "group_name": self._name,
-                "backend": self._backend,
+                "backend": backend,
             }
-            for number in range(len(calls))
-        ]
-        with self._asked(threads, calls, "init_weights_update_group", bodies):
-            self._group = join_as_first(store, self._name, world, self._backend, self._timeout_s)
-        self._members = calls
+            world += receiver.num_ranks
+        bodies = {receiver: {**body, "world_size": world} for receiver, body in bodies.items()}
+
+        def join() -> None:
+            self._group = join_as_first(store, self._name, world, backend, self._timeout_s)
+
+        asked = self._ask(threads, "init_weights_update_group", bodies)
+        self._members = receivers
+        self._do_here(asked, join)
+        _raise_broken(asked, None)
 
     def _leave(self, threads: ThreadPoolExecutor) -> None:
         """Engines that are still there forget the group; so does this process."""
         body = {"group_name": self._name}
         asked = [
-            threads.submit(c, "call", "destroy_weights_update_group", body, _LEAVE_S, timeout_s=_LEAVE_S + _SLACK_S)
-            for c in self._members
+            threads.submit(receiver.call, "destroy_weights_update_group", body, _LEAVE_S) for receiver in self._members
         ]
         for future in asked:
             with contextlib.suppress(VerlMTError):
@@ -137,38 +169,61 @@ class WeightBroadcaster:
         if group is not None:
             dist.destroy_process_group(group)
 
-    @contextlib.contextmanager
-    def _asked(
-        self, threads: ThreadPoolExecutor, calls: Sequence[Call], name: str, bodies: Sequence[dict[str, Any]]
-    ) -> Iterator[None]:
-        """All engines are asked, and meanwhile this process does its part.
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        if self._members:
+            with ThreadPoolExecutor(len(self._members)) as threads:
+                self._leave(threads)
+
+    def _ask(
+        self, threads: ThreadPoolExecutor, name: str, bodies: Mapping[Receiver, dict[str, Any]]
+    ) -> dict[Receiver, Future[None]]:
+        return {
+            receiver: threads.submit(receiver.call, name, body, self._timeout_s) for receiver, body in bodies.items()
+        }
+
+    @staticmethod
+    def _do_here(asked: Mapping[Receiver, Future[None]], part: Callable[[], None]) -> None:
+        """This process's part of what all are asked to do.
 
         Raises:
-            _BrokenOffError: what went wrong with each.
+            _BrokenOffError: it failed.
         """
-        deadline = self._timeout_s + _SLACK_S
-        asked: list[Future[Any]] = [
-            threads.submit(call, "call", name, body, self._timeout_s, timeout_s=deadline)
-            for call, body in zip(calls, bodies, strict=True)
-        ]
-        here: str | None = None
         try:
-            yield
+            part()
         except RuntimeError as error:  # as torch.distributed raises where a member is gone
-            here = error_text(error)
-        told = [future.exception() for future in asked]
-        if here is None and not any(told):
-            return
-        reason = here or next(error_text(error) for error in told if error is not None)
-        raise _BrokenOffError(
-            [e if isinstance(e, EngineError) else EngineGoneError(f"a broadcast broke off: {reason}") for e in told]
-        )
+            _raise_broken(asked, error_text(error))
 
 
 class _BrokenOffError(Exception):
-    def __init__(self, problems: list[VerlMTError | None]):
+    """What went wrong with each engine."""
+
+    def __init__(self, problems: Mapping[Receiver, VerlMTError]):
         super().__init__(problems)
         self.problems = problems
+
+
+def _raise_broken(asked: Mapping[Receiver, Future[None]], here: str | None) -> None:
+    """Wait for the answers; if one is an error, or this process (`here`) had one, it is broken off for all.
+
+    Raises:
+        _BrokenOffError: it is.
+    """
+    told = _failures(asked)
+    if here is None and not told:
+        return
+    reason = here or error_text(next(iter(told.values())))
+    raise _BrokenOffError({r: told.get(r, EngineGoneError(f"a broadcast broke off: {reason}")) for r in asked})
+
+
+def _failures(asked: Mapping[Receiver, Future[None]]) -> dict[Receiver, VerlMTError]:
+    """Of those that were asked, what those answered that failed."""
+    told = {receiver: future.exception() for receiver, future in asked.items()}
+    return {
+        receiver: error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
+        for receiver, error in told.items()
+        if isinstance(error, Exception)
+    }
 
 
 def _progress(version: int, is_last: bool) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class SGLangOptions:
     servers: tuple[str, ...] = ()
     """URLs of running servers."""
     num_launched: int = 0
-    """HTTP servers to launch; with neither these nor `servers`, one engine is colocated."""
+    """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
     hosts: tuple[EngineHost, ...] = ()
     """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
     transport: str = "auto"
@@ -143,7 +143,9 @@ class SGLangOptions:
         """The same for `python -m sglang.launch_server`; each launched server (by `number`) has GPUs of its own."""
         arguments = self.engine_arguments()
         if self.on_gpu:
-            first = arguments.get("base_gpu_id", 0)
+            # The last ones of the machine, unless it was said from where: the first one trains.
+            own = torch.cuda.device_count() - self.num_launched * self.tensor_parallel_size
+            first = arguments.get("base_gpu_id", max(0, own))
             arguments["base_gpu_id"] = first + number * self.tensor_parallel_size
         words = []
         for name, value in arguments.items():
@@ -158,7 +160,7 @@ class SGLangOptions:
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
     ConfigError: engine arguments that other keys decide or that take no weights, servers that cannot open this
-        machine's memory, more servers than there are GPUs for, or an environment with other log-probs.
+        machine's memory, or an environment with other log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
@@ -178,18 +180,32 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
             "trainer's are behind it; unset it"
         )
-    far = [url for url in rollout.servers if rollout.weight_transport == "tensors" and not is_local(url)]
+    far = [url for url in rollout.servers if rollout.weight_transport in ("tensors", "copy") and not is_local(url)]
     if far:
         raise ConfigError(
-            f"{_KEY}.weight_transport=tensors: {', '.join(far)} cannot open this machine's memory; "
+            f"{_KEY}.weight_transport={rollout.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
             "use broadcast or disk"
         )
-    needed, gpus = rollout.launch_servers * rollout.tensor_model_parallel_size, torch.cuda.device_count()
-    if 0 < gpus < needed:
+
+
+def check_launched(rollout: RolloutConfig, device: str) -> None:
+    """Servers that are started on this machine have GPUs of their own, behind the one that trains.
+
+    Raises:
+        ConfigError: there are not as many.
+    """
+    gpus = torch.cuda.device_count()
+    if not rollout.launch_servers or not gpus:
+        return
+    trains_there = device != "cpu" and "base_gpu_id" not in rollout.engine_kwargs
+    needed = rollout.launch_servers * rollout.tensor_model_parallel_size + trains_there
+    if gpus < needed:
+        beside = ", with the one that trains," if trains_there else ""
         raise ConfigError(
             f"{_KEY}.launch_servers={rollout.launch_servers} with tensor_model_parallel_size="
-            f"{rollout.tensor_model_parallel_size} needs {needed} GPUs on this machine, which has {gpus}; launch "
-            f"fewer, or start servers on other machines and name them in {_KEY}.servers"
+            f"{rollout.tensor_model_parallel_size} needs {needed} GPUs{beside} on this machine, "
+            f"which has {gpus}; launch fewer, start servers on other machines and name them in {_KEY}.servers, or say "
+            f"which they share: {_KEY}.engine_kwargs={{base_gpu_id: 0}}"
         )
 
 

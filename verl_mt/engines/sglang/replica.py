@@ -115,7 +115,6 @@ class Replica:
             await asyncio.gather(self._supervisor, return_exceptions=True)
             self._supervisor = None
         if self._client is not None:
-            await self.sender.close()
             await self._client.stop()
 
     async def _live(self) -> None:

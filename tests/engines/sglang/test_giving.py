@@ -1,4 +1,4 @@
-"""Several engines get an update from one pass over its tensors."""
+"""Several engines get an update from one pass over its tensors, while the next bucket is packed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import io
 import pickle
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from engine_models import request
 from fake_client import FakeClient, FakeEngine, answer
 
-from verl_mt.engines.base import TensorBuckets
+from verl_mt.engines.base import Receiver, TensorBuckets
+from verl_mt.engines.sglang import buckets
 from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang.buckets import Bucket, SharedPass
+from verl_mt.engines.sglang.giver import WeightGiver
 from verl_mt.errors import EngineError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights
@@ -89,17 +91,17 @@ def test_weights_are_gathered_once_for_all_engines_and_each_gets_all_of_them(run
             assert all(life.num_buckets > 3 * version and same(life.received, stream.weights) for life in engine.lives)
         # Every handle was opened once. With fewer handles than ranks the count falls below what the sender holds, and
         # the file goes away with the first rank that closes it.
-        (number_of_users,) = struct.unpack("i", Path("/dev/shm" + _file_of(engine)).read_bytes()[:4])
-        assert number_of_users == 1
+        for file in _files_of(engine):
+            (number_of_users,) = struct.unpack("i", Path("/dev/shm" + file).read_bytes()[:4])
+            assert number_of_users == 1
         await engine.close()
 
     run_async(go())
 
 
-def _file_of(engine) -> str:
-    used = [r.sender._buckets._buffer for r in engine._replicas if r.sender._buckets._buffer.numel()]
-    assert len(used) == 1, "one buffer is enough"
-    return used[0].untyped_storage()._share_filename_cpu_()[1].decode()
+def _files_of(engine) -> list[str]:
+    (giver,) = [made for _, made in engine._giving._made.values()]
+    return [buffer.untyped_storage()._share_filename_cpu_()[1].decode() for buffer in giver._buckets._buffers]
 
 
 def test_an_engine_that_dies_in_the_middle_holds_nobody_up_and_gets_a_pass_of_its_own(run_async, weights):
@@ -136,34 +138,60 @@ def test_tensors_that_do_not_fit_end_the_update_of_every_engine_and_all_are_star
     run_async(go())
 
 
-def test_who_never_takes_part_or_is_cancelled_is_not_waited_for(run_async):
-    async def go():
-        buckets = [Bucket(torch.zeros(1), [], number == 2) for number in range(3)]
-        shared = SharedPass(iter(buckets), 4)
-        seen = {"a": [], "b": []}
+def test_a_bucket_is_packed_while_engines_copy_the_one_before_and_no_buffer_is_written_too_early():
+    shapes = {f"w{number}": (256,) for number in range(6)}
+    packed: list[str] = []
+    seen: list[tuple[str, list[str], float]] = []
 
-        async def take(name, upto=3):
-            with shared.member() as mine:
-                async for bucket in mine:
-                    seen[name].append(bucket)
-                    if len(seen[name]) == upto:
-                        return
+    def stream():
+        for number, name in enumerate(shapes):
+            packed.append(name)
+            yield name, torch.full((256,), float(number))
 
-        async def wait_for_ever():
-            with shared.member() as mine:
-                async for _ in mine:
-                    await asyncio.Event().wait()
+    def slow(name, body, timeout_s):
+        content = pickle.load(io.BytesIO(body["serialized_named_tensors"][0]))
+        (meta,) = content["metadata"]
+        deadline = time.monotonic() + 5.0
+        # The next one is packed meanwhile: the tensor behind it is asked for, and waits for this answer.
+        wanted = min(int(meta.name[1]) + 3, 6)
+        while len(packed) < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        flat = content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype)
+        seen.append((meta.name, list(packed), float(flat.unique())))
 
-        stuck = asyncio.ensure_future(wait_for_ever())
-        tasks = [asyncio.ensure_future(take("a")), asyncio.ensure_future(take("b", upto=1))]
-        await asyncio.sleep(0)
-        assert seen == {"a": [], "b": []}
-        with shared.member():
-            """Left without a look."""
-        await asyncio.sleep(0.01)
-        assert [len(bs) for bs in seen.values()] == [1, 1] and not tasks[0].done()
-        stuck.cancel()
-        await asyncio.gather(*tasks)
-        assert seen == {"a": buckets, "b": buckets[:1]}
+    giver = WeightGiver(shapes, "float32", 5.0, address="127.0.0.1")
+    assert giver.give(stream(), 1, 1024, [Receiver(slow)]) == [None]
+    assert [(name, value) for name, _, value in seen] == [(f"w{number}", float(number)) for number in range(6)]
+    assert [len(so_far) for _, so_far, _ in seen] == [3, 4, 5, 6, 6, 6]
 
-    run_async(go())
+
+def test_who_refuses_is_told_and_the_others_get_all(weights):
+    got: list[int] = []
+
+    def takes(name, body, timeout_s):
+        got.append(len(body["serialized_named_tensors"]))
+
+    def refuses(name, body, timeout_s):
+        raise EngineError("SGLang refused")
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    giver = WeightGiver(shapes, "float32", 5.0, address="127.0.0.1")
+    problems = giver.give(weights.items(), 1, SMALL, [Receiver(takes, num_ranks=2), Receiver(refuses)])
+    assert problems[0] is None and str(problems[1]) == "SGLang refused" and len(got) > 3 and set(got) == {2}
+    # Where nobody takes any more, no more is packed.
+    stream = iter(weights.items())
+    assert len(giver.give(stream, 2, SMALL, [Receiver(refuses)])) == 1 and next(stream, None) is not None
+
+
+def test_memory_for_another_process_is_not_taken_from_segments_that_grow(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(buckets, "_empty_on", lambda size, device: said.append((size, device)))
+    device = torch.device("cuda", 0)
+    buckets._allocate(8, device)
+    assert said == [(8, device)]
+    said.clear()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    buckets._allocate(8, device)
+    assert said == ["expandable_segments:False", (8, device), "expandable_segments:True"]
