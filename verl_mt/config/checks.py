@@ -475,34 +475,32 @@ def _engine(config: Config) -> Iterator[str]:
 
 def _sglang(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.servers and rollout.launch_servers:
-        yield f"{_ROLLOUT}.servers and .launch_servers are both given: name running servers, or have some launched"
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
-    apart, way = rollout.nnodes or rollout.launch_servers, rollout.weight_transport
-    if way == "broadcast" and not rollout.servers and not apart:
+    way = rollout.weight_transport
+    if way == "broadcast" and rollout.placed == "colocated":
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
-    if way in ("tensors", "copy") and (rollout.nnodes or (apart and config.trainer.placement == "ray")):
+    if way in ("tensors", "copy") and rollout.devices_apart and config.trainer.placement == "ray":
         yield f"{_ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
 
 
 def _engines_placed(config: Config) -> Iterator[str]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    named = {"servers": bool(rollout.servers), "separate": rollout.nnodes > 0}
-    wanted = rollout.placement or next((kind for kind, is_so in named.items() if is_so), "colocated")
-    where = f"{_ROLLOUT}.placement={wanted}"
-    if wanted == "servers" and not rollout.servers:
+    where = f"{_ROLLOUT}.placement={rollout.placed}"
+    if rollout.placed == "servers" and not rollout.servers:
         yield f"{where}: {_ROLLOUT}.servers names none"
-    if wanted == "separate" and not rollout.nnodes:
+    if rollout.placed == "separate" and not (rollout.nnodes or rollout.launch_servers):
         yield f"{where}: {_ROLLOUT}.nnodes is 0; say on how many machines, and .n_workers_per_node on each"
-    for kind, key in (("servers", "servers"), ("separate", "nnodes")):
-        if named[kind] and wanted != kind:
-            yield f"{where} and {_ROLLOUT}.{key} contradict each other: leave one out"
-    if rollout.launch_servers and (wanted != "colocated" or rollout.placement == "colocated"):
-        yield f"{where} and {_ROLLOUT}.launch_servers contradict each other: leave one out"
+    given = {"servers": ("servers",), "separate": ("nnodes", "launch_servers")}
+    for kind, keys in given.items():
+        for key in keys:
+            if getattr(rollout, key) and rollout.placed != kind:
+                yield f"{where} and {_ROLLOUT}.{key} contradict each other: leave one out"
+    if rollout.nnodes and rollout.launch_servers:
+        yield f"{where}: {_ROLLOUT}.nnodes and .launch_servers contradict each other: leave one out"
     size = rollout.tensor_model_parallel_size
-    if wanted == "separate" and rollout.nnodes:
+    if rollout.placed == "separate" and rollout.nnodes:
         if trainer.placement != "ray":
             yield f"{where} needs trainer.placement=ray, which places them (it is {trainer.placement})"
         if rollout.n_workers_per_node % size:

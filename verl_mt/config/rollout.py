@@ -275,3 +275,19 @@ class RolloutConfig(Section):
     interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
     trace: TraceConfig = knob(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.", when=VALIDATES)
+
+    @property
+    def placed(self) -> str:
+        """`placement`, or what the other keys say where it is null."""
+        if self.placement is not None:
+            return self.placement
+        return "servers" if self.servers else "separate" if self.nnodes or self.launch_servers else "colocated"
+
+    @property
+    def devices_apart(self) -> tuple[int, int] | None:
+        """(machines, devices on each) of separate engines that Ray places."""
+        if self.placed != "separate":
+            return None
+        if self.launch_servers:
+            return 1, self.launch_servers * self.tensor_model_parallel_size
+        return self.nnodes, self.n_workers_per_node

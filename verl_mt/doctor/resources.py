@@ -234,8 +234,8 @@ def num_engines(subject: Subject) -> int:
     servers = len(rollout.servers) or rollout.launch_servers
     if servers or subject.config.trainer.placement != "ray" or not engines.lives_beside_ranks(rollout.name):
         return max(1, servers)
-    devices = rollout.nnodes * rollout.n_workers_per_node or subject.num_ranks
-    return max(1, devices // rollout.tensor_model_parallel_size)
+    machines, on_each = rollout.devices_apart or (1, subject.num_ranks)
+    return max(1, machines * on_each // rollout.tensor_model_parallel_size)
 
 
 def device_memory(subject: Subject) -> float | None:

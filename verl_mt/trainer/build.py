@@ -282,13 +282,10 @@ def _place_engine(
     """(the module that it samples from, an engine that was given, places for its replicas beside the ranks)."""
     rollout = config.actor_rollout_ref.rollout
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
-    elsewhere = engine or rollout.servers or config.trainer.debug_mode == "train_only"
+    elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
         return module, engine, ()
-    size = rollout.tensor_model_parallel_size
-    machines = (1, rollout.launch_servers * size) if rollout.launch_servers else None
-    apart = (rollout.nnodes, rollout.n_workers_per_node) if rollout.nnodes else machines
-    return module, engine, workers.engine_hosts(size, apart)
+    return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
 
 
 def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:

@@ -90,9 +90,12 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
         (("placement=servers",), "placement=servers: .*servers names none"),
         (("placement=separate",), r"placement=separate: .*nnodes is 0"),
         (("placement=colocated", "nnodes=1"), "placement=colocated and .*nnodes contradict"),
-        (("nnodes=1", "launch_servers=2"), "placement=separate and .*launch_servers contradict"),
+        (("nnodes=1", "launch_servers=2"), r"nnodes and \.launch_servers contradict"),
         (("placement=colocated", "launch_servers=2"), "placement=colocated and .*launch_servers contradict"),
-        (("nnodes=1", "weight_transport=copy"), "weight_transport=copy is for engines beside the ranks"),
+        (
+            ("nnodes=1", "trainer:placement=ray", "weight_transport=copy"),
+            "weight_transport=copy is for engines beside the ranks",
+        ),
         (("nnodes=1", "servers=[http://a:1]"), "placement=servers and .*nnodes contradict"),
         (("nnodes=1",), r"placement=separate needs trainer\.placement=ray"),
         (("nnodes=1", "n_workers_per_node=3", "tensor_model_parallel_size=2"), "size=2 does not divide .*per_node=3"),
@@ -100,7 +103,11 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
 )
 def test_placements_that_contradict_each_other_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
-        compose(["actor_rollout_ref.rollout.name=sglang", *(f"actor_rollout_ref.rollout.{w}" for w in words)])
+        compose(["actor_rollout_ref.rollout.name=sglang", *(_key(word) for word in words)])
+
+
+def _key(word):
+    return word.replace(":", ".") if word.startswith("trainer:") else f"actor_rollout_ref.rollout.{word}"
 
 
 def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
@@ -150,7 +157,7 @@ def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refu
     ("overrides", "message"),
     [
         (["servers=[host:1]"], "'host:1' is no URL"),
-        (["servers=[http://h:1]", "launch_servers=2"], "both given"),
+        (["servers=[http://h:1]", "launch_servers=2"], "placement=servers and .*launch_servers contradict"),
         (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "the servers run already"),
         (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "the servers run already"),
         (["weight_transport=broadcast"], "needs servers"),

@@ -85,8 +85,7 @@ class SGLangEngine(InferenceEngine):
         check_rollout(rollout)
         if trainer.placement != "ray":
             check_launched(rollout, trainer.device)
-        elsewhere = rollout.servers or rollout.launch_servers or rollout.nnodes
-        beside_ranks = trainer.placement == "ray" and not elsewhere
+        beside_ranks = trainer.placement == "ray" and rollout.placed == "colocated"
         if beside_ranks and trainer.n_workers_per_node % rollout.tensor_model_parallel_size:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not "

@@ -10,6 +10,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from verl_mt.engines.base import Receiver
 from verl_mt.engines.sglang.buckets import Buckets, describe, payload
-from verl_mt.engines.sglang.weight_group import join_as_first, open_store
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
 
 _LEAVE_S = 10.0
@@ -135,7 +135,7 @@ class WeightBroadcaster:
         backend = "nccl" if on_gpu else "gloo"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._buckets = Buckets(self._expected, self._dtype, dense=True, device=device)
-        store, self._name = open_store(self._address, self._timeout_s), f"verl_mt-{uuid.uuid4().hex}"
+        store, self._name = _open_store(self._address, self._timeout_s), f"verl_mt-{uuid.uuid4().hex}"
         world, bodies = 1, {}
         for receiver in receivers:
             bodies[receiver] = {
@@ -149,7 +149,7 @@ class WeightBroadcaster:
         bodies = {receiver: {**body, "world_size": world} for receiver, body in bodies.items()}
 
         def join() -> None:
-            self._group = join_as_first(store, self._name, world, backend, self._timeout_s)
+            self._group = _join_as_first(store, self._name, world, backend, self._timeout_s)
 
         asked = self._ask(threads, "init_weights_update_group", bodies)
         self._members = receivers
@@ -228,3 +228,38 @@ def _failures(asked: Mapping[Receiver, Future[None]]) -> dict[Receiver, VerlMTEr
 
 def _progress(version: int, is_last: bool) -> dict[str, Any]:
     return {"flush_cache": is_last} | ({"weight_version": str(version)} if is_last else {})
+
+
+# A process group of a sender (rank 0) and engines, beside those that either side has already.
+
+
+def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """Where the members meet; the port is taken here, and the others are told which one it is.
+
+    Args:
+        address: of this machine, as the others reach it.
+        timeout_s: of waiting for them.
+    """
+    return dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _join_as_first(store: dist.Store, name: Any, world_size: int, backend: str, timeout_s: float) -> Any:
+    """The group, once all others have joined it; this process is its rank 0.
+
+    Args:
+        backend: `gloo`, or `nccl` where both sides have GPUs.
+        timeout_s: of joining, and of each collective.
+    """
+    # torch makes groups only within a default group, which engines have no part in; what it has for this is private.
+    # SGLang does the same on its side, with the same names in the store.
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        dist.distributed_c10d.Backend(backend),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
