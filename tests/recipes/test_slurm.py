@@ -14,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from verl_mt import engines
+from verl_mt.config.checks import check
 from verl_mt.config.compose import hydra_main
+from verl_mt.config.schema import Config
+from verl_mt.doctor.findings import Subject
+from verl_mt.doctor.resources import num_engines
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 
@@ -35,8 +40,11 @@ def ended(*_):
     sys.exit(143 if command[:2] == ["python", "-m"] else 0)
 signal.signal(signal.SIGTERM, ended)
 write("begun")
-if command[0] == "hostname":
-    print("fe80::1 10.0.0.7 172.17.0.1")
+if command[0] == "hostname":  # as on Debian, whose /etc/hosts has the machine's own name at 127.0.1.1
+    print(os.environ.get("OWN", "172.17.0.1 10.0.0.7 fe80::1") if command[1] == "-I" else "127.0.1.1")
+elif command[:2] == ["getent", "ahostsv4"]:
+    own = "127.0.1.1" if command[2] in nodes else os.environ.get("RESOLVED", "10.0.0.7")
+    print("".join(f"{own:15} {kind}\\n" for kind in ("STREAM", "DGRAM")))
 elif command[:2] == ["ray", "start"]:
     open(f"{folder}/up-{nodes}", "w").close()
     time.sleep(60)
@@ -53,6 +61,14 @@ else:
 """
 
 
+SCONTROL = """#!/bin/sh
+case "$*" in
+  "show hostnames n[01-03]") printf "n01\\nn02\\nn03\\n" ;;
+  "show hostnames n01") echo n01 ;;
+  *) exit 1 ;;
+esac
+"""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -61,7 +77,7 @@ def job_in(folder: Path) -> Start:
     stubs = folder / "bin"
     stubs.mkdir()
     (stubs / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
-    (stubs / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames n[01-03]" ] && printf "n01\\nn02\\nn03\\n"\n')
+    (stubs / "scontrol").write_text(SCONTROL)
     (stubs / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.05\n")
     for stub in stubs.iterdir():
         stub.chmod(0o755)
@@ -108,7 +124,8 @@ def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended
     begun = commands(ran, "begun")
     asked = [step for step in begun if step[1] in ("ray status --address", "python -c")]
     assert [step for step in begun if step not in asked] == [
-        ("n01", "hostname --ip-address"),
+        ("n01", "hostname -I"),
+        ("n03", "getent ahostsv4 n01"),
         ("n01", "ray start --head"),
         ("n02,n03", "ray start --block"),
         ("n01", "python -m"),
@@ -116,7 +133,7 @@ def test_the_head_comes_first_then_the_others_then_the_trainer_and_all_are_ended
     assert ("n01", "ray status --address") in begun[: begun.index(("n02,n03", "ray start --block"))]
     assert begun.index(("n01", "python -c")) < begun.index(("n01", "python -m")) == len(begun) - 1
     assert sorted(commands(ran, "ended")) == [("n01", "ray start --head"), ("n02,n03", "ray start --block")]
-    assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s)" in (ran / "out").read_text()
+    assert "n01 (10.0.0.7:22345), 3 machine(s), 8 worker(s) and 8 GPU(s)" in (ran / "out").read_text()
     steps = {" ".join(command[:3]): command for what, _, command, *_ in log_of(ran)}
     assert {"--node-ip-address=10.0.0.7", "--port=22345"} < set(steps["ray start --head"])
     assert "--address=10.0.0.7:22345" in steps["ray start --block"]
@@ -134,7 +151,7 @@ def test_the_trainer_gets_the_job_s_size_and_what_was_given_counts(ran):
 
 
 def test_every_step_knows_the_address_and_a_token_of_this_job(ran):
-    known = [tuple(tokens) for _, _, command, tokens, _ in log_of(ran) if command[0] != "hostname"]
+    known = [tuple(tokens) for _, _, command, tokens, _ in log_of(ran) if command[0] not in ("hostname", "getent")]
     assert len(set(known)) == 1 and known[0][0] == "token" and known[0][2] == "10.0.0.7:22345"
     assert len(known[0][1]) > 20
 
@@ -143,6 +160,56 @@ def test_every_step_has_all_cores_and_shares_them_and_one_task_per_machine(ran):
     for _, nodes, _, _, options in log_of(ran):
         assert {"--overlap", "--cpus-per-task=96", "--ntasks-per-node=1"} < set(options)
         assert {f"--nodes={nodes.count(',') + 1}", f"--ntasks={nodes.count(',') + 1}"} < set(options)
+
+
+@pytest.mark.parametrize(
+    ("found", "address"),
+    [
+        ({"RESOLVED": "127.0.1.1", "OWN": "10.0.0.9 172.17.0.1"}, "10.0.0.9"),  # the others know it by no address
+        ({"RESOLVED": "203.0.113.5", "OWN": "10.0.0.9"}, "10.0.0.9"),  # by one that is not on the machine itself
+        ({"SLURM_JOB_NODELIST": "n01", "OWN": "10.0.0.9"}, "10.0.0.9"),  # there are no others
+        ({"HEAD_ADDRESS": "10.1.1.1"}, "10.1.1.1"),
+    ],
+)
+def test_the_head_s_address_is_one_that_it_has_and_others_can_reach(job, tmp_path, found, address):
+    process = job(**found)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert f"n01 ({address}:22345)" in out
+    (start,) = [command for what, _, command, *_ in log_of(tmp_path) if (what, command[2:3]) == ("begun", ["--head"])]
+    assert f"--node-ip-address={address}" in start
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"OWN": "fe80::1"}, "n01 has no IPv4 address that other machines reach (it has: fe80::1); name one: "),
+        ({"OWN": ""}, "n01 has no IPv4 address that other machines reach (it has: none); name one: "),
+        ({"HEAD_ADDRESS": "127.0.1.1"}, "127.0.1.1 is an address that a machine has for itself; name one that "),
+    ],
+)
+def test_an_address_that_nobody_else_reaches_ends_the_job_with_one_line(job, tmp_path, found, said):
+    process = job(**found)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1 and said in err and err.count("\n") == 1 and "HEAD_ADDRESS=" in err
+    assert not [step for step in commands(tmp_path, "begun") if step[1].startswith("ray start")]
+
+
+def test_the_documented_command_samples_on_every_gpu_with_engines_that_ray_places(job, tmp_path):
+    page = (SCRIPT.parents[2] / "docs" / "scaling.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("sbatch ")]
+    assert line.removeprefix("sbatch ").split(" --config-path")[0] in SCRIPT.read_text()
+    given = [word for word in line.split() if word.startswith("actor_rollout_ref.")]
+    process = job(*given)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    (words,) = [command[3:] for what, _, command, *_ in log_of(tmp_path) if command[:2] == ["python", "-m"]]
+    configs: list[Config] = []
+    hydra_main(configs.append, argv=words)
+    config = configs[0]
+    check(config)
+    assert engines.lives_beside_ranks(config.actor_rollout_ref.rollout.name)
+    assert num_engines(Subject(config)) == 3 * 8
 
 
 def test_the_job_ends_as_the_trainer_ended(job, tmp_path):
