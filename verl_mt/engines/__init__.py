@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_mt.config.rollout import ENGINES
+from verl_mt.config.rollout import ENGINES, RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, InferenceEngine
 from verl_mt.errors import ConfigError, PluginError, VerlMTError, error_text, value_text
 from verl_mt.plugins import listing, load_object
 
-__all__ = ["build", "check", "lives_beside_ranks", "samples_from_policy"]
+__all__ = ["build", "check", "lives_beside_ranks", "packages_on_machines", "samples_from_policy"]
 
 _KEY = "actor_rollout_ref.rollout.name"
 
@@ -51,6 +51,13 @@ def samples_from_policy(name: str) -> bool:
 def lives_beside_ranks(name: str) -> bool:
     """Whether this engine has a replica on the devices of each rank, or each few, of a worker group."""
     return getattr(_find(name), "lives_beside_ranks", False)
+
+
+def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Distributions that every machine of a worker group needs for its engines, in one version."""
+    if rollout.servers or rollout.launch_servers or not lives_beside_ranks(rollout.name):
+        return ()
+    return getattr(_find(rollout.name), "packages", ())
 
 
 def build(setup: EngineSetup) -> InferenceEngine:

@@ -223,6 +223,8 @@ class InferenceEngine(abc.ABC):
     """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
     lives_beside_ranks: ClassVar[bool] = False
     """Where the worker group is spread over devices, so is this engine: it takes `EngineSetup.hosts`."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions that it imports where it `lives_beside_ranks`: all machines must have one version of each."""
 
     @classmethod  # noqa: B027 - most engines have nothing to refuse
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:

@@ -7,18 +7,14 @@ What the ranks say to each other (gradients, shards) goes through torch.distribu
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray._private.utils import read_ray_address
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -32,14 +28,13 @@ from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerErro
 from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.rank_worker import RankWorker
-from verl_mt.workers.setup import Placement, WorkerSetup, load_policy
+from verl_mt.workers.ray_cluster import bundle, connect, require_room, require_same_versions, resolve_device, usable
+from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
 from verl_mt.workers.sharding import Ranks
 from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 
-_log = logging.getLogger(__name__)
 _PLACEMENT_TIMEOUT_S = 120.0
-_KNOCK_S = 10.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
 _SENT = (
@@ -75,6 +70,9 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
+            require_same_versions(
+                ("verl_mt", "torch", *engines.packages_on_machines(setup.config.rollout)), usable(self._setup)
+            )
             engine = setup.config.rollout.name
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
                 raise ConfigError(
@@ -159,8 +157,7 @@ class RayWorkerGroup(WorkerGroup):
             yield RayHost(name, first, ranks_per_engine, devices, with_engine_environment(options))
 
     def _hosts_apart(self, ranks_per_engine: int, nnodes: int, per_node: int) -> Iterator[RayHost]:
-        gpu = self._setup.device == "cuda"
-        needed = {"CPU": float(per_node)} | ({"GPU": float(per_node)} if gpu else {})
+        gpu, needed = self._setup.device == "cuda", bundle(self._setup, per_node)
         self._apart = placement_group([needed] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
         if not self._apart.wait(_PLACEMENT_TIMEOUT_S):
             wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
@@ -338,8 +335,6 @@ def _seriousness(error: Exception) -> int:
     return 1 if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError) else 2
 
 
-# The cluster: found or started, and large enough.
-
 _FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "VERL_MT_")
 """Beginnings of the names of environment variables that workers get from the process that starts them."""
 
@@ -354,91 +349,3 @@ def with_engine_environment(options: dict[str, Any]) -> dict[str, Any]:
     """Of a Ray actor that holds an engine: SGLang's own settings, too, without the key of somebody's servers."""
     more = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_") and "KEY" not in name}
     return {**options, "runtime_env": {"env_vars": options["runtime_env"]["env_vars"] | more}}
-
-
-def connect(placement: Placement) -> bool:
-    """Join the cluster that RAY_ADDRESS names, else one that runs on this machine, else start one here.
-
-    Returns:
-        Whether this process made the connection, and so has to end it.
-
-    Raises:
-        ConfigError: several machines are wanted and there is no cluster, or the named one does not answer.
-    """
-    if ray.is_initialized():
-        return False
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    if (silent := silent_cluster(address)) is not None:
-        # Ray would try for minutes, without a word.
-        if address != "auto":
-            raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, and nobody listens at {silent}: start the cluster, or unset RAY_ADDRESS"
-            )
-        _log.warning(
-            "the Ray cluster at %s, which `ray start` noted here, is gone (`ray stop` clears the note)", silent
-        )
-        address = "local"
-    if address != "local":
-        try:
-            ray.init(address=address, **quiet)
-            return True
-        except (ConnectionError, ValueError) as error:
-            if address != "auto":
-                raise ConfigError(f"RAY_ADDRESS is {address!r}, and no Ray cluster answers there: {error}") from error
-    if placement.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes is {placement.nnodes}, but no Ray cluster runs here: `ray start --head` on one machine, "
-            "`ray start --address=...` on the others, then start the run on the first (docs/scaling.md)"
-        )
-    # CPUs are what Ray hands out, not cores: a small machine may run more ranks than it has cores.
-    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + 1)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-    return True
-
-
-def silent_cluster(address: str) -> str | None:
-    """Where nobody listens although a cluster should: `host:port` of RAY_ADDRESS, or for `auto` what the last
-    `ray start` on this machine left. None = somebody does, or there is nothing to ask."""
-    found = read_ray_address() if address == "auto" else address
-    host, _, port = (found or "").rpartition(":")
-    if "/" in host or not host or not port.isdecimal():
-        return None  # local, or an address that Ray resolves
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-    except OSError:
-        return found
-    return None
-
-
-def bundle(setup: WorkerSetup) -> dict[str, float]:
-    """What one machine must have for its workers."""
-    number = float(setup.placement.n_workers_per_node)
-    return {"CPU": number} | ({"GPU": number} if setup.device == "cuda" else {})
-
-
-def resolve_device(setup: WorkerSetup) -> WorkerSetup:
-    """`auto` = cuda if the cluster has a GPU for every rank."""
-    if setup.device != "auto":
-        return setup
-    gpus = ray.cluster_resources().get("GPU", 0)
-    return replace(setup, device="cuda" if gpus >= setup.placement.num_ranks else "cpu")
-
-
-def require_room(setup: WorkerSetup) -> None:
-    """Whether the cluster could ever hold the group.
-
-    Raises:
-        ConfigError: too few machines that are large enough.
-    """
-    needed, placement = bundle(setup), setup.placement
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = [m for m in machines if all(m.get(kind, 0) >= number for kind, number in needed.items())]
-    if len(fitting) >= placement.nnodes:
-        return
-    have = "; ".join(f"{m.get('CPU', 0):g} CPUs, {m.get('GPU', 0):g} GPUs" for m in machines) or "none"
-    wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
-    raise ConfigError(
-        f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
-        f"{setup.device} need {placement.nnodes} machine(s) with {wanted} each; the Ray cluster has: {have}"
-    )

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from verl_mt.errors import ConfigError
-from verl_mt.workers import ray_group
+from verl_mt.workers import ray_cluster
 from verl_mt.workers.setup import Placement
 
 pytestmark = pytest.mark.ray
 CONNECT = (
     "import logging; logging.basicConfig();"
-    "from verl_mt.workers.ray_group import connect; from verl_mt.workers.setup import Placement; import ray;"
+    "from verl_mt.workers.ray_cluster import connect; from verl_mt.workers.setup import Placement; import ray;"
     "connect(Placement('ray')); print(len(ray.nodes()), 'node')"
 )
 
@@ -46,12 +46,12 @@ def test_what_a_dead_cluster_left_behind_does_not_keep_a_run_from_starting_its_o
 
 
 def test_a_named_cluster_where_nobody_listens_is_refused_at_once(closed_port, monkeypatch):
-    monkeypatch.setattr(ray_group.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
     with pytest.raises(ConfigError, match=rf"RAY_ADDRESS is .*nobody listens at 127\.0\.0\.1:{closed_port}"):
-        ray_group.connect(Placement("ray"))
+        ray_cluster.connect(Placement("ray"))
 
 
 def test_an_address_that_ray_resolves_itself_is_left_to_it():
     for address in ("local", "ray://head:10001", "", "[::1]"):
-        assert ray_group.silent_cluster(address) is None
+        assert ray_cluster.silent_cluster(address) is None

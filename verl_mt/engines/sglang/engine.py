@@ -74,6 +74,7 @@ class SGLangEngine(InferenceEngine):
     """
 
     lives_beside_ranks = True
+    packages = ("sglang",)
 
     @classmethod
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:

@@ -1,0 +1,219 @@
+"""The Ray cluster of a run: found or started, large enough, and with the same versions on all machines.
+
+All of it is found out before anything loads there. Ranks exchange pickled objects and run collectives: with another
+version on one machine they fail late, or hang, or compute something else without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private.utils import read_ray_address
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_mt import engines
+from verl_mt.errors import ConfigError, error_text
+from verl_mt.workers.setup import Placement, WorkerSetup
+
+_log = logging.getLogger(__name__)
+_KNOCK_S = 10.0
+_ASKING_TIMEOUT_S = 120.0
+_NAMED = 4
+"""Machines that a message names; the others are counted."""
+
+
+def connect(placement: Placement) -> bool:
+    """Join the cluster that RAY_ADDRESS names, else one that runs on this machine, else start one here.
+
+    Returns:
+        Whether this process made the connection, and so has to end it.
+
+    Raises:
+        ConfigError: several machines are wanted and there is no cluster, or the named one does not answer.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if (silent := silent_cluster(address)) is not None:
+        # Ray would try for minutes, without a word.
+        if address != "auto":
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and nobody listens at {silent}: start the cluster, or unset RAY_ADDRESS"
+            )
+        _log.warning(
+            "the Ray cluster at %s, which `ray start` noted here, is gone (`ray stop` clears the note)", silent
+        )
+        address = "local"
+    if address != "local":
+        try:
+            ray.init(address=address, **quiet)
+            return True
+        except (ConnectionError, ValueError) as error:
+            if address != "auto":
+                raise ConfigError(f"RAY_ADDRESS is {address!r}, and no Ray cluster answers there: {error}") from error
+    if placement.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes is {placement.nnodes}, but no Ray cluster runs here: `ray start --head` on one machine, "
+            "`ray start --address=...` on the others, then start the run on the first (docs/scaling.md)"
+        )
+    # CPUs are what Ray hands out, not cores: a small machine may run more ranks than it has cores.
+    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + 1)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    return True
+
+
+def silent_cluster(address: str) -> str | None:
+    """Where nobody listens although a cluster should: `host:port` of RAY_ADDRESS, or for `auto` what the last
+    `ray start` on this machine left. None = somebody does, or there is nothing to ask."""
+    found = read_ray_address() if address == "auto" else address
+    host, _, port = (found or "").rpartition(":")
+    if "/" in host or not host or not port.isdecimal():
+        return None  # local, or an address that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except OSError:
+        return found
+    return None
+
+
+def bundle(setup: WorkerSetup, devices: int | None = None) -> dict[str, float]:
+    """What one machine must have for its workers, or for engines on as many devices."""
+    number = float(devices or setup.placement.n_workers_per_node)
+    return {"CPU": number} | ({"GPU": number} if setup.device == "cuda" else {})
+
+
+def resolve_device(setup: WorkerSetup) -> WorkerSetup:
+    """`auto` = cuda if the cluster has a GPU for every rank."""
+    if setup.device != "auto":
+        return setup
+    gpus = ray.cluster_resources().get("GPU", 0)
+    return replace(setup, device="cuda" if gpus >= setup.placement.num_ranks else "cpu")
+
+
+def usable(setup: WorkerSetup) -> list[dict[str, Any]]:
+    """Of `ray.nodes()` those where a rank, or an engine with devices of its own, could be placed."""
+    rollout = setup.config.rollout
+    needs = [bundle(setup)]
+    if rollout.nnodes and engines.lives_beside_ranks(rollout.name):
+        needs.append(bundle(setup, rollout.n_workers_per_node))
+    return [node for node in ray.nodes() if node["Alive"] and any(fits(node["Resources"], need) for need in needs)]
+
+
+def fits(machine: Mapping[str, float], needed: Mapping[str, float]) -> bool:
+    """Whether a machine, empty, has room for a bundle."""
+    return all(machine.get(kind, 0) >= number for kind, number in needed.items())
+
+
+def require_room(setup: WorkerSetup) -> None:
+    """Whether the cluster could ever hold the group.
+
+    Raises:
+        ConfigError: too few machines that are large enough.
+    """
+    needed, placement = bundle(setup), setup.placement
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [machine for machine in machines if fits(machine, needed)]
+    if len(fitting) >= placement.nnodes:
+        return
+    have = "; ".join(f"{m.get('CPU', 0):g} CPUs, {m.get('GPU', 0):g} GPUs" for m in machines) or "none"
+    wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
+    raise ConfigError(
+        f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
+        f"{setup.device} need {placement.nnodes} machine(s) with {wanted} each; the Ray cluster has: {have}"
+    )
+
+
+def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Compare this process's Python and packages with those of the cluster's machines.
+
+    The build of a version (what stands behind its `+`: CPU, CUDA) may differ: a trainer needs no GPU.
+
+    Args:
+        packages: distributions, by name.
+        nodes: of `ray.nodes()`; each is asked by a task that takes no resources.
+
+    Raises:
+        ConfigError: some have other versions, lack a package, or do not answer.
+    """
+    tell = _teller()
+    task = ray.remote(tell)
+    asked = {
+        task.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
+        ).remote(tuple(packages)): f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in nodes
+    }
+    ray.wait(list(asked), num_returns=len(asked), timeout=_ASKING_TIMEOUT_S)
+    told: list[tuple[str, dict[str, str | None]]] = []
+    for ref, name in asked.items():
+        try:
+            told.append((name, ray.get(ref, timeout=0)))
+        except RayError as error:
+            raise ConfigError(
+                f"{name} of the Ray cluster did not tell its versions within {_ASKING_TIMEOUT_S:.0f} s: "
+                f"{error_text(error, named=True)}; see `ray status`, and end or repair it"
+            ) from error
+    if found := differences(tell(tuple(packages)), told):
+        raise ConfigError(
+            f"machines of the Ray cluster have other versions than this one: {'; '.join(found)}. On all of them "
+            "install the same versions into the Python that `ray start` runs with, then start Ray there again"
+        )
+
+
+def _teller() -> Callable[[tuple[str, ...]], dict[str, str | None]]:
+    """A function of a function goes to other processes by value: those need none of this library to call it."""
+
+    def tell(packages: tuple[str, ...]) -> dict[str, str | None]:
+        import sys
+        from importlib.metadata import PackageNotFoundError, version
+
+        versions: dict[str, str | None] = {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+        for package in packages:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                versions[package] = None
+        return versions
+
+    return tell
+
+
+def differences(own: Mapping[str, str | None], told: Sequence[tuple[str, Mapping[str, str | None]]]) -> list[str]:
+    """One text for each package and version that is not this machine's: it and where it is, and this machine's.
+
+    Args:
+        own: package -> version, None = not installed.
+        told: (machine, the same of it).
+    """
+    where: dict[tuple[str, str | None], list[str]] = {}
+    for machine, versions in told:
+        for package, version in versions.items():
+            if _public(version) != _public(own[package]):
+                where.setdefault((package, version), []).append(machine)
+    return [
+        f"{_words(package, version)} on {_some(machines)}, {_words(package, own[package])} here"
+        for (package, version), machines in sorted(where.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+    ]
+
+
+def _public(version: str | None) -> str | None:
+    return version and version.partition("+")[0]
+
+
+def _words(package: str, version: str | None) -> str:
+    return f"no {package}" if version is None else f"{package} {version}"
+
+
+def _some(machines: Sequence[str]) -> str:
+    named, more = ", ".join(machines[:_NAMED]), len(machines) - _NAMED
+    return f"{named} and {more} more" if more > 0 else named
