@@ -79,3 +79,44 @@ def test_local_without_the_actors_module_or_beyond_its_positions_is_refused(qwen
 def test_what_cannot_be_served_is_found_before_an_engine_sees_it(ask, message):
     with pytest.raises(EngineError, match=message):
         check_request(ask, "the engine", max_model_len=100, vocab_size=50, finds_stops=False)
+
+
+BESIDE = """
+from verl_mt.engines.base import InferenceEngine
+
+
+class Mine(InferenceEngine):
+    lives_beside_ranks = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "rollout", "message"),
+    [
+        (
+            0,
+            {"placement": "ray", "n_workers_per_node": 3},
+            {},
+            r"size=2 does not divide trainer\.n_workers_per_node=3: ",
+        ),
+        (0, {"placement": "ray", "n_workers_per_node": 4}, {}, None),
+        (0, {"placement": "ray", "n_workers_per_node": 3}, {"servers": ["http://a:1"]}, None),
+        (0, {"placement": "ray", "n_workers_per_node": 3}, {"nnodes": 1, "n_workers_per_node": 2}, None),
+        (1, {}, {}, r"size=2, but this machine has 1 GPU\(s\), .*: give at most 1, or .*servers"),
+        (1, {}, {"servers": ["http://a:1"]}, None),
+        (2, {}, {}, None),
+        (0, {}, {}, None),  # on the CPU
+    ],
+)
+def test_an_engine_of_more_devices_than_it_can_have_is_refused_whoever_wrote_it(
+    tmp_path, monkeypatch, gpus, trainer, rollout, message
+):
+    (tmp_path / "mine.py").write_text(BESIDE)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    rollout = RolloutConfig(name=f"{tmp_path / 'mine.py'}:Mine", tensor_model_parallel_size=2, **rollout)
+    config = ActorRolloutRefConfig(rollout=rollout)
+    if message is None:
+        check(config, TrainerConfig(**trainer))
+        return
+    with pytest.raises(ConfigError, match=message):
+        check(config, TrainerConfig(**trainer))

@@ -1,12 +1,20 @@
-"""What counts as another version, and how it is said; test_ray_versions.py asks real machines."""
+"""What is refused of a Ray cluster, and how it is said: room that it has not, versions that are others.
+
+The machines are made up here; test_ray_group.py and test_ray_versions.py ask real ones."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from verl_mt.config.rollout import RolloutConfig
+from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines import packages_on_machines
-from verl_mt.workers.ray_cluster import differences
+from verl_mt.errors import ConfigError
+from verl_mt.workers import ray_cluster
+from verl_mt.workers.ray_cluster import differences, require_room, usable
+from verl_mt.workers.setup import Placement, WorkerSetup
 
 OWN = {"Python": "3.11", "verl_mt": "0.1.0", "torch": "2.13.0+cpu", "sglang": "0.5.23"}
 
@@ -46,3 +54,82 @@ def test_what_is_installed_there_and_not_here_differs():
 )
 def test_machines_need_sglang_where_an_engine_lives_on_them(rollout, packages):
     assert packages_on_machines(RolloutConfig(**rollout)) == packages
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """Sets the (CPUs, GPUs) of the cluster's machines."""
+
+    def have(*sizes: tuple[int, int]) -> None:
+        nodes = [
+            {
+                "Alive": True,
+                "NodeID": str(k),
+                "Resources": {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}),
+            }
+            for k, (cpus, gpus) in enumerate(sizes)
+        ]
+        monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: nodes)
+
+    return have
+
+
+def wanted(device="cuda", nnodes=1, per_node=4) -> WorkerSetup:
+    config = ActorRolloutRefConfig(rollout=RolloutConfig(name="sglang"))
+    placement = Placement("ray", nnodes=nnodes, n_workers_per_node=per_node)
+    return WorkerSetup(config, total_steps=1, train_batch_size=1, device=device, seed=0, placement=placement)
+
+
+def apart(nnodes: int, engines: tuple[int, int]) -> WorkerSetup:
+    config = ActorRolloutRefConfig(
+        rollout=RolloutConfig(name="sglang", nnodes=engines[0], n_workers_per_node=engines[1])
+    )
+    return replace(wanted(nnodes=nnodes), config=config)
+
+
+def test_gpus_that_no_machine_of_the_cluster_has_are_refused_with_what_to_do(machines):
+    machines((8, 0), (8, 0))
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda, but no machine .*8 CPUs, 0 GPUs.*--num-gpus=N"):
+        require_room(wanted())
+    require_room(wanted("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nnodes", "engines"),
+    [
+        ([(16, 8)], 1, (1, 4)),  # one machine for both
+        ([(16, 4), (16, 4)], 1, (1, 4)),  # one each
+        ([(16, 8), (16, 8)], 2, (2, 4)),
+        ([(16, 4), (16, 4), (16, 2), (16, 2)], 2, (2, 2)),
+        ([(16, 8), (16, 4)], 2, (1, 4)),  # the large one for both, the small one for training
+    ],
+)
+def test_engines_with_devices_of_their_own_are_taken_where_there_is_room_beside_training(
+    machines, sizes, nnodes, engines
+):
+    machines(*sizes)
+    require_room(apart(nnodes, engines))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nnodes", "engines"),
+    [
+        ([(16, 4)], 1, (1, 4)),  # all of it is training's
+        ([(6, 8)], 1, (1, 4)),  # GPUs enough, CPUs not
+        ([(16, 4), (16, 4)], 2, (1, 2)),
+        ([(16, 8), (16, 2)], 1, (2, 4)),  # a second machine that is too small
+        ([(16, 8), (16, 4)], 2, (2, 4)),
+    ],
+)
+def test_more_engines_than_devices_beside_training_are_refused_before_anything_loads(machines, sizes, nnodes, engines):
+    machines(*sizes)
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.nnodes={engines[0]} .* beside the {nnodes} with 4 CPUs and 4 GPUs"
+    ):
+        require_room(apart(nnodes, engines))
+
+
+def test_machines_that_only_an_engine_fits_on_are_asked_too(machines):
+    machines((16, 4), (2, 2), (1, 0))
+    assert [node["NodeID"] for node in usable(apart(1, (1, 2)))] == ["0", "1"]
+    assert [node["NodeID"] for node in usable(wanted())] == ["0"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from verl_mt.config.rollout import ENGINES, RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, InferenceEngine
@@ -39,8 +41,30 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
                 f"{_KEY}={name} with trainer.placement=ray samples on the CPU, from a copy of the policy in the "
                 "trainer's process: use sglang, or trainer.device=cpu"
             )
+    if getattr(engine, "lives_beside_ranks", False):
+        _check_devices(config.rollout, trainer)
     if isinstance(engine, type) and issubclass(engine, InferenceEngine):
         engine.check_config(config, trainer)
+
+
+def _check_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
+    """Whether replicas have the devices that they ask for, where these are the ranks'."""
+    size = rollout.tensor_model_parallel_size
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+    if rollout.servers or rollout.launch_servers or rollout.nnodes:
+        return
+    if trainer.placement == "ray":
+        if trainer.n_workers_per_node % size:
+            raise ConfigError(
+                f"{key} does not divide trainer.n_workers_per_node={trainer.n_workers_per_node}: each engine has the "
+                "devices of as many ranks of one machine; give a size that divides it, or engines devices of their own "
+                "(rollout.nnodes)"
+            )
+    elif 0 < (gpus := torch.cuda.device_count()) < size:
+        raise ConfigError(
+            f"{key}, but this machine has {gpus} GPU(s), and an engine with trainer.placement=inline lives on this "
+            f"machine: give at most {gpus}, or name servers elsewhere (rollout.servers)"
+        )
 
 
 def samples_from_policy(name: str) -> bool:

@@ -29,8 +29,12 @@ _NAMED = 4
 """Machines that a message names; the others are counted."""
 
 
-def connect(placement: Placement) -> bool:
+def connect(placement: Placement, engine_devices: int = 0) -> bool:
     """Join the cluster that RAY_ADDRESS names, else one that runs on this machine, else start one here.
+
+    Args:
+        placement: of the ranks.
+        engine_devices: of engines that have their own.
 
     Returns:
         Whether this process made the connection, and so has to end it.
@@ -65,7 +69,7 @@ def connect(placement: Placement) -> bool:
             "`ray start --address=...` on the others, then start the run on the first (docs/scaling.md)"
         )
     # CPUs are what Ray hands out, not cores: a small machine may run more ranks than it has cores.
-    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + 1)
+    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + engine_devices + 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     return True
 
@@ -98,37 +102,65 @@ def resolve_device(setup: WorkerSetup) -> WorkerSetup:
     return replace(setup, device="cuda" if gpus >= setup.placement.num_ranks else "cpu")
 
 
+def apart(setup: WorkerSetup) -> tuple[int, dict[str, float]] | None:
+    """(machines, what each must have) for engines with devices of their own; None = there are none."""
+    rollout = setup.config.rollout
+    if rollout.servers or not rollout.nnodes or not engines.lives_beside_ranks(rollout.name):
+        return None
+    return rollout.nnodes, bundle(setup, rollout.n_workers_per_node)
+
+
 def usable(setup: WorkerSetup) -> list[dict[str, Any]]:
     """Of `ray.nodes()` those where a rank, or an engine with devices of its own, could be placed."""
-    rollout = setup.config.rollout
-    needs = [bundle(setup)]
-    if rollout.nnodes and engines.lives_beside_ranks(rollout.name):
-        needs.append(bundle(setup, rollout.n_workers_per_node))
-    return [node for node in ray.nodes() if node["Alive"] and any(fits(node["Resources"], need) for need in needs)]
-
-
-def fits(machine: Mapping[str, float], needed: Mapping[str, float]) -> bool:
-    """Whether a machine, empty, has room for a bundle."""
-    return all(machine.get(kind, 0) >= number for kind, number in needed.items())
+    separate = apart(setup)
+    needs = [bundle(setup)] + ([separate[1]] if separate else [])
+    return [node for node in ray.nodes() if node["Alive"] and any(_fits(node["Resources"], need) for need in needs)]
 
 
 def require_room(setup: WorkerSetup) -> None:
-    """Whether the cluster could ever hold the group.
+    """Whether the cluster could ever hold the group, and beside it engines with devices of their own.
 
     Raises:
         ConfigError: too few machines that are large enough.
     """
-    needed, placement = bundle(setup), setup.placement
+    placement, device, needed, separate = setup.placement, setup.device, bundle(setup), apart(setup)
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = [machine for machine in machines if fits(machine, needed)]
-    if len(fitting) >= placement.nnodes:
-        return
     have = "; ".join(f"{m.get('CPU', 0):g} CPUs, {m.get('GPU', 0):g} GPUs" for m in machines) or "none"
-    wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
-    raise ConfigError(
-        f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
-        f"{setup.device} need {placement.nnodes} machine(s) with {wanted} each; the Ray cluster has: {have}"
-    )
+    if device == "cuda" and not any(m.get("GPU", 0) for m in machines):
+        raise ConfigError(
+            f"trainer.device=cuda, but no machine of the Ray cluster has a GPU that Ray knows of (it has: {have}): "
+            "start Ray where the GPUs are, with `ray start --num-gpus=N` where it does not find them, or set "
+            "trainer.device=cpu"
+        )
+    training = [number for number, machine in enumerate(machines) if _fits(machine, needed)]
+    if len(training) < placement.nnodes:
+        raise ConfigError(
+            f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
+            f"{device} need {placement.nnodes} machine(s) with {_wanted(needed)} each; the Ray cluster has: {have}"
+        )
+    if separate is None:
+        return
+    number, for_engines = separate
+    both = {kind: needed[kind] + for_engines[kind] for kind in needed}
+    sampling = [k for k, machine in enumerate(machines) if _fits(machine, for_engines)]
+    shared = [k for k, machine in enumerate(machines) if _fits(machine, both)]
+    # Each machine is one of training's, one of the engines', or, where it is large enough, one of each.
+    if len(sampling) < number or len({*training, *sampling}) + len(shared) < placement.nnodes + number:
+        rollout = setup.config.rollout
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.nnodes={number} and .n_workers_per_node={rollout.n_workers_per_node} on "
+            f"{device} need {number} machine(s) with {_wanted(for_engines)} each, beside the {placement.nnodes} "
+            f"with {_wanted(needed)} each that training takes; the Ray cluster has: {have}"
+        )
+
+
+def _fits(machine: Mapping[str, float], needed: Mapping[str, float]) -> bool:
+    """Whether a machine, empty, has room for a bundle."""
+    return all(machine.get(kind, 0) >= number for kind, number in needed.items())
+
+
+def _wanted(needed: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
 
 
 def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -37,6 +37,9 @@ from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
+_OWN_GPUS_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Where `ray start` had it set to 1, as other libraries' scripts do, an engine would see all GPUs and take the first,
+which may be training's."""
 _SENT = (
     columns.INPUT_IDS, columns.ATTENTION_MASK, columns.SAMPLED, columns.LOSS_MASK, columns.ROLLOUT_LOG_PROBS,
     columns.ADVANTAGES, columns.REF_LOG_PROBS, columns.TRAJECTORY_INDEX, columns.PROMPT_INDEX, columns.HAS_LOG_PROBS,
@@ -54,8 +57,8 @@ class RayWorkerGroup(WorkerGroup):
     """
 
     def __init__(self, setup: WorkerSetup):
-        placement = setup.placement
-        self._ours = connect(placement)
+        placement, rollout = setup.placement, setup.config.rollout
+        self._ours = connect(placement, rollout.nnodes * rollout.n_workers_per_node)
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []
@@ -70,10 +73,8 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
-            require_same_versions(
-                ("verl_mt", "torch", *engines.packages_on_machines(setup.config.rollout)), usable(self._setup)
-            )
-            engine = setup.config.rollout.name
+            require_same_versions(("verl_mt", "torch", *engines.packages_on_machines(rollout)), usable(self._setup))
+            engine = rollout.name
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
                 raise ConfigError(
                     f"trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name={engine} with "
@@ -142,12 +143,6 @@ class RayWorkerGroup(WorkerGroup):
 
     def _hosts_beside(self, ranks_per_engine: int) -> Iterator[RayHost]:
         placement = self._setup.placement
-        if placement.n_workers_per_node % ranks_per_engine:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks_per_engine} does not divide "
-                f"trainer.n_workers_per_node={placement.n_workers_per_node}: an engine beside the ranks has the "
-                "devices of whole ranks of one machine"
-            )
         gpus = self._call("gpus", doing="telling its devices")
         for first in range(0, placement.num_ranks, ranks_per_engine):
             last = first + ranks_per_engine - 1
@@ -160,17 +155,16 @@ class RayWorkerGroup(WorkerGroup):
         gpu, needed = self._setup.device == "cuda", bundle(self._setup, per_node)
         self._apart = placement_group([needed] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
         if not self._apart.wait(_PLACEMENT_TIMEOUT_S):
-            wanted = " and ".join(f"{number:g} {kind}s" for kind, number in needed.items())
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.nnodes={nnodes} and .n_workers_per_node={per_node}: beside what training "
-                f"takes, the Ray cluster has no {nnodes} machine(s) with {wanted} each; see `ray status`"
+            raise WorkerError(
+                f"the Ray cluster had no room for engines on {nnodes} x {per_node} devices within "
+                f"{_PLACEMENT_TIMEOUT_S:.0f} s: its machines are large enough, but in use; `ray status` shows by whom"
             )
         for number in range(nnodes * per_node // ranks_per_engine):
             where = PlacementGroupSchedulingStrategy(
                 self._apart, placement_group_bundle_index=number // (per_node // ranks_per_engine)
             )
             options = {
-                "runtime_env": {"env_vars": forwarded_environment(os.environ)},
+                "runtime_env": {"env_vars": forwarded_environment(os.environ) | _OWN_GPUS_ALONE},
                 "scheduling_strategy": where,
                 "num_cpus": ranks_per_engine,
                 "num_gpus": ranks_per_engine if gpu else 0,
