@@ -88,6 +88,24 @@ def test_a_server_that_lacks_a_call_or_room_or_a_tokenizer_is_refused(tmp_path):
         ask(wanted, info, {"context_length": 4096, "skip_tokenizer_init": True})
 
 
+@pytest.mark.parametrize("version", ["0.5.20", "0.4.10.post2", "0.5.9"])
+def test_a_server_of_a_version_that_takes_no_weights_is_refused_by_that_version(tmp_path, version):
+    wanted = folder(tmp_path, "a")
+    with pytest.raises(ConfigError, match=rf"{URL} runs SGLang {version}, .*since 0\.5\.21.*start 0\.5\.23 there"):
+        ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version}, paths=("/generate",))
+
+
+def test_a_version_that_was_not_tested_is_said_and_the_tested_one_is_not(tmp_path, caplog):
+    wanted = folder(tmp_path, "a")
+    for version in ("0.5.23", None, "0.5.22", "0.6.0", "0.0.0.dev0+g1234567"):
+        ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version})
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.partition(" runs SGLang ")[2] for text in said] == [
+        f"{version}; verl_mt is tested with 0.5.23" for version in ("0.5.22", "0.6.0", "0.0.0.dev0+g1234567")
+    ]
+    assert all(URL in text for text in said)
+
+
 def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):
     wanted = folder(tmp_path, "a")
     with pytest.raises(ConfigError, match="answers with status 404; is that an SGLang server"):

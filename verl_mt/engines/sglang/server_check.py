@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import httpx
 from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _KEY = "actor_rollout_ref.rollout.servers"
+TESTED = "0.5.23"
+_FIRST = (0, 5, 21)
+"""The first version with `/begin_weight_update`."""
 _CALLS = (
     "/generate",
     "/abort_request",
@@ -39,7 +45,8 @@ _SHAPE = (
 
 
 async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions) -> dict[str, Any]:
-    """Compare a server with what is wanted: its calls, its model, its longest sequence.
+    """Compare a server with what is wanted: its version, its calls, its model, its longest sequence. A version that is
+    not the one that was tested, but may do, is a warning.
 
     Returns:
         What `/model_info` says, and the server's `device` and `tp_size`.
@@ -49,9 +56,10 @@ async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions
         httpx.HTTPError: it does not answer.
     """
     info = await _get(http, url, "/model_info")
+    server = await _get(http, url, "/server_info")
+    _check_version(url, server.get("version"))
     await _check_calls(http, url)
     _check_model(url, info, options.model_path)
-    server = await _get(http, url, "/server_info")
     _check_lengths(url, server, options.max_model_len)
     if server.get("skip_tokenizer_init"):
         raise ConfigError(
@@ -66,7 +74,7 @@ async def _get(http: httpx.AsyncClient, url: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{_KEY}: {url} wants a key ({response.status_code}): put it in the variable SGLANG_API_KEY")
     if response.status_code != 200:
         raise ConfigError(
-            f"{_KEY}: {url}{path} answers with status {response.status_code}; is that an SGLang server (0.5.23)?"
+            f"{_KEY}: {url}{path} answers with status {response.status_code}; is that an SGLang server ({TESTED})?"
         )
     try:
         answer = response.json()
@@ -75,6 +83,18 @@ async def _get(http: httpx.AsyncClient, url: str, path: str) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ConfigError(f"{_KEY}: {url}{path} answers with something else than JSON; is that an SGLang server?")
     return answer
+
+
+def _check_version(url: str, version: str | None) -> None:
+    if version is None or version == TESTED:
+        return  # what says nothing of its version is judged by its calls
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if (0, 0, 0) < numbers < _FIRST:  # a checkout without tags calls itself 0.0.0
+        raise ConfigError(
+            f"{_KEY}: {url} runs SGLang {version}, which does not take new weights the way that verl_mt sends them "
+            f"(/begin_weight_update, since {'.'.join(map(str, _FIRST))}); start {TESTED} there"
+        )
+    _log.warning("%s: %s runs SGLang %s; verl_mt is tested with %s", _KEY, url, version, TESTED)
 
 
 async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
@@ -87,7 +107,8 @@ async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
         missing = [call for call in _CALLS if (await http.options(call)).status_code == 404]
     if missing:
         raise ConfigError(
-            f"{_KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start 0.5.23 there"
+            f"{_KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start {TESTED} "
+            "there"
         )
 
 
