@@ -48,6 +48,7 @@ def test_what_is_installed_there_and_not_here_differs():
     [
         ({"name": "sglang"}, ("sglang",)),
         ({"name": "sglang", "nnodes": 1}, ("sglang",)),
+        ({"name": "sglang", "launch_servers": 2}, ("sglang",)),
         ({"name": "sglang", "servers": ["http://host:1"]}, ()),
         ({"name": "local"}, ()),
     ],
@@ -127,6 +128,16 @@ def test_more_engines_than_devices_beside_training_are_refused_before_anything_l
         ConfigError, match=rf"rollout\.nnodes={engines[0]} .* beside the {nnodes} with 4 CPUs and 4 GPUs"
     ):
         require_room(apart(nnodes, engines))
+
+
+def test_launched_engines_are_separate_ones_of_one_machine(machines):
+    rollout = RolloutConfig(name="sglang", launch_servers=2, tensor_model_parallel_size=2)
+    setup = replace(wanted(), config=ActorRolloutRefConfig(rollout=rollout))
+    machines((16, 8))
+    require_room(setup)
+    machines((16, 6))
+    with pytest.raises(ConfigError, match=r"need 1 machine.s. with 4 CPUs and 4 GPUs each, beside the 1 with"):
+        require_room(setup)
 
 
 def test_machines_that_only_an_engine_fits_on_are_asked_too(machines):

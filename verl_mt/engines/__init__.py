@@ -51,7 +51,7 @@ def _check_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
     """Whether replicas have the devices that they ask for, where these are the ranks'."""
     size = rollout.tensor_model_parallel_size
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
-    if rollout.servers or rollout.launch_servers or rollout.nnodes:
+    if rollout.placed != "colocated":
         return
     if trainer.placement == "ray":
         if trainer.n_workers_per_node % size:
@@ -79,7 +79,7 @@ def lives_beside_ranks(name: str) -> bool:
 
 def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
     """Distributions that every machine of a worker group needs for its engines, in one version."""
-    if rollout.servers or rollout.launch_servers or not lives_beside_ranks(rollout.name):
+    if rollout.placed == "servers" or not lives_beside_ranks(rollout.name):
         return ()
     return getattr(_find(rollout.name), "packages", ())
 

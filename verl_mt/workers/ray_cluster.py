@@ -29,12 +29,12 @@ _NAMED = 4
 """Machines that a message names; the others are counted."""
 
 
-def connect(placement: Placement, engine_devices: int = 0) -> bool:
+def connect(placement: Placement, devices_apart: int = 0) -> bool:
     """Join the cluster that RAY_ADDRESS names, else one that runs on this machine, else start one here.
 
     Args:
         placement: of the ranks.
-        engine_devices: of engines that have their own.
+        devices_apart: of engines that have their own.
 
     Returns:
         Whether this process made the connection, and so has to end it.
@@ -69,7 +69,7 @@ def connect(placement: Placement, engine_devices: int = 0) -> bool:
             "`ray start --address=...` on the others, then start the run on the first (docs/scaling.md)"
         )
     # CPUs are what Ray hands out, not cores: a small machine may run more ranks than it has cores.
-    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + engine_devices + 1)
+    num_cpus = max(os.cpu_count() or 1, placement.num_ranks + devices_apart + 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     return True
 
@@ -105,9 +105,10 @@ def resolve_device(setup: WorkerSetup) -> WorkerSetup:
 def apart(setup: WorkerSetup) -> tuple[int, dict[str, float]] | None:
     """(machines, what each must have) for engines with devices of their own; None = there are none."""
     rollout = setup.config.rollout
-    if rollout.servers or not rollout.nnodes or not engines.lives_beside_ranks(rollout.name):
+    if rollout.devices_apart is None or not engines.lives_beside_ranks(rollout.name):
         return None
-    return rollout.nnodes, bundle(setup, rollout.n_workers_per_node)
+    machines, on_each = rollout.devices_apart
+    return machines, bundle(setup, on_each)
 
 
 def usable(setup: WorkerSetup) -> list[dict[str, Any]]:
@@ -146,9 +147,9 @@ def require_room(setup: WorkerSetup) -> None:
     shared = [k for k, machine in enumerate(machines) if _fits(machine, both)]
     # Each machine is one of training's, one of the engines', or, where it is large enough, one of each.
     if len(sampling) < number or len({*training, *sampling}) + len(shared) < placement.nnodes + number:
-        rollout = setup.config.rollout
+        on_each = int(for_engines["CPU"])
         raise ConfigError(
-            f"actor_rollout_ref.rollout.nnodes={number} and .n_workers_per_node={rollout.n_workers_per_node} on "
+            f"actor_rollout_ref.rollout.nnodes={number} and .n_workers_per_node={on_each} (separate engines) on "
             f"{device} need {number} machine(s) with {_wanted(for_engines)} each, beside the {placement.nnodes} "
             f"with {_wanted(needed)} each that training takes; the Ray cluster has: {have}"
         )

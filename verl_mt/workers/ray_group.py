@@ -58,7 +58,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def __init__(self, setup: WorkerSetup):
         placement, rollout = setup.placement, setup.config.rollout
-        self._ours = connect(placement, rollout.nnodes * rollout.n_workers_per_node)
+        machines, on_each = rollout.devices_apart or (0, 0)
+        self._ours = connect(placement, machines * on_each)
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []

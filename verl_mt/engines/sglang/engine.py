@@ -86,13 +86,6 @@ class SGLangEngine(InferenceEngine):
         check_rollout(rollout)
         if trainer.placement != "ray":
             check_launched(rollout, trainer.device)
-        beside_ranks = trainer.placement == "ray" and rollout.placed == "colocated"
-        if beside_ranks and trainer.n_workers_per_node % rollout.tensor_model_parallel_size:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not "
-                f"divide trainer.n_workers_per_node={trainer.n_workers_per_node}: each engine has the devices of as "
-                "many ranks of one machine; give a size that divides it, or servers (rollout.launch_servers, .servers)"
-            )
         if not rollout.servers:
             require_sglang()
 
