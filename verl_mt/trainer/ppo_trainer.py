@@ -357,6 +357,8 @@ class PPOTrainer:
 
     def _while_waiting(self) -> None:
         self.interrupts.check()
+        # What is sampled could not be trained on, and the next call would come after hours of it.
+        self.workers.check()
         self.log.display.rollout(self.stream.runner.progress)
 
     def _save_boundary(self) -> None:

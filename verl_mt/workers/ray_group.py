@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
+_CHECK_EVERY_S = 1.0
 _OWN_GPUS_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Where `ray start` had it set to 1, as other libraries' scripts do, an engine would see all GPUs and take the first,
 which may be training's."""
@@ -69,8 +71,11 @@ class RayWorkerGroup(WorkerGroup):
         self._broken: str | None = None
         self._replica: Any = None
         self._stale = False
-        self._order = threading.Lock()
-        """Held while a call goes out: all ranks must get all calls in one order."""
+        self._order = threading.RLock()
+        """Held while a call goes out, for all ranks must get all calls in one order, and while the group ends."""
+        self._checks: list[Any] = []
+        """Calls that only a rank that is gone does not answer."""
+        self._checked_at = 0.0
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
@@ -203,6 +208,20 @@ class RayWorkerGroup(WorkerGroup):
         self._call("load", ray.put(own), folder, doing="loading a checkpoint")
         self._stale = True
 
+    def check(self) -> None:
+        with self._order:
+            if self._broken is not None:
+                raise WorkerError(self._broken)
+            if time.monotonic() < self._checked_at + _CHECK_EVERY_S:
+                return
+            # Not asked again while a rank has not answered: it may be giving weights to an engine that came back.
+            refs = self._checks or self._begin("describe")
+            done, left = ray.wait(refs, num_returns=len(refs), timeout=0)
+            over = not left or any(map(_failed, done))
+            self._checks, self._checked_at = [] if over else refs, time.monotonic()
+            if over:
+                self._wait(refs, "waiting for the rollout")
+
     def close(self) -> None:
         workers, self._workers = self._workers, []
         for host in self._hosts:
@@ -304,8 +323,9 @@ class RayWorkerGroup(WorkerGroup):
             take(len(pending), _GRACE_S)
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]))
         failure = self._explain(rank, error, doing)
-        self._broken = str(failure)
-        self.close()
+        with self._order:
+            self._broken = str(failure)
+            self.close()
         raise failure from error
 
     def _explain(self, rank: int, error: Exception, doing: str) -> VerlMTError:
@@ -321,6 +341,15 @@ class RayWorkerGroup(WorkerGroup):
             cause = error.cause if isinstance(error, RayTaskError) else error
             what = f"{name} of {total} failed while {doing}: {type(cause).__name__}: {cause}"
         return WorkerError(f"{what}\nThe same command goes on from the run's last checkpoint")
+
+
+def _failed(ref: Any) -> bool:
+    """Of a call that is over."""
+    try:
+        ray.get(ref)
+    except RayError:
+        return True
+    return False
 
 
 def _seriousness(error: Exception) -> int:

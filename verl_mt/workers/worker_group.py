@@ -129,6 +129,14 @@ class WorkerGroup(abc.ABC):
             CheckpointError: of another model, or incomplete.
         """
 
+    def check(self) -> None:  # noqa: B027 - workers in this process are there
+        """Notice a worker that is lost while nothing is asked of it, as in a rollout. Returns at once; to be called now
+        and then.
+
+        Raises:
+            WorkerError: one is.
+        """
+
     def close(self) -> None:  # noqa: B027 - workers in this process need no end
         """End the workers' processes. Idempotent."""
 

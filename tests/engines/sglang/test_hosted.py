@@ -12,6 +12,7 @@ from verl_mt.engines.base import EngineHost, FromRanks
 from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.processes import ProcessGroup
 from verl_mt.errors import EngineError, EngineGoneError
 
 pytestmark = pytest.mark.slow  # event loops, deadlines
@@ -25,8 +26,9 @@ def no_sglang_needed(monkeypatch):
 class There(FakeClient):
     """What a host makes: the engine's own client, on paper."""
 
-    async def process_id(self):
-        return 7
+    async def launch(self, *earlier):
+        self.earlier = earlier
+        return ProcessGroup("here", len(earlier) + 7, None)
 
     async def end(self, lost):
         self.lost = lost
@@ -127,6 +129,9 @@ def test_a_replica_that_goes_away_in_an_update_gets_it_in_its_next_life_and_the_
         await engine.apply(ranks.update(1))
         assert ranks.handed == [["rank 0", "rank 1"], ["rank 1"]]
         assert len(hosts[1].lives) == 2 and "broke off" in hosts[1].lives[0].lost
+        # Who held the first engine may not have been able to end it: the next is told which it was.
+        assert [life.earlier for life in hosts[1].lives] == [(), (ProcessGroup("here", 7, None),)]
+        assert engine.pids == [7, 8]
         assert all(replica.holds is not None for replica in engine._replicas)
         assert engine.metrics()["engine/restarts"] == 1
         await engine.close()

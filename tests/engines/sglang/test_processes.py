@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ from live import processes_of_group
 from verl_mt.engines.sglang import clients, processes
 from verl_mt.engines.sglang.clients import ColocatedClient, LaunchedServer
 from verl_mt.engines.sglang.options import SGLangOptions
-from verl_mt.engines.sglang.processes import ChildProcess
+from verl_mt.engines.sglang.processes import ChildProcess, ProcessGroup
 from verl_mt.errors import ConfigError
 
 CLASSES = [*processes._INPUT_CLASSES.values(), *processes._PLAIN_CALLS.values()]
@@ -121,6 +124,50 @@ def test_a_process_that_fails_leaves_its_last_exception_and_its_child_does_not_o
     assert "exit code 1" in text and text.endswith("ValueError: no memory left") and "first" not in text
     assert not processes_of_group(process.pid)
     Path(process.log).unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wait", "raise"])
+def test_what_a_killed_holder_left_is_ended_by_who_comes_next_with_or_without_its_leader(start, how):
+    process, _ = start(how)
+    group = pickle.loads(pickle.dumps(ProcessGroup.of(process)))
+    if how == "raise":
+        process._popen.wait()
+    os.killpg(process.pid, signal.SIGSTOP)  # it hangs: nothing but SIGKILL ends it
+    assert processes_of_group(process.pid)
+    group.end()
+    assert not processes_of_group(process.pid)
+    group.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [{"machine": "another"}, {"begun": "1"}])
+def test_a_group_of_the_same_number_on_another_machine_or_of_another_time_is_left_alone(start, other):
+    process, _ = start("wait")
+    replace(ProcessGroup.of(process), **other).end()
+    assert len(processes_of_group(process.pid)) == 2
+
+
+@pytest.mark.slow
+def test_an_engine_begins_when_the_one_that_had_its_devices_is_gone(start, run_async, monkeypatch):
+    process, _ = start("wait")
+    left: list[int] = []
+
+    class Begins(ChildProcess):
+        def __init__(self, *args):
+            left.extend(processes_of_group(process.pid))
+            super().__init__(*args)
+
+    monkeypatch.setattr(clients, "ChildProcess", Begins)
+
+    async def go():
+        client = ColocatedClient({"tp_size": 1})
+        assert (await client.launch(ProcessGroup.of(process))).pid == client.pid
+        client.give_up("not wanted")
+        await client.stop()
+
+    run_async(go())
+    assert left == [] and process.ended
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import ConfigError, DataError, WorkerError
+from verl_mt.workers import ray_group
 from verl_mt.workers.setup import Placement
 from verl_mt.workers.worker_group import build_worker_group
 
@@ -140,6 +142,22 @@ def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(group
     with pytest.raises(WorkerError, match="rank 1"):
         on_ray.state_dict()
     on_ray.close()
+
+
+def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, config):
+    group = build(config, Placement("ray", num_threads=1))
+    (pid,) = group.worker_pids
+    for _ in range(3):
+        group.check()
+        time.sleep(ray_group._CHECK_EVERY_S)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    with pytest.raises(WorkerError, match=rf"rank 0 \(process {pid} on .*\) of 1 died while waiting for the rollout"):
+        while time.monotonic() < deadline:
+            group.check()
+            time.sleep(0.05)
+    with pytest.raises(WorkerError, match="rank 0"):
+        group.check()
 
 
 def step_without_ref(group):

@@ -17,7 +17,7 @@ import httpx
 
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.engines.sglang.options import SGLangOptions, is_local
-from verl_mt.engines.sglang.processes import ChildProcess, encode, read_frame
+from verl_mt.engines.sglang.processes import ChildProcess, ProcessGroup, encode, read_frame
 from verl_mt.engines.sglang.server_check import check_server
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
 
@@ -170,6 +170,7 @@ class ColocatedClient(Client):
         self._environment = environment
         self.num_ranks = int(arguments["tp_size"])
         self._process: ChildProcess | None = None
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -179,31 +180,41 @@ class ColocatedClient(Client):
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def start(self, timeout_s: float) -> None:
+    async def launch(self, earlier: ProcessGroup | None = None) -> ProcessGroup:
+        """Begin to start; returns whom to end if this process cannot any more.
+
+        Args:
+            earlier: of an engine that had the same devices. Who held it was killed and could not end it: it is ended
+                before this one begins.
+        """
+        if earlier is not None:
+            await asyncio.to_thread(earlier.end)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = ChildProcess(_MODULE, theirs.fileno(), ["engine"], self._environment)
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode(self._arguments))
+        return ProcessGroup.of(self._process)
+
+    async def start(self, timeout_s: float) -> None:
+        if self._process is None:
+            await self.launch()
+        assert self._process is not None and self._reader is not None
         try:
-            first = await asyncio.wait_for(read_frame(reader), timeout_s)
+            first = await asyncio.wait_for(read_frame(self._reader), timeout_s)
         except TimeoutError:
             raise self._too_slow(timeout_s, self._process) from None
         if first is None or first[1] != "ready":
             await asyncio.to_thread(self._process.end, _LAST_WORDS_S, keep_log=True)
             cause = "" if first is None else f": {first[2].strip()}"
             raise ConfigError(f"the SGLang engine could not be started{cause}\n{self._process.describe()}")
-        self._reading = asyncio.ensure_future(self._read(reader))
+        self._reading = asyncio.ensure_future(self._read(self._reader))
 
     async def end(self, lost: str | None) -> None:
         """`stop`, for who is in another process and gave it up, or not (None)."""
         if lost is not None:
             self.give_up(lost)
         await self.stop()
-
-    async def process_id(self) -> int | None:
-        """`pid`, for who is in another process."""
-        return self.pid
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("generate", body)
@@ -266,17 +277,19 @@ class HostedClient(Client):
         host: where.
         options: of the engine.
         number: of the replica: equal ones with equal seeds would sample the same.
+        last: the process group of this replica's last engine, kept here by each client for the next; empty at first.
     """
 
     local = False
 
-    def __init__(self, host: EngineHost, options: SGLangOptions, number: int):
+    def __init__(self, host: EngineHost, options: SGLangOptions, number: int, last: list[ProcessGroup]):
         super().__init__()
         self.name = f"SGLang {host.name}" if host.rank is None else f"SGLang engine beside {host.name}"
         self.host = host
         self.num_ranks = host.num_ranks
         self.on_gpu = host.on_gpu
         self._arguments = options.engine_arguments() | {"random_seed": options.seed + number}
+        self._last = last
         self._pid: int | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -290,8 +303,9 @@ class HostedClient(Client):
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         try:
             await asyncio.wait_for(self.host.make(_COLOCATED, self._arguments, environment), timeout_s)
+            self._last[:] = [await self.host.call("launch", *self._last)]
+            self._pid = self._last[0].pid
             await self.host.call("start", timeout_s)
-            self._pid = await self.host.call("process_id")
         except (EngineGoneError, TimeoutError) as error:
             reason = error_text(error) or f"no process for it within {timeout_s:.0f} s"
             raise ConfigError(f"the {self.name} could not be started: {reason}") from error

@@ -314,7 +314,7 @@ class SGLangEngine(InferenceEngine):
         if options.servers:
             return [partial(HttpClient, url, options) for url in options.servers]
         if options.hosts:
-            return [partial(HostedClient, host, options, number) for number, host in enumerate(options.hosts)]
+            return [partial(HostedClient, host, options, number, []) for number, host in enumerate(options.hosts)]
         if options.num_launched:  # without Ray, which would have placed them
             return [partial(LaunchedServer, options, number) for number in range(options.num_launched)]
         return [partial(ColocatedClient, options.engine_arguments())]

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,54 @@ class ChildProcess:
                 # long as it has a member, so its id cannot have been given to anyone else.
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
-            self._wait_for_group()
+            _wait_for_group(self.pid)
             if not keep_log:
                 self.log.unlink(missing_ok=True)
 
-    def _wait_for_group(self) -> None:
-        """Until what was killed is gone, and has given its memory back."""
-        deadline = time.monotonic() + _DYING_S
-        with contextlib.suppress(ProcessLookupError):
-            while time.monotonic() < deadline:
-                os.killpg(self.pid, 0)
-                time.sleep(0.02)
+
+def _wait_for_group(number: int) -> None:
+    """Until what was killed is gone, and has given its memory back."""
+    deadline = time.monotonic() + _DYING_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(number, 0)
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """Tells a `ChildProcess` from those of other machines, and from who got its number later; can be sent there."""
+
+    machine: str
+    pid: int
+    begun: str | None
+    """When its leader began, in the kernel's ticks."""
+
+    @classmethod
+    def of(cls, process: ChildProcess) -> ProcessGroup:
+        """For who may outlive the process's parent."""
+        return cls(_machine(), process.pid, _begun(process.pid))
+
+    def end(self) -> None:
+        """Kill what is left of it, if it was on this machine, and wait until that is gone. Blocks."""
+        # A number is not given anew while the group has a member, with or without its leader.
+        if self.machine != _machine() or _begun(self.pid) not in (None, self.begun):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+            _wait_for_group(self.pid)
+
+
+def _machine() -> str:
+    """Where process numbers mean the same: one boot of one kernel, and a container of its own."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _begun(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def _environment() -> dict[str, str]:
