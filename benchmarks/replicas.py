@@ -10,8 +10,8 @@ and prints a line per requirement, each with its figures, the bound, and `ok` or
 - log-probs: between what a replica said of a token and what the trainer computes of it, at each token of each step;
 - balance: each replica's share of the sampled tokens, by the rollout rows, which name the replica of each turn;
 - first turns: `rollout/first_turn_hit_rate` in each step, computed from the rows once more;
-- trainer: what this process reads and writes while new weights travel to the replicas, through any descriptor
-  (/proc/self/io), and how much Ray's object stores grow meanwhile, as a share of the weights.
+- trainer: what this process reads and writes while new weights travel to the replicas, in files, pipes (/proc/self/io)
+  and connections (TCP_INFO), and how much Ray's object stores grow meanwhile, as a share of the weights.
 
 The exit status is 1 where one was missed. Needs SGLang (docs/sglang.md) and Ray, Linux; no GPU.
 The last line: `replicas: N of M requirements met; accuracy A after S steps, T s per step`.
@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -72,9 +74,28 @@ class Moved:
 
 
 def read_and_written() -> int:
-    """By this process since it began, through any descriptor, in bytes."""
+    """Bytes of files and pipes by this process since it began, and of the TCP connections that it has now, whose send
+    and receive calls /proc/self/io leaves out."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]) + int(lines["wchar"])
+    return int(lines["rchar"]) + int(lines["wchar"]) + sum(map(of_connection, os.listdir("/proc/self/fd")))
+
+
+def of_connection(descriptor: str) -> int:
+    """Bytes that a TCP connection carried both ways; 0 of anything else."""
+    try:
+        connection = socket.socket(fileno=int(descriptor))
+    except OSError:  # no socket, or closed meanwhile
+        return 0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+    except OSError:
+        return 0
+    finally:
+        connection.detach()  # it is somebody else's
+    if len(info) < 136:  # it listens, or is not of TCP
+        return 0
+    acknowledged, received = struct.unpack_from("<QQ", info, 120)
+    return acknowledged + received
 
 
 def held_in_stores() -> int:

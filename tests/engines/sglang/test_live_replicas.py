@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,23 @@ def differences_by_replica(rows: list[dict]) -> dict[str, float]:
     return worst
 
 
+def first_turns(rows: list[dict]) -> tuple[float, float]:
+    """Prompt tokens that first turns found in caches, and how many they could have found.
+
+    At a replica, of n samples of a prompt of P tokens all but the first can find P - 1 (SGLang always computes the last
+    one); the first can find what all prompts of the step begin with, if another prompt was there before.
+    """
+    found, prompts = 0.0, defaultdict(Counter)
+    for row in rows:
+        (record, *_), size = row["records"], int(row["counters"]["input_tokens/1"])
+        prompts[row["replicas"][0]][tuple(record["token_ids"][:size])] += 1
+        found += row["counters"].get("cached_tokens/1", 0)  # absent where it is none
+    columns = zip(*(prompt for of_one in prompts.values() for prompt in of_one))
+    common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))
+    of_groups = sum((n - 1) * (len(prompt) - 1) for of_one in prompts.values() for prompt, n in of_one.items())
+    return found, of_groups + sum((len(of_one) - 1) * common for of_one in prompts.values())
+
+
 def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(trainer_on, tmp_path):
     trainer = trainer_on("trainer.total_training_steps=6", "actor_rollout_ref.actor.skip_zero_advantage=False")
     pids = trainer.engine.pids
@@ -85,6 +105,9 @@ def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(
     assert [step["rollout/replicas"] for step in steps] == [4] * 6
     assert min(step["rollout/replica_tokens_min_share"] for step in steps) > 0.1
     assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+    for step, of_step in zip(steps[1:], rows[1:]):
+        found, possible = first_turns(of_step)
+        assert found >= 0.9 * possible > 0 and step["rollout/first_turn_hit_rate"] >= 0.9
     for number, of_step in enumerate(rows):
         found = differences_by_replica(of_step)
         assert sorted(found) == ["rank 0", "rank 1", "rank 2", "rank 3"]
@@ -171,8 +194,8 @@ def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on
 
 
 def test_nothing_of_the_weights_passes_the_trainer(trainer_on):
-    """Counted at what this process reads and writes: files, sockets and pipes. The object store is shared memory, of
-    which Ray itself says how much is in use."""
+    """Counted at what this process reads and writes: files, pipes and connections. The object store is shared memory,
+    of which Ray itself says how much is in use."""
     import ray
 
     trainer = trainer_on("trainer.total_training_steps=1")
@@ -187,6 +210,38 @@ def test_nothing_of_the_weights_passes_the_trainer(trainer_on):
 
 
 def moved_bytes() -> int:
-    """Read and written by this process since it began, through any descriptor."""
+    """Read and written by this process: of files and pipes, and of the TCP connections that it has now, whose send and
+    receive calls /proc/self/io leaves out."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]) + int(lines["wchar"])
+    return int(lines["rchar"]) + int(lines["wchar"]) + sum(map(of_connection, os.listdir("/proc/self/fd")))
+
+
+def of_connection(descriptor: str) -> int:
+    """Bytes that a TCP connection carried; 0 of anything else."""
+    try:
+        connection = socket.socket(fileno=int(descriptor))
+    except OSError:  # no socket, or closed meanwhile
+        return 0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+    except OSError:
+        return 0
+    finally:
+        connection.detach()  # it is somebody else's
+    if len(info) < 136:  # it listens, or is not of TCP
+        return 0
+    acknowledged, received = struct.unpack_from("<QQ", info, 120)
+    return acknowledged + received
+
+
+def test_what_a_connection_carries_is_counted_whatever_call_carries_it():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    with here, there:
+        before = moved_bytes()
+        here.sendall(bytes(50_000))
+        left = 50_000
+        while left:
+            left -= len(there.recv(left))
+        assert moved_bytes() - before >= 100_000
