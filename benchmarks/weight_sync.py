@@ -12,6 +12,15 @@ of every tensor into memory that is already there, which is one read and one wri
 
 After the last update of each way, greedy log-probs of the engine are compared with the policy's. Needs SGLang
 (docs/sglang.md); no GPU. The last line: `weight sync / memory copy: tensors R, broadcast R, disk R`, medians.
+
+    python benchmarks/weight_sync.py --replicas [--size medium] [--repetitions 20]
+
+On Ray instead, each in a trainer of its own: one rank with a replica beside it, four ranks with a replica beside each,
+and one rank with three separate engines. Counted is what leaves rank 0 through connections (`ss`), and the CPU time of
+ranks and engines during the updates, less what they take when idle. It does not stand for the traffic of the memory,
+which nothing counts where there are no hardware counters: ranks gather through sockets, and a paused SGLang spins, so
+that an engine's time is at least that of the slowest rank. The last line: `replica of four / replica of one: engine R,
+rank R; sent by rank 0 to three engines: S times the weights`.
 """
 
 from __future__ import annotations
@@ -19,8 +28,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +42,7 @@ from typing import Any
 from models import SIZES, make_model, save
 
 LENGTH = 256
+_IDLE_S = 5.0
 
 
 def copy_seconds(model: Any, targets: list[Any]) -> float:
@@ -122,15 +134,110 @@ def ratio(seconds: dict[str, list[float]], name: str) -> float:
     return statistics.median(seconds[name][1:]) / statistics.median(seconds[f"{name}, copy"][1:])
 
 
+def cpu_seconds(pids: list[int], groups: list[int]) -> tuple[float, float]:
+    """Of these processes, and of all processes in these groups, since they began."""
+    of_pids = of_groups = 0.0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        of_pids += seconds if int(entry.name) in pids else 0
+        of_groups += seconds if int(fields[2]) in groups else 0
+    return of_pids, of_groups
+
+
+def sent_by(pid: int) -> int:
+    """Bytes that left a process through the TCP connections that it has now."""
+    lines = subprocess.run(["ss", "-tinpHO"], check=True, capture_output=True, text=True).stdout.splitlines()
+    own = [line for line in lines if re.search(rf"\bpid={pid},", line)]
+    return sum(int(found[1]) for line in own if (found := re.search(r"\bbytes_sent:(\d+)", line)))
+
+
+def measure_on_ray(title: str, words: list[str], num_bytes: int, repetitions: int) -> tuple[float, float, float]:
+    """Builds a trainer, and pushes its weights.
+
+    Returns:
+        Per update: CPU seconds of an engine, CPU seconds of a rank, and how many times the weights left rank 0.
+    """
+    from verl_mt.config.compose import compose
+    from verl_mt.trainer.build import build_trainer
+
+    trainer = build_trainer(compose(words))
+    try:
+        ranks, engines = trainer.workers.worker_pids, trainer.engine.pids
+        for version in (1, 2):  # the first ones allocate, and connect
+            trainer.weights.push(version)
+        before, begun = cpu_seconds(ranks, engines), time.perf_counter()
+        time.sleep(_IDLE_S)
+        idle = [(b - a) / (time.perf_counter() - begun) for a, b in zip(before, cpu_seconds(ranks, engines))]
+        before, sent, begun = cpu_seconds(ranks, engines), sent_by(ranks[0]), time.perf_counter()
+        for version in range(3, 3 + repetitions):
+            trainer.weights.push(version)
+        seconds = time.perf_counter() - begun
+        used = [b - a - i * seconds for a, b, i in zip(before, cpu_seconds(ranks, engines), idle)]
+        times = (sent_by(ranks[0]) - sent) / repetitions / num_bytes
+    finally:
+        trainer.close()
+    of_rank, of_engine = used[0] / repetitions / len(ranks), used[1] / repetitions / len(engines)
+    print(
+        f"{title}: {len(engines)} engine(s), {1e3 * seconds / repetitions:.0f} ms per update; CPU ms of an engine "
+        f"{1e3 * of_engine:.0f}, of a rank {1e3 * of_rank:.0f}; rank 0 sent {times:.2f} times the weights",
+        flush=True,
+    )
+    return of_engine, of_rank, times
+
+
+def on_ray(args: argparse.Namespace) -> None:
+    """The three placements."""
+    import ray
+
+    folder = Path(tempfile.mkdtemp(prefix="weight_sync_"))
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        model = make_model(args.size)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        print(f"{num_bytes / 1e6:.0f} MB of float32 weights, load {os.getloadavg()[0]:.1f}", flush=True)
+        rollout = "actor_rollout_ref.rollout."
+        common = ["trainer.placement=ray", "trainer.device=cpu", "trainer.num_threads=1", "trainer.logger=[console]"]
+        common += [f"actor_rollout_ref.model.path={save(model, folder / 'model')}", "data.val_files=null"]
+        common += [rollout + "name=sglang", rollout + "engine_timeout_s=300", rollout + "max_num_seqs=16"]
+
+        def case(number: int, title: str, *words: str) -> tuple[float, float, float]:
+            place = f"trainer.default_local_dir={folder / str(number)}"
+            return measure_on_ray(title, [*common, place, *words], num_bytes, args.repetitions)
+
+        one = case(1, "one rank, a replica beside it", "trainer.n_workers_per_node=1")
+        four = case(2, "four ranks, a replica beside each", "trainer.n_workers_per_node=4")
+        apart = ["trainer.n_workers_per_node=1", rollout + "nnodes=1", rollout + "n_workers_per_node=3"]
+        three = case(3, "one rank, separate engines", *apart)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    print(
+        f"replica of four / replica of one: engine {four[0] / one[0]:.2f}, rank {four[1] / one[1]:.2f}; "
+        f"sent by rank 0 to three engines: {three[2]:.2f} times the weights"
+    )
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=[*SIZES], default="medium")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--replicas", action="store_true", help="on Ray: beside ranks, and separate")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bucket-megabytes", type=int, nargs="+", default=[256, 16], help="for tensors; first counts")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
+    on_ray(args) if args.replicas else from_here(args)
+
+
+def from_here(args: argparse.Namespace) -> None:
+    """From a policy in this process, the three ways."""
     import torch
 
     from verl_mt.engines.base import Disk, TensorBuckets
