@@ -184,6 +184,12 @@ class RankWorker:
             pass
         return problems
 
+    def leave_groups(self) -> None:
+        """Of the engines that it gives weights to by broadcasts: servers outlive this process."""
+        for _, giver in self._givers.values():
+            if hasattr(giver, "close"):
+                giver.close()
+
     def _giver(self, update: HandedOver) -> Any:
         made_with, giver = self._givers.get(update.giver, (None, None))
         if giver is None or made_with != update.arguments:

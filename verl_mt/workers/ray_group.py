@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
@@ -69,6 +69,7 @@ class RayWorkerGroup(WorkerGroup):
         """Of engines on devices of their own."""
         self._names: list[str] = []
         self._broken: str | None = None
+        self._broadcasts = False
         self._replica: Any = None
         self._stale = False
         self._order = threading.RLock()
@@ -181,6 +182,7 @@ class RayWorkerGroup(WorkerGroup):
         own: dict[int, list[Receiver]] = {}
         for receiver in receivers:
             own.setdefault(receiver.rank or 0, []).append(receiver)
+        self._broadcasts = self._broadcasts or any(receiver.rank is None for receiver in receivers)
         told = self._call("hand_over", update, own, doing="giving the engines their weights")
         problems = {rank: iter(told[rank]) for rank in own}
         return [next(problems[receiver.rank or 0]) for receiver in receivers]
@@ -228,6 +230,9 @@ class RayWorkerGroup(WorkerGroup):
             host.resident = None  # it goes with the placement, or with the cluster
         if not ray.is_initialized():
             return
+        if self._broadcasts and self._broken is None:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(workers[0].leave_groups.remote(), timeout=_GRACE_S)
         for worker in workers:
             ray.kill(worker)
         for group in (self._group, self._apart):

@@ -14,11 +14,13 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from engine_models import request
 from live import ROLLOUT, START_S, processes_of_group
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import WorkerError
 from verl_mt.trainer.build import build_trainer
+from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -181,6 +183,37 @@ def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(
     for of_step in rows:
         found = differences_by_replica(of_step)
         assert sorted(found) == ["engine 0", "engine 1"] and max(found.values()) <= 1e-4
+
+
+def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were(trainer_on, lab, run, tmp_path):
+    """Two servers of somebody else's, two ranks on two machines: nothing of the weights passes the trainer."""
+    theirs = lab.engine("launch_servers=2")
+    try:
+        run(theirs.start())
+        urls = ",".join(replica.serving.url for replica in theirs._replicas)
+        trainer = trainer_on(
+            "trainer.n_workers_per_node=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2"
+        )
+        moved, push = [], trainer.weights.push
+
+        def counted(version):
+            before = moved_bytes()
+            push(version)
+            moved.append(moved_bytes() - before)
+
+        trainer.weights.push = counted
+        trainer.fit()
+        assert moved and max(moved) < sum(p.nbytes for p in lab.module.parameters()) / 4
+        steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
+        assert [(step["rollout/replicas"], step["weights/trainer_bytes"]) for step in steps] == [(2, 0)] * 2
+        for of_step in rows:
+            found = differences_by_replica(of_step)
+            assert len(found) == 2 and max(found.values()) <= 1e-4
+        # They serve on, in nobody's pause, and take their next weights from whoever comes then.
+        run(theirs.apply(weight_update_for(theirs.capabilities, lab.module, 1)))
+        assert run(theirs.generate(request(lab.prompts[0].ids))).token_ids
+    finally:
+        run(theirs.close())
 
 
 def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on, tmp_path, monkeypatch):
