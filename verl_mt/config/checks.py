@@ -478,6 +478,9 @@ def _sglang(config: Config) -> Iterator[str]:
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
+    urls = [url.rstrip("/") for url in rollout.servers]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"{_ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
     way = rollout.weight_transport
     if way == "broadcast" and rollout.placed == "colocated":
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
