@@ -1,0 +1,298 @@
+"""Replicas, ranks and machines that are killed in each phase of a step: two nodes of a Ray cluster on this machine, on
+each a rank of the worker group with a real SGLang beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from live import ROLLOUT, START_S, processes_of_group
+
+from verl_mt.config.compose import compose
+from verl_mt.engines.sglang.engine import SGLangEngine
+from verl_mt.errors import WorkerError
+from verl_mt.trainer import checkpoint
+from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(1200)]
+PROMPTS, SAMPLES = 4, 4
+SMALL = [
+    f"data.train_batch_size={PROMPTS}", "data.val_files=null", "trainer.logger=[console]", "trainer.num_threads=1",
+    "trainer.export_at_end=False", "actor_rollout_ref.actor.skip_zero_advantage=False",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}", ROLLOUT + f"n={SAMPLES}",
+    ROLLOUT + "response_length=64",
+]  # fmt: skip
+"""Two optimizer steps in each training step, whatever was sampled."""
+ON_TWO_NODES = [
+    "trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu",
+    ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", ROLLOUT + "max_num_seqs=32",
+]  # fmt: skip
+PHASES = {
+    "rollout": ("engine", "generate"),
+    "release": ("engine", "release_memory"),
+    "update": ("workers", "update"),
+    "sync": ("workers", "hand_over"),
+    "resume": ("engine", "resume_memory"),
+}
+"""Phase of a step -> part of the trainer and its call, at whose beginning somebody is killed. `hand_over` is called
+when every engine has been told that an update begins."""
+
+
+@dataclass
+class Nodes:
+    """The cluster's second node can be lost, and comes back."""
+
+    cluster: object
+    second: object
+    arguments: dict
+
+    @classmethod
+    def make(cls) -> Nodes:
+        from ray.cluster_utils import Cluster
+
+        arguments = {"num_cpus": 2, "object_store_memory": 200 * 1024 * 1024}
+        cluster = Cluster(initialize_head=True, head_node_args=arguments)
+        nodes = cls(cluster, cluster.add_node(**arguments), arguments)
+        cluster.wait_for_nodes()
+        return nodes
+
+    def processes(self) -> set[int]:
+        """Workers of the second node."""
+        raylet = self.second.all_processes["raylet"][0].process.pid
+        children = Path(f"/proc/{raylet}/task/{raylet}/children")
+        return set(map(int, children.read_text().split()))
+
+    def lose(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def bring_back(self) -> None:
+        self.second = self.cluster.add_node(**self.arguments)
+        self.cluster.wait_for_nodes()
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    import ray
+
+    nodes = Nodes.make()
+    yield nodes
+    ray.shutdown()
+    nodes.cluster.shutdown()
+
+
+@pytest.fixture
+def trainer_of(two_nodes, tmp_path, monkeypatch):
+    """Makes a trainer of the same run as before; the last one is ended with the test."""
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes.cluster.address)
+    # Device memory changes hands as on a GPU; SGLang accepts the calls on a CPU.
+    make_engine, made = SGLangEngine.__init__, []
+
+    def as_on_a_gpu(engine, options):
+        make_engine(engine, options)
+        engine.capabilities = replace(engine.capabilities, frees_memory=True)
+
+    monkeypatch.setattr(SGLangEngine, "__init__", as_on_a_gpu)
+
+    def make(*overrides: str) -> PPOTrainer:
+        words = [*SMALL, *ON_TWO_NODES, f"trainer.default_local_dir={tmp_path / 'run'}"]
+        made.append(build_trainer(compose([*words, *overrides])))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def before(owner: object, name: str, do: Callable[[], None]) -> None:
+    """Call `do` at the beginning of each call of `owner.name`."""
+    original = getattr(owner, name)
+
+    async def awaited(*args):
+        do()
+        return await original(*args)
+
+    def called(*args):
+        do()
+        return original(*args)
+
+    setattr(owner, name, awaited if asyncio.iscoroutinefunction(original) else called)
+
+
+@dataclass
+class Killer:
+    """Kills once in each of the steps that are planned."""
+
+    trainer: PPOTrainer
+    plan: dict[int, str]
+    """Finished steps -> phase."""
+    kill: Callable[[], None]
+    calls: Counter = field(default_factory=Counter)
+    killed: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for phase, (owner, name) in PHASES.items():
+            before(getattr(self.trainer, owner), name, lambda phase=phase: self.at(phase))
+
+    def at(self, phase: str) -> None:
+        step = self.trainer.step_number
+        self.calls[step, phase] += 1
+        # In the rollout when others are being sampled.
+        if self.plan.get(step) == phase and self.calls[step, phase] == (6 if phase == "rollout" else 1):
+            self.killed.append((step, phase))
+            self.kill()
+
+
+def hold_rollout(engine: SGLangEngine, killer: Killer) -> None:
+    """Once somebody was killed, the turns that are left take an hour."""
+    generate = engine.generate
+
+    async def for_an_hour(request):
+        output = await generate(request)
+        await asyncio.sleep(3600.0 if killer.killed else 0.0)
+        return output
+
+    engine.generate = for_an_hour
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run: Path) -> list[list[dict]]:
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def wait_until_gone(pids: list[int], groups: list[int], patience_s: float = 60.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while left := [p for p in pids if Path(f"/proc/{p}").exists()] + [p for g in groups for p in processes_of_group(g)]:
+        assert time.monotonic() < deadline, f"processes outlive the run: {left}"
+        time.sleep(0.1)
+
+
+def assert_each_step_once(run: Path, num_steps: int) -> None:
+    """In the metrics, and each trajectory of each step in its rollouts, sampled with the weights of then."""
+    steps, rows = metrics_of(run), rows_of(run)
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
+    assert [step["rollout/aborted"] for step in steps] == [0] * num_steps
+    assert len(rows) == num_steps
+    for number, of_step in enumerate(rows):
+        assert {row["step"] for row in of_step} == {number + 1}
+        prompts = {row["prompt_id"] for row in of_step}
+        expected = [f"{prompt}.{n:02d}" for prompt in prompts for n in range(SAMPLES)]
+        assert len(prompts) == PROMPTS and sorted(row["trajectory_id"] for row in of_step) == sorted(expected)
+        records = [record for row in of_step for record in row["records"]]
+        versions = {v for r in records for v, sampled in zip(r["policy_versions"], r["sampled"]) if sampled}
+        assert versions == {number}
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(trainer_of, tmp_path):
+    """And in the end the process that holds an engine alone, while the engine hangs: it would keep its device."""
+    last = len(PHASES) + 1
+    plan = {**dict(enumerate(PHASES, start=1)), last: "rollout"}
+    trainer = trainer_of(f"trainer.total_training_steps={last + 2}", "trainer.save_freq=-1")
+    lives: list[list[int]] = []
+
+    def kill():
+        lives.append(trainer.engine.pids)
+        engine = lives[-1][len(lives) % 2]
+        if trainer.step_number == last:
+            os.killpg(engine, signal.SIGSTOP)
+        os.kill(parent_of(engine) if trainer.step_number == last else engine, signal.SIGKILL)
+
+    killer = Killer(trainer, plan, kill)
+    try:
+        trainer.fit()
+        wait_until_gone([], [pid for pids in lives for pid in pids])
+    finally:
+        for group in {pid for pids in lives for pid in pids if processes_of_group(pid)}:
+            os.killpg(group, signal.SIGKILL)
+    assert killer.killed == list(plan.items())
+    assert_each_step_once(tmp_path / "run", last + 2)
+    lines = metrics_of(tmp_path / "run")
+    assert lines[-1]["engine/restarts"] == len(plan) and lines[-1]["rollout/replicas"] == 2
+    assert sum(line["actor/num_updates"] for line in lines) == 2 * (last + 2)
+
+
+DOING = {"rollout": "waiting for the rollout", "release": "updating the policy", "update": "updating the policy"}
+GIVING = "giving the engines their weights"
+
+
+@pytest.mark.parametrize("who", ["rank", "node"])
+def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, who):
+    """Memory is resumed in a step, where the rank is killed, and before a run goes on from its checkpoint, where the
+    machine is lost."""
+    steps, run = len(PHASES) + 1, tmp_path / "run"
+    words = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
+    for number, phase in enumerate(PHASES):
+        if (who, phase) == ("node", "resume"):
+            lose_while_it_resumes(two_nodes, partial(trainer_of, *words))
+            continue
+        trainer = trainer_of(*words)
+        assert trainer.step_number == number
+        engines, ranks = trainer.engine.pids, trainer.workers.worker_pids
+        there = two_nodes.processes()
+        (lost,) = [rank for rank, pid in enumerate(ranks) if pid in there]
+        kill = two_nodes.lose if who == "node" else partial(os.kill, ranks[lost], signal.SIGKILL)
+        killer = Killer(trainer, {number + 1: phase}, kill)
+        hold_rollout(trainer.engine, killer)
+        with pytest.raises(WorkerError) as error:
+            trainer.fit()
+        died = rf"rank {lost} \(process {ranks[lost]} on .*\) of 2 died while {DOING.get(phase, GIVING)};"
+        assert re.match(died, str(error.value))
+        assert str(error.value).endswith("The same command goes on from the run's last checkpoint")
+        assert killer.killed == [(number + 1, phase)] and len(metrics_of(run)) == number + 1
+        wait_until_gone(ranks, engines)
+        if who == "node":
+            two_nodes.bring_back()
+    trainer_of(*words).fit()
+    assert_each_step_once(run, steps)
+    assert checkpoint.load(run / "checkpoints" / f"step_{steps:06d}")["workers"]["actor"]["num_updates"] == 2 * steps
+    assert_same_rows_and_rates(run, tmp_path / "straight", words)
+
+
+def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> None:
+    """The second node, when a checkpoint's weights are on their way to the engines."""
+    workers: list[int] = []
+    engines: list[int] = []
+
+    def lose():
+        workers.extend(two_nodes.processes())
+        engines.extend(pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if parent_of(pid) in workers)
+        two_nodes.lose()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGLangEngine, "resume_memory", SGLangEngine.resume_memory)  # so that it is undone
+        before(SGLangEngine, "resume_memory", lose)
+        with pytest.raises(WorkerError, match=rf"rank \d .*died while {GIVING};"):
+            make()
+    assert len(engines) == 1
+    wait_until_gone(workers, engines)
+    two_nodes.bring_back()
+
+
+def assert_same_rows_and_rates(run: Path, straight: Path, words: list[str]) -> None:
+    """As of a run that nothing happened to: prompts, number of optimizer steps and learning rate of each step."""
+    build_trainer(compose([*SMALL, *words, f"trainer.default_local_dir={straight}"])).fit()
+    for one, other in zip(metrics_of(run), metrics_of(straight), strict=True):
+        assert [one[k] for k in ("actor/num_updates", "actor/lr")] == [
+            other[k] for k in ("actor/num_updates", "actor/lr")
+        ]
+    for one, other in zip(rows_of(run), rows_of(straight), strict=True):
+        assert {r["prompt_id"]: r["row_index"] for r in one} == {r["prompt_id"]: r["row_index"] for r in other}
