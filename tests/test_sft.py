@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -399,3 +400,22 @@ def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, 
         sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
     config = sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
     assert config.actor_rollout_ref.rollout.response_length == 64
+
+
+def test_where_engines_live_is_read_with_rollouts_only():
+    rollout = "actor_rollout_ref.rollout."
+    words = ["trainer.placement=ray", rollout + "name=sglang", rollout + "placement=separate", rollout + "nnodes=1"]
+    words += [rollout + "n_workers_per_node=2"]
+    config = sft._config("demos.jsonl", words, rollouts=True)
+    assert (config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.n_workers_per_node) == (1, 2)
+    with pytest.raises(ConfigError, match=r"reads no .*rollout\.nnodes"):
+        sft._config("demos.jsonl", words)
+
+
+def test_prompts_that_cannot_be_read_leave_no_engine_running(tmp_path):
+    words = [f"data.val_files={tmp_path / 'no_such_file.jsonl'}"]
+    config = sft._config("demos.jsonl", words, rollouts=True)
+    workers = build.build_workers(config, total_steps=1)
+    with pytest.raises(DataError, match="no_such_file"):
+        supervised.Sampled(config, workers, tmp_path / "weights")
+    assert "rollout" not in {thread.name for thread in threading.enumerate()}

@@ -82,7 +82,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        runner = build_runner(config, chat, tools, *_place_engine(config, workers, engine))
+        runner = build_runner(config, chat, tools, *place_engine(config, workers, engine))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -105,7 +105,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             stream=stream,
             engine=runner.context.engine,
             workers=workers,
-            weights=_weight_sync(config, stream, workers, run),
+            weights=weight_sync(config, stream, workers, run.path / "weights"),
             estimate_advantages=advantage_estimator(config.algorithm, workers),
             checkpoints=checkpoints,
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
@@ -276,10 +276,11 @@ def _build_log(
     )
 
 
-def _place_engine(
-    config: Config, workers: WorkerGroup, engine: InferenceEngine | None
+def place_engine(
+    config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None
 ) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...]]:
-    """(the module that it samples from, an engine that was given, places for its replicas beside the ranks)."""
+    """Where what samples this policy lives, for `build_runner`: (the module that it samples from, an engine that was
+    given, places for its replicas beside the ranks)."""
     rollout = config.actor_rollout_ref.rollout
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
     elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
@@ -288,9 +289,11 @@ def _place_engine(
     return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
 
 
-def _weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, run: RunDirectory) -> WeightSync:
+def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:
+    """From these workers to the stream's engine; files go to `folder` where the configuration names none."""
     rollout = config.actor_rollout_ref.rollout
-    folder = Path(rollout.weight_sync_dir) if rollout.weight_sync_dir is not None else run.path / "weights"
+    if rollout.weight_sync_dir is not None:
+        folder = Path(rollout.weight_sync_dir)
     transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
     return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
 

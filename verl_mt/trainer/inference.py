@@ -36,6 +36,7 @@ from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
+from verl_mt.workers.worker_group import WorkerGroup
 
 
 class Inference(AbstractContextManager["Inference"]):
@@ -45,7 +46,7 @@ class Inference(AbstractContextManager["Inference"]):
         config: the same config that a trainer gets.
         tools: instead of those that the config's YAML declares.
         engine: samples instead of the one that `rollout.name` asks for; no model is loaded then.
-        module: the policy, where it is loaded already.
+        workers: that train the policy: the engine samples from their module, or lives where a trainer's would.
 
     Raises:
         VerlMTError: what `build_trainer` would refuse.
@@ -57,7 +58,7 @@ class Inference(AbstractContextManager["Inference"]):
         *,
         tools: ToolSet | None = None,
         engine: InferenceEngine | None = None,
-        module: Any = None,
+        workers: WorkerGroup | None = None,
     ):
         check_once(config)
         import_plugins(config.external_plugins)
@@ -69,9 +70,12 @@ class Inference(AbstractContextManager["Inference"]):
         self.chat = build_rollout.build_fitting_chat(config)
         self.tools = tools if tools is not None else build_rollout.build_tools(config)
         build_rollout.check_parser(config, self.chat, self.tools)
-        shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-        module = None if not shares else _load(config) if module is None else module
-        self.runner = build_rollout.build_runner(config, self.chat, self.tools, module, engine)
+        if workers is not None:
+            place = build.place_engine(config, workers, engine)
+        else:
+            shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
+            place = (_load(config) if shares else None, engine, ())
+        self.runner = build_rollout.build_runner(config, self.chat, self.tools, *place)
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())

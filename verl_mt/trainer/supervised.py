@@ -39,7 +39,6 @@ from verl_mt.trainer.inference import Inference
 from verl_mt.trainer.ppo_trainer import Interrupts
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.tracking import JsonLines
-from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
 _NUM_DIFFERENCES = 4
@@ -105,7 +104,7 @@ def train(config: Config, plan: Plan) -> int:
         workers = undo.enter_context(closing(build.build_workers(config, total_steps=total)))
         trainer = SupervisedTrainer(workers, build.pad_token_id(chat), total, config.data, config.trainer.test_freq)
         if plan.rollouts:
-            sampled = Sampled(config, workers)
+            sampled = Sampled(config, workers, plan.out / "weights")
             undo.enter_context(sampled)
             trainer.measure = sampled.measure
             trainer.enough = plan.stop_at_accuracy
@@ -438,14 +437,27 @@ class SupervisedTrainer:
 
 
 class Sampled(Inference):
-    """Measures the policy that is trained by rollouts of the configuration's validation prompts."""
+    """Measures the policy that is trained by rollouts of the configuration's validation prompts.
 
-    def __init__(self, config: Config, workers: WorkerGroup):
+    Args:
+        config: of the training.
+        workers: that train; the engine lives where a trainer's would.
+        folder: for weights, where the engine reads files and the configuration names no folder.
+
+    Raises:
+        VerlMTError: what `build_trainer` would refuse; nothing is left running then.
+    """
+
+    def __init__(self, config: Config, workers: WorkerGroup, folder: Path):
         if config.data.val_files is None:
             raise DataError("--rollouts: the configuration has no data.val_files; name a file of prompts with it")
-        super().__init__(config, module=workers.policy_module)
-        self.rows = self.prompts()
-        self.weights = WeightSync(self.runner.context.engine, workers, self.stream.call)
+        super().__init__(config, workers=workers)
+        try:
+            self.rows = self.prompts()
+            self.weights = build.weight_sync(config, self.stream, workers, folder)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def measure(self, step: int) -> dict[str, float]:
         """`val/accuracy` and what else validation reports.
