@@ -36,6 +36,7 @@ def project() -> dict:
     return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 
+@pytest.mark.sglang  # where it is installed
 def test_every_version_that_sglang_pins_suits_verl_mt_and_its_extras(pins):
     read = project()
     ours = [line for extra in read["optional-dependencies"].values() for line in extra] + read["dependencies"]
@@ -45,6 +46,7 @@ def test_every_version_that_sglang_pins_suits_verl_mt_and_its_extras(pins):
     assert not unsuited, f"no resolver can install verl_mt[sglang]: {unsuited}"
 
 
+@pytest.mark.sglang  # where it is installed
 def test_the_installation_without_a_gpu_has_sglang_s_own_pins_but_for_torch(pins):
     lines = (REPO / "requirements" / "sglang-cpu.txt").read_text().splitlines()
     listed = [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -64,5 +66,6 @@ def test_all_ways_to_install_sglang_name_one_version():
     assert {f"sglang=={one}" for one in named} == {extra}
 
 
+@pytest.mark.sglang  # where it is installed
 def test_what_is_installed_is_the_version_that_is_named(pins):
     assert [f"sglang=={version('sglang')}"] == project()["optional-dependencies"]["sglang"]
