@@ -19,14 +19,17 @@ On Ray instead, each in a trainer of its own: one rank with a replica beside it,
 and one rank with three separate engines. Counted is what leaves rank 0 through connections (`ss`), and the CPU time of
 ranks and engines during the updates, less what they take when idle. It does not stand for the traffic of the memory,
 which nothing counts where there are no hardware counters: ranks gather through sockets, and a paused SGLang spins, so
-that an engine's time is at least that of the slowest rank. The last line: `replica of four / replica of one: engine R,
-rank R; sent by rank 0 to three engines: S times the weights`.
+that an engine's time is at least that of the slowest rank. So the four ranks also give, in turns, to all four replicas
+and to one of them alone: they gather the same, and what differs is the other three replicas. The last lines:
+`replica of four / replica of one: engine R, rank R; sent by rank 0 to three engines: S times the weights`, and
+`four replicas / one of them, the same ranks: R`, medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import re
 import shutil
@@ -157,11 +160,38 @@ def sent_by(pid: int) -> int:
     return sum(int(found[1]) for line in own if (found := re.search(r"\bbytes_sent:(\d+)", line)))
 
 
-def measure_on_ray(title: str, words: list[str], num_bytes: int, repetitions: int) -> tuple[float, float, float]:
+def four_against_one(trainer: Any, repetitions: int) -> float:
+    """Seconds of an update of all replicas, over those of an update of the first alone, by the same ranks, in turns."""
+    from verl_mt.engines.sglang.weight_sender import send_to_all
+    from verl_mt.workers.weight_sync import weight_update_for
+
+    engine, seconds = trainer.engine, {1: [], 4: []}
+
+    async def give(number: int) -> None:
+        members = [(replica.sender, replica.serving) for replica in engine._replicas[:number]]
+        update = weight_update_for(engine.capabilities, trainer.workers, 1)
+        begun = time.perf_counter()
+        told = await send_to_all(members, update)
+        seconds[number].append(time.perf_counter() - begun)
+        if any(told):
+            raise SystemExit(f"an engine did not take the weights: {told}")
+
+    for _ in range(repetitions):
+        for number in seconds:
+            trainer.stream.call(give(number))
+    one, four = statistics.median(seconds[1]), statistics.median(seconds[4])
+    print(
+        f"  the same ranks: four replicas {1e3 * four:.0f} ms, one of them {1e3 * one:.0f} ms; ratio {four / one:.2f}"
+    )
+    return four / one
+
+
+def measure_on_ray(title: str, words: list[str], num_bytes: int, repetitions: int) -> tuple[float, float, float, float]:
     """Builds a trainer, and pushes its weights.
 
     Returns:
-        Per update: CPU seconds of an engine, CPU seconds of a rank, and how many times the weights left rank 0.
+        Per update: CPU seconds of an engine, CPU seconds of a rank, how many times the weights left rank 0; and
+        `four_against_one`, where there are four ranks with four replicas.
     """
     from verl_mt.config.compose import compose
     from verl_mt.trainer.build import build_trainer
@@ -180,6 +210,7 @@ def measure_on_ray(title: str, words: list[str], num_bytes: int, repetitions: in
         seconds = time.perf_counter() - begun
         used = [b - a - i * seconds for a, b, i in zip(before, cpu_seconds(ranks, engines), idle)]
         times = (sent_by(ranks[0]) - sent) / repetitions / num_bytes
+        same = four_against_one(trainer, repetitions) if len(engines) == len(ranks) == 4 else math.nan
     finally:
         trainer.close()
     of_rank, of_engine = used[0] / repetitions / len(ranks), used[1] / repetitions / len(engines)
@@ -188,7 +219,7 @@ def measure_on_ray(title: str, words: list[str], num_bytes: int, repetitions: in
         f"{1e3 * of_engine:.0f}, of a rank {1e3 * of_rank:.0f}; rank 0 sent {times:.2f} times the weights",
         flush=True,
     )
-    return of_engine, of_rank, times
+    return of_engine, of_rank, times, same
 
 
 def on_ray(args: argparse.Namespace) -> None:
@@ -206,7 +237,7 @@ def on_ray(args: argparse.Namespace) -> None:
         common += [f"actor_rollout_ref.model.path={save(model, folder / 'model')}", "data.val_files=null"]
         common += [rollout + "name=sglang", rollout + "engine_timeout_s=300", rollout + "max_num_seqs=16"]
 
-        def case(number: int, title: str, *words: str) -> tuple[float, float, float]:
+        def case(number: int, title: str, *words: str) -> tuple[float, float, float, float]:
             place = f"trainer.default_local_dir={folder / str(number)}"
             return measure_on_ray(title, [*common, place, *words], num_bytes, args.repetitions)
 
@@ -221,6 +252,7 @@ def on_ray(args: argparse.Namespace) -> None:
         f"replica of four / replica of one: engine {four[0] / one[0]:.2f}, rank {four[1] / one[1]:.2f}; "
         f"sent by rank 0 to three engines: {three[2]:.2f} times the weights"
     )
+    print(f"four replicas / one of them, the same ranks: {four[3]:.2f}")
 
 
 def main() -> None:
