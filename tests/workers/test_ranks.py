@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.workers.rank_worker import cuda_index
+from verl_mt.engines.base import Receiver
+from verl_mt.errors import EngineError
+from verl_mt.workers.rank_worker import RankWorker, cuda_index
 from verl_mt.workers.sharding import ALONE, Ranks
+from verl_mt.workers.worker_group import HandedOver
 
 
 @settings(max_examples=100, deadline=None)
@@ -51,3 +54,29 @@ def test_one_rank_needs_no_process_group():
 def test_a_rank_takes_the_gpu_that_ray_gave_it_even_where_it_sees_all(given, visible, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert cuda_index(given, environment) == expected
+
+
+@pytest.mark.parametrize(("where", "raises"), [("giving", False), ("gathering", True)])
+def test_what_goes_wrong_with_engines_is_told_and_what_goes_wrong_with_gathering_is_raised(where, raises):
+    """Also when the last tensor has been taken: the ranks are then where they were before."""
+    worker = RankWorker.__new__(RankWorker)
+    worker._ranks, worker._buckets = Ranks(0, 1), lambda: [{"w": torch.zeros(2)}]
+
+    def gather(bucket, converted):
+        if where == "gathering":
+            raise RuntimeError("a connection closed")
+        return bucket
+
+    class Giver:
+        def give(self, tensors, version, bucket_bytes, receivers):
+            assert [name for name, _ in tensors] == ["w"]
+            raise EngineError("weight update: 1 of 2 weights are missing: v")
+
+    worker._gather, worker._giver = gather, lambda update: Giver()
+    receivers = {0: [Receiver(print), Receiver(repr)]}
+    if raises:
+        with pytest.raises(RuntimeError, match="a connection closed"):
+            worker.hand_over(HandedOver(1, "", (), 8), receivers)
+    else:
+        told = worker.hand_over(HandedOver(1, "", (), 8), receivers)
+        assert [str(problem) for problem in told] == ["weight update: 1 of 2 weights are missing: v"] * 2

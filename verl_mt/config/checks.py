@@ -468,8 +468,10 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.name == "sglang":
+    name = config.actor_rollout_ref.rollout.name
+    if name == "sglang":
         yield from _sglang(config)
+    if name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
         yield from _engines_placed(config)
 
 

@@ -6,14 +6,14 @@ and `describe` are collective. What all ranks would return alike is returned by 
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -117,7 +117,11 @@ class RankWorker:
 
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             ranks = self._ranks
-            dist.init_process_group(backend, init_method=address, rank=ranks.rank, world_size=ranks.size)
+            # While one rank gives weights to engines, the others wait in a collective.
+            patience = timedelta(seconds=max(1800.0, 3 * setup.config.rollout.engine_timeout_s))
+            dist.init_process_group(
+                backend, init_method=address, rank=ranks.rank, world_size=ranks.size, timeout=patience
+            )
         self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)
 
@@ -170,14 +174,23 @@ class RankWorker:
             For each of its own what went wrong, or None.
         """
         own = receivers.get(self._ranks.rank, ())
-        tensors = (item for bucket in self._buckets() for item in self._gather(bucket, True if own else None).items())
-        problems: list[VerlMTError | None] = []
+        gathering: list[BaseException] = []
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            try:
+                for bucket in self._buckets():
+                    yield from self._gather(bucket, True if own else None).items()
+            except Exception as error:
+                gathering.append(error)
+                raise
+
+        tensors, problems = gathered(), cast(list[VerlMTError | None], [])
         if own:
             try:
                 problems = self._giver(update).give(tensors, update.version, update.bucket_bytes, own)
             except Exception as error:
-                if inspect.getgeneratorstate(tensors) == inspect.GEN_CLOSED:
-                    raise  # it was the gathering, which no rank goes on from
+                if gathering:
+                    raise  # no rank goes on from that
                 problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
                 problems = [problem] * len(own)
         for _ in tensors:  # gathering is collective: the other ranks wait for this one

@@ -230,7 +230,7 @@ class RayWorkerGroup(WorkerGroup):
             host.resident = None  # it goes with the placement, or with the cluster
         if not ray.is_initialized():
             return
-        if self._broadcasts and self._broken is None:
+        if workers and self._broadcasts and self._broken is None:
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get(workers[0].leave_groups.remote(), timeout=_GRACE_S)
         for worker in workers:
@@ -241,6 +241,7 @@ class RayWorkerGroup(WorkerGroup):
                     remove_placement_group(group)
         self._group = self._apart = None
         if self._ours:
+            self._ours = False
             ray.shutdown()
 
     def _place(self) -> None:
@@ -267,7 +268,7 @@ class RayWorkerGroup(WorkerGroup):
         assert self._group is not None
         bundle_index = rank // self._setup.placement.n_workers_per_node
         return {
-            "runtime_env": {"env_vars": forwarded_environment(os.environ)},
+            "runtime_env": {"env_vars": forwarded_environment(os.environ) | _OWN_GPUS_ALONE},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle_index
             ),
@@ -329,6 +330,8 @@ class RayWorkerGroup(WorkerGroup):
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]))
         failure = self._explain(rank, error, doing)
         with self._order:
+            if self._broken is not None:  # another call met the cause first, and ended the ranks under this one
+                raise WorkerError(self._broken) from error
             self._broken = str(failure)
             self.close()
         raise failure from error

@@ -68,6 +68,19 @@ def test_what_is_packed_comes_out_again_whatever_the_bucket_size(shapes, limit, 
         torch.testing.assert_close(found[name], tensor if name == "steps" else tensor.to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_bucket_holds_until_as_many_later_ones_as_there_are_buffers(number):
+    shapes = {f"w{k}": (4,) for k in range(7)}
+    buckets = Buckets(shapes, torch.float32)
+    found = []
+    stream = ((name, torch.full((4,), float(k))) for k, name in enumerate(shapes))
+    for bucket in buckets.pack(stream, 16, num_buffers=number):
+        found.append(bucket.buffer)
+        held = [float(buffer.view(torch.float32)[0]) for buffer in found[-number:]]
+        assert held == [float(k) for k in range(len(found))][-number:]
+    assert len(found) == 7 and len({buffer.data_ptr() for buffer in found}) == number
+
+
 def test_a_payload_holds_a_handle_and_no_class_of_sglang_and_leaves_the_sharing_strategy_alone():
     before = mp.get_sharing_strategy()
     buckets = Buckets({"w": (2, 3)}, torch.float32)

@@ -186,14 +186,12 @@ def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(
 
 
 def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were(trainer_on, lab, run, tmp_path):
-    """Two servers of somebody else's, two ranks on two machines: nothing of the weights passes the trainer."""
+    """Two servers of somebody else's, two ranks: nothing of the weights passes the trainer."""
     theirs = lab.engine("launch_servers=2")
     try:
         run(theirs.start())
         urls = ",".join(replica.serving.url for replica in theirs._replicas)
-        trainer = trainer_on(
-            "trainer.n_workers_per_node=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2"
-        )
+        trainer = trainer_on("trainer.nnodes=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2")
         moved, push = [], trainer.weights.push
 
         def counted(version):

@@ -124,6 +124,22 @@ def test_a_server_does_abort_pause_and_refuse_like_the_colocated_engine(attached
     assert run(attached.generate(request(prompt))).token_ids == held.token_ids
 
 
+def test_a_server_whose_update_broke_off_takes_the_next_one(attached_by, lab: Lab, run):
+    """As after a kill of who sent it: paused, and in an update that nobody ends."""
+    first, second, prompt = attached_by(), attached_by(), lab.prompts[0].ids
+    run(first.start())
+    client = first._replicas[0].serving
+    run(client.call("pause_generation", {"mode": "retract"}, 60.0))
+    run(client.call("begin_weight_update", {}, 60.0))
+    run(second.start())
+    for version, module in ((0, lab.module), (8, changed(lab.module, 0.2, seed=8))):
+        if version:
+            run(second.apply(weight_update_for(second.capabilities, module, version)))
+        output = run(second.generate(request(prompt, temperature=1.0)))
+        assert output.version_spans == [VersionSpan(version, len(output.token_ids))]
+        assert worst_difference(module, prompt, output) < 1e-4
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_weights_reach_a_server_over_the_network_and_by_files(attached_by, lab: Lab, run, transport, tmp_path):
     engine = attached_by(f"weight_transport={transport}")

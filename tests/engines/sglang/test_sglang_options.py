@@ -84,6 +84,16 @@ def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(mo
     engines.check(config.actor_rollout_ref, config.trainer)
 
 
+def test_a_server_of_this_machine_is_refused_where_ranks_are_on_others():
+    words = ["trainer.placement=ray", "actor_rollout_ref.rollout.name=sglang"]
+    words += ["actor_rollout_ref.rollout.servers=[http://localhost:1,http://10.0.0.7:1]"]
+    config = compose([*words, "trainer.nnodes=2"])
+    with pytest.raises(ConfigError, match=r"servers: http://localhost:1 is another machine to each of .*nnodes=2"):
+        engines.check(config.actor_rollout_ref, config.trainer)
+    config = compose(words)
+    engines.check(config.actor_rollout_ref, config.trainer)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

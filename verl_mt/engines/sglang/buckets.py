@@ -89,10 +89,10 @@ class Bucket(NamedTuple):
 
 
 class Buckets:
-    """Packs updates into two buffers by turns, again and again, and checks them on the way.
+    """Packs updates into a few buffers by turns, again and again, and checks them on the way.
 
-    They are allocated once (the second one only where an update is more than one bucket), in shared memory where they
-    are on the CPU: the engine opens a buffer by its handle and copies out of it, while the other one is filled.
+    They are allocated once (others than the first only where an update is more than one bucket), in shared memory where
+    they are on the CPU: the engine opens a buffer by its handle and copies out of it, while the other one is filled.
 
     Args:
         expected: name -> shape of all weights.
@@ -117,17 +117,19 @@ class Buckets:
         self._total = sum(_aligned(math.prod(shape) * dtype.itemsize) for shape in expected.values())
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
-    def pack(self, tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    def pack(self, tensors: Iterable[tuple[str, Tensor]], limit: int, num_buffers: int = 2) -> Iterator[Bucket]:
         """Buckets, each of which holds until the next one but one is asked for.
 
         Args:
             tensors: each is copied before the next one is asked for.
             limit: bytes of a bucket; a tensor that is larger gets a bucket of its own.
+            num_buffers: with n of them a bucket holds until the n-th after it is asked for.
 
         Raises:
             EngineError: see `WeightCheck`; what was yielded before may have been sent.
         """
         check = WeightCheck(self._expected)
+        self._buffers += [torch.empty(0, dtype=torch.uint8)] * (num_buffers - len(self._buffers))
         entries: list[Entry] = []
         size = turn = 0
         capacity = max(_ALIGNMENT, min(limit, self._total))
@@ -138,7 +140,7 @@ class Buckets:
             mixed = bool(entries) and self._alignment == 1 and entries[-1].dtype != dtype
             if entries and (mixed or size + num_bytes > capacity):
                 yield self._full(turn, entries, size, is_last=False)
-                entries, size, turn = [], 0, 1 - turn
+                entries, size, turn = [], 0, (turn + 1) % num_buffers
             buffer = self._reserve(turn, max(capacity, size + num_bytes), self._device or tensor.device)
             with torch.no_grad():
                 buffer[size : size + num_bytes].view(dtype).view(tensor.shape).copy_(tensor)

@@ -288,7 +288,8 @@ class HostedClient(Client):
         self.host = host
         self.num_ranks = host.num_ranks
         self.on_gpu = host.on_gpu
-        self._arguments = options.engine_arguments() | {"random_seed": options.seed + number}
+        self._arguments = options.engine_arguments()
+        self._arguments["random_seed"] += number
         self._last = last
         self._pid: int | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -392,7 +393,11 @@ class HttpClient(Client):
                 info = await check_server(self._http, self.url, self._options)
                 self.num_ranks = int(info.get("tp_size") or 1)
                 self.on_gpu = str(info.get("device", "")).startswith("cuda")
-                self.pristine = info.get("weight_version") == "default"
+                interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
+                if interrupted:
+                    # Somebody's update broke off in the middle: it would take no other one, and is paused.
+                    await self._http.post("/continue_generation", json={})
+                self.pristine = info.get("weight_version") == "default" and not interrupted
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
                 f"{_KEY}: {self.url} does not answer ({type(error).__name__}: {error}); is an SGLang server running "

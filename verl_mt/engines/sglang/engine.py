@@ -26,7 +26,13 @@ from verl_mt.engines.base import (
 )
 from verl_mt.engines.sglang.buckets import verify
 from verl_mt.engines.sglang.clients import Client, ColocatedClient, HostedClient, HttpClient, LaunchedServer
-from verl_mt.engines.sglang.options import SGLangOptions, check_launched, check_rollout, require_sglang
+from verl_mt.engines.sglang.options import (
+    SGLangOptions,
+    check_launched,
+    check_rollout,
+    is_local,
+    require_sglang,
+)
 from verl_mt.engines.sglang.replica import Replica
 from verl_mt.engines.sglang.routing import Router
 from verl_mt.engines.sglang.turn import SGLangTurn
@@ -39,6 +45,8 @@ _ABORT_CALL_S = 60.0
 _DRAIN_POLL_S = 0.1
 _ABORT_AGAIN_S = 2.0
 """SGLang forgets an abort that comes before it has taken the request in, so it is repeated."""
+_NUM_LIVES = 5
+"""In which an engine may fail to take the same weights."""
 _NUM_ABORTS = 30
 """An engine that does not end a request after being told so often is taken for dead."""
 
@@ -86,6 +94,11 @@ class SGLangEngine(InferenceEngine):
         check_rollout(rollout)
         if trainer.placement != "ray":
             check_launched(rollout, trainer.device)
+        elif trainer.nnodes > 1 and (here := [url for url in rollout.servers if is_local(url)]):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.servers: {', '.join(here)} is another machine to each of the "
+                f"trainer.nnodes={trainer.nnodes}: give an address that all of them reach, rank 0 asks the servers"
+            )
         if not rollout.servers:
             require_sglang()
 
@@ -351,14 +364,22 @@ class SGLangEngine(InferenceEngine):
             raise refused[0]
 
     async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate) -> None:
-        """Alone; an engine that goes away gets it again in its next life."""
-        while replica.holds is not update:
+        """Alone; an engine that goes away gets it again in its next life, so many times."""
+        for tried in range(1, _NUM_LIVES + 1):
+            if replica.holds is update:
+                return
             client = await replica.ready(self._options.timeout_s)
             async with replica.lock:
-                if replica.holds is not update:
-                    with contextlib.suppress(EngineGoneError):
-                        await replica.sender.send(client, update)
-                        replica.sender.current = replica.holds = update
+                if replica.holds is update:
+                    return
+                try:
+                    await replica.sender.send(client, update)
+                except EngineGoneError as error:
+                    if tried == _NUM_LIVES:
+                        raise EngineError(f"{client.name} took no weights in {tried} lives: {error}") from error
+                    continue
+                replica.sender.current = replica.holds = update
+                return
 
     # Requests
 

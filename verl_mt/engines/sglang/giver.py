@@ -23,6 +23,8 @@ from verl_mt.engines.sglang.buckets import Buckets, describe, payload
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
 
 _LEAVE_S = 10.0
+_TOGETHER_S = 120.0
+"""How long joining, and the broadcast of one bucket, may take; a member that refuses its part is noticed then."""
 
 
 class WeightGiver:
@@ -63,7 +65,9 @@ class WeightGiver:
         problems: dict[Receiver, VerlMTError] = {}
         asked: dict[Receiver, Future[None]] = {}
         with ThreadPoolExecutor(len(receivers)) as threads:
-            for bucket in self._buckets.pack(tensors, bucket_bytes):
+            # One rank of several may still copy on its GPU when the engine has answered; not when it answers again.
+            several = any(receiver.num_ranks > 1 and receiver.on_gpu for receiver in receivers)
+            for bucket in self._buckets.pack(tensors, bucket_bytes, num_buffers=3 if several else 2):
                 # The engines have copied the last bucket while this one was packed; its buffer is written next.
                 problems |= _failures(asked)
                 if len(problems) == len(receivers):
@@ -83,14 +87,15 @@ class WeightGiver:
 
 
 class WeightBroadcaster:
-    """Over the network: one process group of this process and all engines, in which each byte is sent once.
+    """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
+    (gloo passes it on along a tree, NCCL along a ring).
 
     Args: those of `WeightGiver`; `address` is where the engines' machines reach this one.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str, timeout_s: float, *, address: str):
         self._expected, self._dtype = expected, getattr(torch, dtype)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._together_s = timeout_s, min(timeout_s, _TOGETHER_S)
         self._address = address
         self._members: list[Receiver] = []
         self._buckets = Buckets(expected, self._dtype, dense=True)
@@ -120,7 +125,7 @@ class WeightBroadcaster:
                     self._do_here(asked, partial(self._broadcast, bucket.buffer))
                 _raise_broken(asked, None)
             except _BrokenOffError as broken:
-                self._leave(threads)
+                self._leave(threads, _LEAVE_S)
                 return [broken.problems[receiver] for receiver in receivers]
         return [None] * len(receivers)
 
@@ -130,12 +135,12 @@ class WeightBroadcaster:
             torch.cuda.synchronize(buffer.device)
 
     def _join(self, threads: ThreadPoolExecutor, receivers: list[Receiver]) -> None:
-        self._leave(threads)
+        self._leave(threads, self._timeout_s)
         on_gpu = torch.cuda.is_available() and all(receiver.on_gpu for receiver in receivers)
         backend = "nccl" if on_gpu else "gloo"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._buckets = Buckets(self._expected, self._dtype, dense=True, device=device)
-        store, self._name = _open_store(self._address, self._timeout_s), f"verl_mt-{uuid.uuid4().hex}"
+        store, self._name = _open_store(self._address, self._together_s), f"verl_mt-{uuid.uuid4().hex}"
         world, bodies = 1, {}
         for receiver in receivers:
             bodies[receiver] = {
@@ -149,18 +154,18 @@ class WeightBroadcaster:
         bodies = {receiver: {**body, "world_size": world} for receiver, body in bodies.items()}
 
         def join() -> None:
-            self._group = _join_as_first(store, self._name, world, backend, self._timeout_s)
+            self._group = _join_as_first(store, self._name, world, backend, self._together_s)
 
         asked = self._ask(threads, "init_weights_update_group", bodies)
         self._members = receivers
         self._do_here(asked, join)
         _raise_broken(asked, None)
 
-    def _leave(self, threads: ThreadPoolExecutor) -> None:
+    def _leave(self, threads: ThreadPoolExecutor, timeout_s: float) -> None:
         """Engines that are still there forget the group; so does this process."""
         body = {"group_name": self._name}
         asked = [
-            threads.submit(receiver.call, "destroy_weights_update_group", body, _LEAVE_S) for receiver in self._members
+            threads.submit(receiver.call, "destroy_weights_update_group", body, timeout_s) for receiver in self._members
         ]
         for future in asked:
             with contextlib.suppress(VerlMTError):
@@ -173,7 +178,7 @@ class WeightBroadcaster:
         """Leave the group. Idempotent."""
         if self._members:
             with ThreadPoolExecutor(len(self._members)) as threads:
-                self._leave(threads)
+                self._leave(threads, _LEAVE_S)
 
     def _ask(
         self, threads: ThreadPoolExecutor, name: str, bodies: Mapping[Receiver, dict[str, Any]]

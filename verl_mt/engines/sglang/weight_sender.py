@@ -129,7 +129,8 @@ class WeightSender:
         some = [*receivers.values()]
         if isinstance(update, FromRanks):
             return await update.hand_over(some, f"{giver.__module__}.{giver.__qualname__}", arguments)
-        return await self._giving.give(giver, arguments, update, some, next(iter(receivers)).url)
+        far = [client.url for client in receivers if client.url and not client.local]
+        return await self._giving.give(giver, arguments, update, some, far[0] if far else "")
 
     async def _go_on(self, client: Client) -> None:
         if not self._is_paused():
@@ -190,7 +191,7 @@ class GivesHere:
             arguments: of it.
             update: the weights.
             receivers: the engines.
-            url: of one of them, to find out under which address it sees this machine; empty = it is on this one.
+            url: of one on another machine, to find out under which address it sees this one; empty = there is none.
         """
         return await asyncio.to_thread(self._give, giver, arguments, update, receivers, url)
 
@@ -198,11 +199,11 @@ class GivesHere:
         self, giver: type, arguments: tuple[Any, ...], update: TensorBuckets, receivers: Sequence[Receiver], url: str
     ) -> list[VerlMTError | None]:
         with self._lock:
-            made_with, made = self._made.get(giver, (None, None))
-            if made is None or made_with != arguments:
-                made = giver(*arguments, address=_own_address(url))
-                self._made[giver] = arguments, made
             try:
+                made_with, made = self._made.get(giver, (None, None))
+                if made is None or made_with != (arguments, url):
+                    made = giver(*arguments, address=_own_address(url))
+                    self._made[giver] = (arguments, url), made
                 return made.give(update.tensors, update.version, update.bucket_bytes, receivers)
             except Exception as error:
                 problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
