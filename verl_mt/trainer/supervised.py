@@ -455,6 +455,7 @@ class Sampled(Inference):
         try:
             self.rows = self.prompts()
             self.weights = build.weight_sync(config, self.stream, workers, folder)
+            self.weights.release()  # training begins at once where a run goes on from its checkpoint
         except BaseException:
             self.__exit__(None, None, None)
             raise
