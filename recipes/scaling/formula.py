@@ -73,7 +73,7 @@ class Work:
     """Replicas that sample at the same time, each its share of the trajectories."""
     sync_copies: int = 1
     """How often all weights pass the narrowest link on their way to the engines: once where each replica gets them
-    from the ranks beside it, once for each server that one process sends them to."""
+    from the ranks beside it or all get one broadcast, once for each engine that copies them out of one process."""
 
     @property
     def response_tokens(self) -> float:

@@ -200,10 +200,13 @@ class GivesHere:
     ) -> list[VerlMTError | None]:
         with self._lock:
             try:
+                wanted = arguments, _own_address(url)
                 made_with, made = self._made.get(giver, (None, None))
-                if made is None or made_with != (arguments, url):
-                    made = giver(*arguments, address=_own_address(url))
-                    self._made[giver] = (arguments, url), made
+                if made is None or made_with != wanted:
+                    if isinstance(made, WeightBroadcaster):
+                        made.close()
+                    made = giver(*arguments, address=wanted[1])
+                    self._made[giver] = wanted, made
                 return made.give(update.tensors, update.version, update.bucket_bytes, receivers)
             except Exception as error:
                 problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
