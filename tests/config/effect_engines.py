@@ -87,7 +87,7 @@ def sglang(overrides: tuple[str, ...]) -> Any:
 def hosts(overrides: tuple[str, ...]) -> Any:
     """What is asked of a worker group: ranks of an engine, machines and devices of their own."""
     asked = mock.Mock()
-    build._place_engine(compose([*overrides]), asked, None)
+    build.place_engine(compose([*overrides]), asked)
     return [tuple(call.args) for call in asked.engine_hosts.call_args_list]
 
 
@@ -104,11 +104,11 @@ async def _asked(client: Any, replica: Any) -> str:
 
 def _weights(config: Any, engine: Any) -> Any:
     """The files, or the number of buckets, in which the shipped model travels."""
-    sync = build._weight_sync(
+    sync = build.weight_sync(
         config,
         SimpleNamespace(runner=SimpleNamespace(context=SimpleNamespace(engine=engine)), call=None),  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        SimpleNamespace(path=parts.folder() / "run"),  # type: ignore[arg-type]
+        parts.folder() / "run",
     )
     policy = _policy()
     update = weight_update_for(engine.capabilities, policy, 1, sync.transport)

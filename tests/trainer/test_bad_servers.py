@@ -44,7 +44,7 @@ def refusal(tmp_path, base):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers what an SGLang server says about itself; counts everything else."""
+    """Answers what an SGLang server says about itself, and that it is in no weight update; counts everything else."""
 
     def __init__(self, model_path: str, calls: tuple[str, ...] = _CALLS):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -70,8 +70,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(reply or {}).encode())
 
     def do_POST(self) -> None:
-        self.server.others.append(self.path)
-        self.send_response(500)
+        no_update = self.path == "/end_weight_update"
+        if not no_update:
+            self.server.others.append(self.path)
+        self.send_response(400 if no_update else 500)
         self.end_headers()
 
     def log_message(self, *arguments: object) -> None:
