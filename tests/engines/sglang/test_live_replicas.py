@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
-import struct
 import threading
 import time
 from collections import Counter, defaultdict
@@ -22,6 +22,8 @@ from verl_mt.errors import WorkerError
 from verl_mt.trainer.build import build_trainer
 from verl_mt.workers.weight_sync import weight_update_for
 
+_BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "replicas.py"
+moved_bytes = runpy.run_path(str(_BENCHMARK), run_name="replicas")["read_and_written"]
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
@@ -238,31 +240,6 @@ def test_nothing_of_the_weights_passes_the_trainer(trainer_on):
     assert moved_bytes() - before < size / 4
     assert store - ray.available_resources()["object_store_memory"] < size / 4
     assert trainer.weights.trainer_bytes == 0
-
-
-def moved_bytes() -> int:
-    """Read and written by this process: of files and pipes, and of the TCP connections that it has now, whose send and
-    receive calls /proc/self/io leaves out."""
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]) + int(lines["wchar"]) + sum(map(of_connection, os.listdir("/proc/self/fd")))
-
-
-def of_connection(descriptor: str) -> int:
-    """Bytes that a TCP connection carried; 0 of anything else."""
-    try:
-        connection = socket.socket(fileno=int(descriptor))
-    except OSError:  # no socket, or closed meanwhile
-        return 0
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-    except OSError:
-        return 0
-    finally:
-        connection.detach()  # it is somebody else's
-    if len(info) < 136:  # it listens, or is not of TCP
-        return 0
-    acknowledged, received = struct.unpack_from("<QQ", info, 120)
-    return acknowledged + received
 
 
 def test_what_a_connection_carries_is_counted_whatever_call_carries_it():
