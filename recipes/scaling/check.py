@@ -1,13 +1,14 @@
 """How wrong the formula of `step_time.py` is: fits it to some runs and predicts others, on this machine.
 
-    python recipes/scaling/check.py [--rounds 4] [--engine local|sglang] [--out FOLDER] [--again]
+    python recipes/scaling/check.py [--rounds 4] [--engine local|sglang] [--padded] [--out FOLDER]
+        [--again]
 
 The runs take turns, a step each; the first round warms up. Steps of the local engine are timed by a clock that counts
 this process's own time only (`lab.OwnClock`; `--clock wall` for an ordinary one), SGLang's by an ordinary one: there,
 use a machine that does nothing else. Rates are fitted to the runs named `fit`; the others differ from those in what the
 last column of the table says, and their measured times are used for nothing but the comparison. What a run did (numbers
-of tokens, turns and calls) is taken from its rollout rows, medians of times are compared. Updates are padded passes
-(`use_remove_padding=False`): those the formula counts. Writes `machine.json`,
+of tokens, turns and calls) is taken from its rollout rows, medians of times are compared. Updates are packed passes;
+with `--padded` they are padded ones. Writes `machine.json`,
 `errors.json`, `steps.json`; the last line is `worst error of a held-out run: P %`, and the exit code is 1 where it is
 above 25 %.
 """
@@ -78,7 +79,7 @@ SGLANG = (
 )
 
 
-def build(run: Run, folder: Path, engine: str) -> Any:
+def build(run: Run, folder: Path, engine: str, padded: bool) -> Any:
     """A trainer for it."""
     import lab
 
@@ -99,7 +100,7 @@ def build(run: Run, folder: Path, engine: str) -> Any:
     tools.write_text(yaml.safe_dump(declaration))
     overrides = [
         f"data.train_batch_size={run.prompts}", "data.val_files=null", "data.train_max_samples=1024",
-        f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.model.use_remove_padding=False",
+        f"actor_rollout_ref.model.path={path}", f"actor_rollout_ref.model.use_remove_padding={not padded}",
         "actor_rollout_ref.actor.optim.lr=0",
         f"{ROLLOUT}name={engine}", f"{ROLLOUT}n={run.n}", f"{ROLLOUT}response_length={run.response_length}",
         f"{ROLLOUT}max_concurrent={run.concurrency or 'null'}", f"{ROLLOUT}tool_kwargs.tools_config_file={tools}",
@@ -146,7 +147,7 @@ def _measure(
     latency = {run.name: run.latency_s for run in runs}
     groups = [runs] if args.engine == "local" else [(run,) for run in runs]
     for group in groups:
-        trainers = {run.name: build(run, folder, args.engine) for run in group}
+        trainers = {run.name: build(run, folder, args.engine, args.padded) for run in group}
         if clock is not None:
             for trainer in trainers.values():
                 clock.watch(trainer.engine)
@@ -173,7 +174,8 @@ def evaluate(runs: tuple[Run, ...], observed: dict[str, list[Any]]) -> tuple[Any
         The machine; for each run medians of measured and predicted seconds, and the relative error of the step.
     """
     from fit import fit
-    from formula import predict
+
+    from verl_mt.doctor.step_time import predict
 
     machine = fit([seen for run in runs if not run.new for seen in observed[run.name]])
     rows = []
@@ -197,10 +199,11 @@ def write_steps(observed: dict[str, list[Any]], file: Path) -> None:
 
 def read_steps(file: Path) -> dict[str, list[Any]]:
     """What `write_steps` wrote."""
-    from formula import Model, Observed, StepTime, Work
+    from verl_mt.doctor.step_time import Model, Observed, StepTime, Work
 
     def step_of(given: dict[str, Any]) -> Observed:
         work = given["work"] | {"last": tuple(tuple(path) for path in given["work"]["last"])}
+        work["tree"] = work["tree"] and tuple(work["tree"])
         return Observed(Model(**given["model"]), Work(**work), StepTime(**given["times"]))
 
     return {name: [step_of(given) for given in found] for name, found in json.loads(file.read_text()).items()}
@@ -227,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--engine", choices=["local", "sglang"], default="local")
     parser.add_argument("--clock", choices=["own", "wall"], default="own", help="of the local engine's runs")
+    parser.add_argument("--padded", action="store_true", help="train with use_remove_padding=False")
     parser.add_argument("--only", nargs="+", help="names of runs; others are left out")
     parser.add_argument("--out", type=Path, default=Path("runs/step_time"), help="folder of the results")
     parser.add_argument("--again", action="store_true", help="measure nothing; take the steps that --out holds")
@@ -234,8 +238,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent))
     import lab
-    from formula import save_machine
 
+    from verl_mt.doctor.step_time import save_machine
     from verl_mt.trainer import ppo_trainer
 
     runs = tuple(r for r in (LOCAL if args.engine == "local" else SGLANG) if args.only is None or r.name in args.only)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from formula import Machine, Observed, decoding_steps, engine_flops
+
+from verl_mt.doctor.step_time import Machine, Observed, decoding_steps, engine_flops
 
 
 def fit(observed: Sequence[Observed]) -> Machine:
@@ -45,9 +46,11 @@ def fit(observed: Sequence[Observed]) -> Machine:
         turn_overhead_s=rollout[4],
         engine_flops=_per_second(rollout[5]),
         train_flops=_per_second(update[0]),
-        train_activation_rate=_per_second(update[1]),
-        train_layer_overhead_s=update[2],
-        optimizer_bandwidth=_per_second(update[3]),
+        train_attention_flops=_per_second(update[1]),
+        train_activation_rate=_per_second(update[2]),
+        train_layer_overhead_s=update[3],
+        train_segment_overhead_s=update[4],
+        optimizer_bandwidth=_per_second(update[5]),
         sync_overhead_s=weights[0],
         sync_bandwidth=_per_second(weights[1]),
         rest_overhead_s=rest[0],
@@ -72,9 +75,11 @@ def _rollout_quantities(step: Observed) -> list[float]:
 def _update_quantities(step: Observed) -> list[float]:
     model, work = step.model, step.work
     return [
-        work.trained_tokens * 3 * model.flops(work.prompt_tokens + work.response_tokens / 2),
+        work.trained_tokens * 3 * model.product_flops,
+        work.attended * 3 * model.attention_flops,
         work.trained_tokens * model.layers * model.attention_width,
         work.passes * model.layers,
+        work.segments * model.layers,
         work.updates * model.parameters,
     ]
 
@@ -91,7 +96,7 @@ def non_negative(quantities: Sequence[Sequence[float]], seconds: Sequence[float]
         seconds: [N], above zero.
     """
     if not len(seconds):
-        return [0.0] * 4
+        return [0.0] * 6
     target = np.maximum(np.asarray(seconds, dtype=float), 1e-9)
     matrix = np.asarray(quantities, dtype=float)
     predicted = target

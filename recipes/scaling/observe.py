@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -10,14 +9,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import yaml
-from formula import Model, Observed, StepTime, Work
 from transformers import AutoConfig
 
 from verl_mt.config.compose import to_config
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import read_jsonl_tolerant
+from verl_mt.doctor.step_time import Model, Observed, StepTime, Work
+from verl_mt.modeling.packing import find_segments
 from verl_mt.modeling.weights import model_shape
 
 
@@ -25,19 +26,7 @@ from verl_mt.modeling.weights import model_shape
 def model_of(path: str, dtype: str = "float32") -> Model:
     """Sizes of a model, by its config; no weight is read."""
     config = AutoConfig.from_pretrained(resolve_model_path(path)).get_text_config()
-    sizes = {name: math.prod(shape) for name, shape in model_shape(path).weights.items()}
-    matrices = {name: size for name, size in sizes.items() if len(model_shape(path).weights[name]) > 1}
-    if any(name.startswith("lm_head") for name in matrices):
-        matrices = {name: size for name, size in matrices.items() if "embed_tokens" not in name}
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Model(
-        parameters=sum(sizes.values()),
-        matmul_parameters=sum(matrices.values()),
-        layers=config.num_hidden_layers,
-        attention_width=config.num_attention_heads * head,
-        kv_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head,
-        bytes_per_parameter={"float32": 4}.get(dtype, 2),
-    )
+    return Model.of(config, model_shape(path).weights, {"float32": 4}.get(dtype, 2))
 
 
 def observe_run(run: Path) -> list[Observed]:
@@ -74,6 +63,7 @@ def observe_step(config: Config, metrics: Mapping[str, float], rows: list[dict[s
     length = [sum(len(record["token_ids"]) for record in row["records"]) for row in rows]
     prompt = [row["records"][0]["turns"][0]["end"] for row in rows]
     waits = [list(_waits(row)) for row in rows]
+    ranks = trainer.nnodes * trainer.n_workers_per_node
     engines = max(1, int(metrics.get("rollout/replicas", 1)))
     work = Work(
         trajectories=len(rows),
@@ -89,9 +79,12 @@ def observe_step(config: Config, metrics: Mapping[str, float], rows: list[dict[s
         samples_per_prompt=policy.rollout.n,
         trained_share=_trained_share(rows),
         updates=metrics.get("actor/num_updates", 0.0),
+        epochs=policy.actor.ppo_epochs,
         max_tokens_per_pass=policy.actor.ppo_max_token_len,
+        packed=policy.model.use_remove_padding,
+        tree=_tree(rows, share=policy.actor.share_prefixes) if ranks == 1 else None,
         ref=policy.actor.use_kl_loss,
-        ranks=trainer.nnodes * trainer.n_workers_per_node,
+        ranks=ranks,
         engines=engines,
         sync_copies=engines if metrics.get("weights/trainer_bytes") else 1,
     )
@@ -125,8 +118,28 @@ def _waits(row: Mapping[str, Any]) -> Iterator[float]:
 
 def _trained_share(rows: list[dict[str, Any]]) -> float:
     """Trajectories of groups whose rewards differ; where none do, one pass without gradient measures all."""
-    groups: dict[str, list[float]] = defaultdict(list)
+    return sum(map(len, _trained_groups(rows))) / len(rows)
+
+
+def _tree(rows: list[dict[str, Any]], *, share: bool) -> tuple[float, float, float]:
+    """Tokens, segments and attended pairs of the trained rows, if each group is in one micro-batch."""
+    tokens = segments = attended = 0
+    for group in _trained_groups(rows):
+        ids = [record["token_ids"] for row in group for record in row["records"]]
+        length_B = np.array([len(own) for own in ids])
+        ids_BT = np.zeros((len(ids), length_B.max()), dtype=np.int64)
+        for place, own in enumerate(ids):
+            ids_BT[place, : len(own)] = own
+        found = find_segments(ids_BT, length_B, share=share)
+        tokens += sum(segment.end - segment.start for segment in found)
+        segments += len(found)
+        attended += sum((segment.end - segment.start) * segment.end for segment in found)
+    return float(tokens), float(segments), float(attended)
+
+
+def _trained_groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["reward"] is not None:
-            groups[row["group_id"]].append(row["reward"])
-    return sum(len(rewards) for rewards in groups.values() if max(rewards) > min(rewards)) / len(rows)
+            groups[row["group_id"]].append(row)
+    return [group for group in groups.values() if len({row["reward"] for row in group}) > 1]

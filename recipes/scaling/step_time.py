@@ -19,8 +19,10 @@ import sys
 from pathlib import Path
 
 from fit import fit
-from formula import StepTime, Work, load_machine, predict, save_machine
 from observe import model_of, observe_run
+
+from verl_mt.doctor.step_time import StepTime, Work, load_machine, predict, save_machine
+from verl_mt.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,7 +43,10 @@ def main(argv: list[str] | None = None) -> None:
         save_machine(machine, args.machine)
         print(args.machine.read_text(), end="")
         return
-    machine = load_machine(args.machine)
+    try:
+        machine = load_machine(args.machine)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
     if args.run:
         for step in observe_run(args.run):
             print(describe(predict(step.model, step.work, machine), step.times))

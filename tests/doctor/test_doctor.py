@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from verl_mt.doctor.__main__ import main
 from verl_mt.doctor.checks import CHECKS, examine
 from verl_mt.doctor.findings import Check, Finding, error, ok, run_checks, warning
 from verl_mt.errors import ConfigError
+from verl_mt.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow  # many configurations
 
@@ -53,19 +56,34 @@ def test_a_planted_fault_is_found(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "engines"),
+    ("words", "sampling"),
     [
-        ((), 16),
-        (("tensor_model_parallel_size=4",), 4),
-        (("launch_servers=3",), 3),
-        (("servers=[http://a:1,http://b:1]",), 2),
+        (("name=sglang",), "16 engines on 16 devices"),
+        (("name=sglang", "tensor_model_parallel_size=4"), "4 engines on 16 devices"),
+        (("name=sglang", "launch_servers=3"), "3 engines on 3 devices"),
+        (("name=sglang", "servers=[http://a:1,http://b:1]"), "2 servers"),
+        (("name=local",), "1 engine on 1 device"),
     ],
 )
-def test_it_says_how_many_engines_sample(words, engines):
+def test_it_says_how_many_devices_sample(words, sampling):
     ranks = ["trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=8", "trainer.device=cuda"]
-    rollout = [f"actor_rollout_ref.rollout.{word}" for word in ("name=sglang", *words)]
-    found = one(findings([*ranks, *rollout], "time"), "time", "ok")
-    assert f"rollout with {engines} engines" in found.text
+    found = one(findings([*ranks, *(f"actor_rollout_ref.rollout.{word}" for word in words)], "time"), "time", "ok")
+    assert f"rollout ({sampling}) " in found.text
+
+
+def test_the_time_of_a_step_is_told_by_the_formula_that_runs_are_compared_with(tmp_path):
+    """Within a factor of a few of a step that is then taken, update and rollout each."""
+    run = [
+        "data.val_files=null", "trainer.total_training_steps=3", "trainer.logger=[]", "trainer.num_threads=1",
+        "trainer.export_at_end=False", "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    text = one(findings(run, "time"), "time", "ok").text
+    told = {name: float(number) for name, number in re.findall(r"(rollout|update) ([0-9.]+)", text)}
+    told["step"] = float(re.search(r"about ([0-9.]+) s a step on cpu", text)[1])
+    build_trainer(compose(run)).fit()
+    *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    for name in ("step", "rollout", "update"):
+        assert 1 / 6 < told[name] / last[f"time/{name}_s"] < 6, (name, told, last[f"time/{name}_s"])
 
 
 def test_an_engine_that_is_not_there_is_one_error(tmp_path, monkeypatch):

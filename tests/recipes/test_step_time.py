@@ -15,15 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_mt.errors import ConfigError
+
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "scaling"
 
 
 @pytest.fixture(scope="module")
 def formula():
-    """The modules `formula`, `fit` and `step_time`, as the scripts import them."""
+    """The formula's module, and the scripts `fit` and `step_time`, as they import each other."""
     sys.path.insert(0, str(RECIPE))
     try:
-        yield tuple(importlib.import_module(name) for name in ("formula", "fit", "step_time"))
+        yield tuple(importlib.import_module(name) for name in ("verl_mt.doctor.step_time", "fit", "step_time"))
     finally:
         sys.path.remove(str(RECIPE))
 
@@ -43,16 +45,40 @@ def work(formula, **changes):
 def test_a_step_worked_out_by_hand(formula, model):
     machine = formula[0].Machine(
         step_overhead_s=0.1, layer_overhead_s=0.01, token_overhead_s=0.001, turn_overhead_s=0.05, train_flops=1e4,
-        optimizer_bandwidth=500, sync_bandwidth=1000, rest_token_s=0.01,
+        train_attention_flops=1e3, optimizer_bandwidth=500, sync_bandwidth=1000, rest_token_s=0.01,
     )  # fmt: skip
     found = formula[0].predict(model, work(formula, turns=2, calls=1, tool_latency_s=3, samples_per_prompt=2), machine)
     # 30 steps of 0.1 + 2 layers, 8 x 20 tokens, 8 x 2 turns, one wait.
     assert found.rollout_s == pytest.approx(30 * 0.12 + 160 * 0.001 + 16 * 0.05 + 3)
-    # 8 x (20 tokens + half a prompt), three times (2 x 800 + 4 x 2 x 16 x 20) operations each; 1000 parameters.
-    assert found.update_s == pytest.approx(8 * 25 * 3 * (1600 + 2560) / 1e4 + 2)
+    # 8 x (20 tokens + half a prompt), three times 2 x 800 and 4 x 2 x 16 x 20 operations each; 1000 parameters.
+    assert found.update_s == pytest.approx(8 * 25 * 3 * (1600 / 1e4 + 2560 / 1e3) + 2)
     assert found.weights_s == pytest.approx(4) and found.rest_s == pytest.approx(8 * 30 * 0.01)
     assert found.step_s == pytest.approx(found.rollout_s + found.update_s + 4 + 2.4)
     assert (found.waiting_s, found.bottleneck) == (3, "update")
+
+
+def test_packed_rows_pay_for_what_is_distinct_for_each_segment_and_for_whole_squares(formula, model):
+    rates = {"train_flops": 1e4, "train_attention_flops": 1e3, "train_segment_overhead_s": 0.01}
+    machine = formula[0].Machine(**rates)
+    packed = work(formula, samples_per_prompt=4, packed=True)
+    # 8 answers of 20 tokens and 2 prompts of 10; answers attend to 30, prompts to 10.
+    attention = 3 * (8 * 20 * 30 + 2 * 10 * 10) * 4 * 2 * 16 / 1e3
+    expected = 3 * 180 * 1600 / 1e4 + attention + (8 + 2) * 2 * 0.01
+    assert formula[0].predict(model, packed, machine).update_s == pytest.approx(expected)
+    # The same tree, counted; then one in which a half of all answers' tokens is another's too.
+    counted = dataclasses.replace(packed, tree=(180, 10, 8 * 20 * 30 + 2 * 10 * 10))
+    assert formula[0].predict(model, counted, machine).update_s == pytest.approx(expected)
+    halved = dataclasses.replace(packed, tree=(100, 10, 8 * 10 * 30 + 2 * 10 * 10), epochs=2)
+    attention = 3 * (8 * 10 * 30 + 2 * 10 * 10) * 4 * 2 * 16 / 1e3
+    expected = 2 * (3 * 100 * 1600 / 1e4 + attention + 10 * 2 * 0.01)
+    assert formula[0].predict(model, halved, machine).update_s == pytest.approx(expected)
+
+
+def test_samples_of_a_prompt_share_it_among_those_of_their_rank_if_rows_are_packed(formula):
+    eight = {"trajectories": 16, "samples_per_prompt": 8}
+    assert work(formula, **eight).trained_tokens == work(formula, **eight, packed=True).trained_tokens == 16 * 20 + 20
+    assert work(formula, **eight, ranks=4).trained_tokens == 16 * (20 + 10)
+    assert work(formula, **eight, ranks=4, packed=True).trained_tokens == 16 * (20 + 10 / 2)
 
 
 def test_everybody_waits_for_the_trajectory_whose_tokens_and_waits_take_longest(formula, model):
@@ -118,7 +144,8 @@ def test_a_fit_to_times_that_follow_the_formula_predicts_other_work_exactly(form
     rng = np.random.default_rng(seed)
     truth = module.Machine(
         engine_flops=1e9, step_overhead_s=rng.uniform(0.001, 0.01), token_overhead_s=rng.uniform(1e-4, 1e-3),
-        train_flops=1e9, train_layer_overhead_s=rng.uniform(0.001, 0.01), sync_overhead_s=0.01, rest_token_s=1e-5,
+        train_flops=1e9, train_attention_flops=1e8, train_layer_overhead_s=rng.uniform(0.001, 0.01),
+        sync_overhead_s=0.01, rest_token_s=1e-5,
     )  # fmt: skip
 
     def drawn():
@@ -147,8 +174,10 @@ def test_a_machine_survives_its_file_and_unknown_rates_are_refused(formula, tmp_
     formula[0].save_machine(machine, tmp_path / "m.json")
     assert formula[0].load_machine(tmp_path / "m.json") == machine
     (tmp_path / "m.json").write_text(json.dumps({"flops": 1}))
-    with pytest.raises(SystemExit, match="flops not known; it takes engine_flops"):
+    with pytest.raises(ConfigError, match="flops not known; it takes engine_flops"):
         formula[0].load_machine(tmp_path / "m.json")
+    with pytest.raises(SystemExit, match=r"m\.json: flops not known"):
+        formula[2].main(["--machine", str(tmp_path / "m.json"), "--run", str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -203,7 +232,7 @@ def test_a_widened_model_computes_the_same(formula, tmp_path):
 
 @pytest.mark.slow
 def test_runs_that_were_not_used_in_the_fit_are_predicted_within_25_percent(tmp_path):
-    fitted = ["small batch", "default", "in turns", "wide", "one turn"]
+    fitted = ["small batch", "default", "in turns", "wide", "wide and deep", "one turn"]
     held_out = ["more samples", "slow tool", "larger model"]
     words = [sys.executable, str(RECIPE / "check.py"), "--rounds", "2", "--out", str(tmp_path)]
     done = subprocess.run([*words, "--only", *fitted, *held_out], capture_output=True, text=True, cwd=tmp_path)

@@ -1,22 +1,26 @@
 """The model's own limits; disk, memory and time.
 
 How much memory and time a step takes is told from sizes alone, right within a factor of a few, which is what a plan
-needs. `recipes/scaling` fits such a formula to finished runs of one machine; here there is no run yet, so the machine's
-speed is measured with two matrix products, and overheads are round numbers.
+needs. The formula of a step's time (`step_time.py`) can be fitted to finished runs of one machine (`recipes/scaling`);
+here there is no run yet, so the machine's speed is measured with a matrix product and a copy, and overheads are round
+numbers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from verl_mt import engines
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.doctor.step_time import Machine, Model, Work, predict
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm
 from verl_mt.trainer import build_rollout
@@ -27,10 +31,16 @@ _ACTIVATIONS_PER_LAYER = 16
 """Numbers of a layer that the backward pass needs, per token and unit of width."""
 _LAYER_OVERHEAD_S = {"cpu": 1.5e-4, "cuda": 2.5e-5}
 """Of one layer in one forward pass: kernels, Python."""
-_ASSUMED_GPU_FLOPS = 2e14
-"""Where the workers' GPUs are not here."""
+_TURN_OVERHEAD_S = 2e-3
+"""Parsing a turn, rendering what comes after it."""
+_ROW_SECONDS_PER_TOKEN = 1.5e-5
+"""Building the batch, writing the rollout row."""
+_ASSUMED_GPU = (2e14, 2e12)
+"""Operations and bytes per second where the workers' GPUs are not here."""
 _EFFICIENCY = {"cpu": 1.0, "cuda": 0.4}
 """Of a forward and backward pass, beside the matrix product that was measured."""
+_NETWORK = {"machine": 1e11, "machines": 1e10}
+"""Bytes per second between the GPUs of one machine, and between machines."""
 _ROW_BYTES_PER_TOKEN = 60
 """Of a rollout row: id, masks, log-probs, version, advantage as JSON."""
 
@@ -122,13 +132,82 @@ def memory(subject: Subject) -> Iterator[Finding]:
 
 def step_time(subject: Subject) -> Iterator[Finding]:
     """Seconds of one step, from the work and the speed of this machine."""
-    found = Seconds.of(subject)
-    sampled = f" with {found.engines} engines" if found.engines > 1 else ""
+    work, (device, machine) = planned_work(subject), planned_machine(subject)
+    sizes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
+    width = 2 if subject.config.actor_rollout_ref.model.dtype == "bfloat16" else 4
+    found = predict(Model.of(subject.module.config.get_text_config(), sizes, width), work, machine)
+    parts = {"weights": found.weights_s, "reference": found.ref_s, "the rest": found.rest_s}
+    told = "".join(f", {name} {seconds:,.1f}" for name, seconds in parts.items() if seconds >= 0.05)
     yield ok(
-        f"about {found.step_s:,.1f} s a step on {found.device}: rollout{sampled} {found.rollout_s:,.1f}, update "
-        f"{found.update_s:,.1f}{f', reference {found.ref_s:,.1f}' if found.ref_s else ''}; all "
-        f"{subject.total_steps} steps {found.step_s * subject.total_steps / 3600:,.2f} h (tools aside, if responses "
-        "fill half of their length)"
+        f"about {found.step_s:,.1f} s a step on {device}: rollout{sampling_of(subject)} {found.rollout_s:,.1f}, update "
+        f"{found.update_s:,.1f}{told}; all {subject.total_steps} steps "
+        f"{found.step_s * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
+    )
+
+
+def sampling_of(subject: Subject) -> str:
+    """What samples, in brackets; nothing where all is on one device."""
+    number, rollout = num_engines(subject), subject.rollout
+    devices = number * rollout.tensor_model_parallel_size
+    if rollout.servers:
+        return f" ({number} {'servers' if number > 1 else 'server'})"
+    if devices == subject.num_ranks == 1:
+        return ""
+    return f" ({number} {'engines' if number > 1 else 'engine'} on {devices} {'devices' if devices > 1 else 'device'})"
+
+
+def planned_work(subject: Subject) -> Work:
+    """What a step of the run will do, if responses fill half of their length and no tool is waited for."""
+    config, rollout, actor = subject.config, subject.rollout, subject.config.actor_rollout_ref.actor
+    batch = config.data.train_batch_size
+    replicas = num_engines(subject)
+    at_once = rollout.max_num_seqs * replicas
+    # One process copies to each engine of its own machine; ranks and broadcasts give each byte once.
+    copied = bool(rollout.launch_servers) and config.trainer.placement != "ray"
+    return Work(
+        trajectories=batch * rollout.n,
+        prompt_tokens=sum(len(p.ids) for p in subject.prompts) / max(1, len(subject.prompts)),
+        sampled_tokens=rollout.response_length / 2,
+        longest_tokens=rollout.response_length,
+        concurrency=min(at_once, rollout.max_concurrent or at_once, batch * rollout.n),
+        samples_per_prompt=rollout.n,
+        updates=actor.ppo_epochs * math.ceil(batch / (actor.ppo_mini_batch_size or batch)),
+        epochs=actor.ppo_epochs,
+        max_tokens_per_pass=actor.ppo_max_token_len,
+        packed=config.actor_rollout_ref.model.use_remove_padding,
+        ref=actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+        ranks=subject.num_ranks,
+        engines=replicas,
+        sync_copies=replicas if copied else 1,
+    )
+
+
+def planned_machine(subject: Subject) -> tuple[str, Machine]:
+    """(what it is called, its rates): of this one, or of a round one where the devices are elsewhere."""
+    config, rollout = subject.config, subject.rollout
+    kind = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
+    elsewhere = kind == "cpu" and (config.trainer.device == "cuda" or not subject.samples_from_policy)
+    flops, bandwidth = _ASSUMED_GPU if elsewhere else _speed(kind, config.actor_rollout_ref.model.dtype)
+    name = f"a GPU of {flops / 1e12:.0f} TFLOP/s" if elsewhere else kind
+    kind = "cuda" if elsewhere else kind
+    live = rollout.max_num_seqs
+    if rollout.max_concurrent:
+        live = min(live, rollout.max_concurrent / num_engines(subject))
+    live = min(live, config.data.train_batch_size * rollout.n / num_engines(subject))
+    # On a CPU the narrow products of sampling are a few times slower than wide ones until a few hundred are together.
+    narrow = max(1.0, 4.0 - live / 100) if kind == "cpu" else 1.0
+    network = _NETWORK["machines" if config.trainer.nnodes > 1 or rollout.placed != "colocated" else "machine"]
+    return name, Machine(
+        engine_flops=flops / 2 / narrow,
+        memory_bandwidth=bandwidth,
+        layer_overhead_s=_LAYER_OVERHEAD_S[kind],
+        turn_overhead_s=_TURN_OVERHEAD_S,
+        train_flops=flops * _EFFICIENCY[kind],
+        train_layer_overhead_s=3 * _LAYER_OVERHEAD_S[kind],
+        optimizer_bandwidth=bandwidth / 28,  # reads and writes weights, gradients and moments, in float32
+        network_bandwidth=network,
+        sync_bandwidth=math.inf if subject.samples_from_policy else min(network, bandwidth / 5),
+        rest_token_s=_ROW_SECONDS_PER_TOKEN,
     )
 
 
@@ -169,62 +248,6 @@ class Demand:
             state_bytes=(own + ref + critic) / subject.num_ranks,
             activation_bytes=_activations(subject, width),
             cache_bytes=_cache(subject, width),
-        )
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one step."""
-
-    device: str
-    engines: int
-    """That sample at the same time."""
-    rollout_s: float
-    update_s: float
-    ref_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.rollout_s + self.update_s + self.ref_s
-
-    @classmethod
-    def of(cls, subject: Subject) -> Seconds:
-        """The step's work over this machine's speed; over a round number where the devices are elsewhere."""
-        config, rollout = subject.config, subject.rollout
-        kind = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
-        elsewhere = kind == "cpu" and (config.trainer.device == "cuda" or not subject.samples_from_policy)
-        flops = _ASSUMED_GPU_FLOPS if elsewhere else _speed(kind, config.actor_rollout_ref.model.dtype)
-        kind = "cuda" if elsewhere else kind
-        sizes = subject.module.config.get_text_config()
-        size = sum(p.numel() for p in subject.module.parameters())
-        layers = sizes.num_hidden_layers
-        trajectories = config.data.train_batch_size * rollout.n
-        sampled = rollout.response_length / 2
-        prompt = sum(len(p.ids) for p in subject.prompts) / max(1, len(subject.prompts))
-        forward = 2.0 * size + 4.0 * layers * sizes.hidden_size * (prompt + sampled / 2)
-        replicas = num_engines(subject)
-        at_once = min(trajectories, rollout.max_concurrent or trajectories) / replicas
-        live = min(max(1.0, at_once), rollout.max_num_seqs)
-        waves = trajectories / replicas / live
-        overhead = layers * _LAYER_OVERHEAD_S[kind]
-        # A sampled token's products are narrow: a few times slower than wide ones until a few hundred are together.
-        narrow = max(1.0, 4.0 - live / 100)
-        decode = waves * rollout.response_length * (overhead + live * forward * narrow / flops / 2)
-        prefill = config.data.train_batch_size * prompt * forward / flops
-        prompts = (
-            config.data.train_batch_size if subject.num_ranks == 1 else trajectories
-        )  # one rank computes them once
-        tokens = trajectories * sampled + prompts * prompt
-        epochs = config.actor_rollout_ref.actor.ppo_epochs
-        passes = max(1.0, tokens / config.actor_rollout_ref.actor.ppo_max_token_len)
-        compute = tokens * forward / flops / _EFFICIENCY[kind] / subject.num_ranks
-        needs_ref = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-        return cls(
-            device="a GPU of 200 TFLOP/s" if elsewhere else kind,
-            engines=replicas,
-            rollout_s=decode + prefill / replicas,
-            update_s=epochs * (3 * compute + 3 * passes * overhead / subject.num_ranks),
-            ref_s=compute if needs_ref else 0.0,
         )
 
 
@@ -286,18 +309,26 @@ def _adapter_parameters(subject: Subject) -> int:
     return sum(rank * (m.in_features + m.out_features) for m in linear)
 
 
-def _speed(kind: str, dtype: str) -> float:
-    """Multiplications and additions per second of a product like the model's."""
-    side = 4096 if kind == "cuda" else 256
+def _speed(kind: str, dtype: str) -> tuple[float, float]:
+    """Multiplications and additions per second of a product like the model's, and bytes per second of a copy."""
+    side, large = (4096, 2**26) if kind == "cuda" else (256, 2**24)
     a = torch.randn(side, side, device=kind, dtype=getattr(torch, dtype))
+    b, c = torch.zeros(large, device=kind), torch.zeros(large, device=kind)
+    return (
+        2.0 * side**3 * _per_second(kind, lambda: torch.mm(a, a)),
+        2.0 * large * b.element_size() * _per_second(kind, lambda: c.copy_(b)),
+    )
+
+
+def _per_second(kind: str, call: Callable[[], Any]) -> float:
     rates = []
     for _ in range(3):
         count, begun = 0, time.perf_counter()
         while time.perf_counter() - begun < 0.02:
             for _ in range(4):
-                torch.mm(a, a)
+                call()
             if kind == "cuda":
                 torch.cuda.synchronize()
             count += 4
-        rates.append(2.0 * side**3 * count / (time.perf_counter() - begun))
+        rates.append(count / (time.perf_counter() - begun))
     return sorted(rates)[1]

@@ -1,12 +1,20 @@
-"""How long a step takes: sizes of a model, what a step does, rates of a machine, and out comes each part's time."""
+"""How long a step takes: sizes of a model, what a step does, rates of a machine, and out comes each part's time.
+
+docs/scaling.md has the formula as a table, and how wrong it is; `recipes/scaling` fits a machine's rates to finished
+runs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from verl_mt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,34 @@ class Model:
 
     def flops(self, context: float) -> float:
         """Of one token's forward pass, with `context` tokens to attend to: two per multiplication and addition."""
-        return 2.0 * self.matmul_parameters + 4.0 * self.layers * self.attention_width * context
+        return self.product_flops + self.attention_flops * context
+
+    @property
+    def product_flops(self) -> float:
+        """Of one token, products with weights alone."""
+        return 2.0 * self.matmul_parameters
+
+    @property
+    def attention_flops(self) -> float:
+        """Of one token that attends to one other."""
+        return 4.0 * self.layers * self.attention_width
+
+    @classmethod
+    def of(cls, config: Any, shapes: Mapping[str, tuple[int, ...]], bytes_per_parameter: int = 4) -> Model:
+        """Of a decoder's config, and the shapes of its weights by name."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        matrices = {name: size for name, size in sizes.items() if len(shapes[name]) > 1}
+        if any(name.startswith("lm_head") for name in matrices):
+            matrices = {name: size for name, size in matrices.items() if "embed_tokens" not in name}
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            parameters=sum(sizes.values()),
+            matmul_parameters=sum(matrices.values()),
+            layers=config.num_hidden_layers,
+            attention_width=config.num_attention_heads * head,
+            kv_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head,
+            bytes_per_parameter=bytes_per_parameter,
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -63,8 +98,15 @@ class Work:
     """Trajectories that go through the update: groups whose rewards are all equal do not (`skip_zero_advantage`)."""
     updates: float = 1.0
     """Optimizer steps per training step."""
+    epochs: int = 1
+    """Passes of the update over the batch (`actor.ppo_epochs`)."""
     max_tokens_per_pass: int = 16384
     """`actor.ppo_max_token_len`."""
+    packed: bool = False
+    """`model.use_remove_padding`: rows go through the update as a tree, what they share of their beginnings once."""
+    tree: tuple[float, float, float] | None = None
+    """Of the trained rows, where they were counted: tokens, segments, and pairs of a token and one that it attends to.
+    None = as if a prompt's samples shared the prompt and nothing else."""
     ref: bool = False
     """A KL term asks the reference policy for log-probs."""
     ranks: int = 1
@@ -86,15 +128,46 @@ class Work:
         return self.prompt_tokens + self.response_tokens / 2
 
     @property
+    def trained_rows(self) -> float:
+        """That go through the update, each as often as it does."""
+        return self.trained_share * self.trajectories * self.epochs
+
+    @property
+    def sharing(self) -> float:
+        """Rows that share the computation of their prompt. Padded rows of several ranks share nothing."""
+        if self.packed:
+            return max(1.0, self.samples_per_prompt / self.ranks)
+        return self.samples_per_prompt if self.ranks == 1 else 1.0
+
+    @property
     def trained_tokens(self) -> float:
-        """That go through the update; samples of a prompt share it on one rank, and do not over several."""
-        shared = self.samples_per_prompt if self.ranks == 1 else 1.0
-        return self.trained_share * self.trajectories * (self.response_tokens + self.prompt_tokens / shared)
+        """That go through the update."""
+        if self.packed and self.tree is not None:
+            return self.epochs * self.tree[0]
+        return self.trained_rows * (self.response_tokens + self.prompt_tokens / self.sharing)
+
+    @property
+    def segments(self) -> float:
+        """Of the trees of packed rows; 0 = rows are padded."""
+        if self.packed and self.tree is not None:
+            return self.epochs * self.tree[1]
+        return self.trained_rows * (1 + (self.sharing > 1) / self.sharing) if self.packed else 0.0
+
+    @property
+    def attended(self) -> float:
+        """Pairs of a token and one that it attends to, in the update. A tree is computed with masks, which leave
+        nothing out; a causal kernel leaves out half."""
+        if not self.packed:
+            return self.trained_tokens * self.context
+        if self.tree is not None:
+            return self.epochs * self.tree[2]
+        length = self.prompt_tokens + self.response_tokens
+        return self.trained_rows * (self.response_tokens * length + self.prompt_tokens**2 / self.sharing)
 
     @property
     def passes(self) -> float:
-        """Micro-batches of a rank: padding and prompts count, shared or not."""
-        tokens = self.trained_share * self.trajectories * (self.response_tokens + self.prompt_tokens)
+        """Micro-batches of a rank: prompts count in each row, shared or not, and padding where there is any."""
+        tokens = self.trained_rows * (self.response_tokens + self.prompt_tokens)
         return max(self.updates, math.ceil(tokens / self.ranks / self.max_tokens_per_pass))
 
 
@@ -115,11 +188,15 @@ class Machine:
     turn_overhead_s: float = 0.0
     """Per assistant turn: parsing, rendering, the tool's own work on this process."""
     train_flops: float = math.inf
-    """Of a rank's forward and backward pass."""
+    """Of a rank's forward and backward pass: products with weights."""
+    train_attention_flops: float = math.inf
+    """The same, of attention."""
     train_activation_rate: float = math.inf
     """Activations (tokens x layers x width) per second: what is no matrix product, and weighs more in narrow models."""
     train_layer_overhead_s: float = 0.0
     """Per forward-and-backward pass and layer."""
+    train_segment_overhead_s: float = 0.0
+    """Per segment of packed rows and layer."""
     optimizer_bandwidth: float = math.inf
     """Parameters per second and rank that the optimizer steps over."""
     network_bandwidth: float = math.inf
@@ -186,8 +263,9 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     `sampled_tokens * (a + b * concurrency)` and their waits. Waits are taken to be in step, because turns that began
     together end at about the same time; the more latencies scatter, the more of them hides behind others' decoding.
 
-    Update: three forward passes' work per trained token, per rank, and over several ranks what they exchange
-    (docs/scaling.md); then the optimizer. Weights: bytes over bandwidth.
+    Update: three forward passes' work per trained token, per rank, attention at a rate of its own; packed rows pay for
+    each segment; over several ranks what they exchange (docs/scaling.md); then the optimizer. Weights: bytes over
+    bandwidth.
     """
     a, b, concurrency = _step_costs(model, work, machine)
     trajectories = math.ceil(work.trajectories / work.engines)
@@ -198,18 +276,21 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     period = work.sampled_tokens * (a + b * concurrency) + work.calls * work.tool_latency_s
     rollout += (trajectories - last) / concurrency * period
     waiting += (trajectories - last) / concurrency * work.calls * work.tool_latency_s
-    flops = model.flops(work.prompt_tokens + work.response_tokens / 2)
-    compute = 3 * flops / machine.train_flops
-    compute += model.layers * model.attention_width / machine.train_activation_rate
-    compute *= work.trained_tokens / work.ranks
+    products, attention = model.product_flops, model.attention_flops
+    compute = 3 * work.trained_tokens * products / machine.train_flops
+    compute += 3 * work.attended * attention / machine.train_attention_flops
+    compute += work.trained_tokens * model.layers * model.attention_width / machine.train_activation_rate
+    compute += work.segments * model.layers * machine.train_segment_overhead_s
+    compute /= work.ranks
     exchanged = 3 * work.passes * model.parameters * model.bytes_per_parameter * (work.ranks - 1) / work.ranks
     update = compute + work.passes * model.layers * machine.train_layer_overhead_s
     update += exchanged / machine.network_bandwidth
     update += work.updates * model.parameters / work.ranks / machine.optimizer_bandwidth
     batch_tokens = work.trajectories * (work.prompt_tokens + work.response_tokens)
+    ref = products / machine.train_flops + work.context * attention / machine.train_attention_flops
     return StepTime(
         rollout_s=rollout,
-        ref_s=batch_tokens / work.ranks * flops / machine.train_flops if work.ref else 0.0,
+        ref_s=batch_tokens * ref / work.ranks if work.ref else 0.0,
         update_s=update,
         weights_s=machine.sync_overhead_s
         + work.sync_copies * model.parameters * model.bytes_per_parameter / machine.sync_bandwidth,
@@ -246,12 +327,12 @@ def load_machine(path: Path) -> Machine:
     """From JSON; what is absent costs nothing.
 
     Raises:
-        SystemExit: a name that is none of `Machine`.
+        ConfigError: a name that is none of `Machine`.
     """
     given = json.loads(path.read_text())
     known = {field.name for field in dataclasses.fields(Machine)}
     if unknown := sorted(set(given) - known):
-        raise SystemExit(f"{path}: {', '.join(unknown)} not known; it takes {', '.join(sorted(known))}")
+        raise ConfigError(f"{path}: {', '.join(unknown)} not known; it takes {', '.join(sorted(known))}")
     return Machine(**{name: math.inf if value is None else float(value) for name, value in given.items()})
 
 
