@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import torch
 
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, WorkerError
 from verl_mt.modeling.load import load_causal_lm
+from verl_mt.rollout.runner import RolloutStream
 from verl_mt.workers.weight_sync import Transport, WeightSync, weight_update_for
 from verl_mt.workers.worker_group import InlineWorkerGroup
 
@@ -39,6 +41,10 @@ class RecordingEngine(ScriptedEngine):
 def group(module):
     """As much of a worker group as weights need."""
     return InlineWorkerGroup(SimpleNamespace(module=module, device="cpu"))  # type: ignore[arg-type]
+
+
+def run(coroutine, while_waiting):
+    return asyncio.run(coroutine)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +86,41 @@ def test_memory_is_taken_back_before_the_new_weights_arrive(module, frees):
     engine, workers = RecordingEngine("tensor_buckets", frees_memory=frees), group(module)
     # What training holds in reserve is the memory that the engine wants back.
     workers.give_back_memory = lambda: engine.calls.append("give back")
-    sync = WeightSync(engine, workers, asyncio.run)
+    sync = WeightSync(engine, workers, run)
     sync.release()
     sync.push(1)
     assert engine.calls == (["release", "give back", "resume", "apply"] if frees else ["apply"])
     assert engine.version == 1
+
+
+@pytest.mark.parametrize("hangs", ["release_memory", "resume_memory", "apply"])
+def test_a_rank_that_is_lost_is_noticed_while_an_engine_is_waited_for(module, hangs):
+    """Such as the engine beside it, which went away with their machine and cannot come back."""
+    engine, workers = RecordingEngine("tensor_buckets", frees_memory=True), group(module)
+    cancelled, doings = threading.Event(), []
+
+    async def for_ever(*args):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    def check(doing):
+        doings.append(doing)
+        if len(doings) > 2:
+            raise WorkerError("rank 1 of 2 died")
+
+    setattr(engine, hangs, for_ever)
+    workers.check = check
+    stream = RolloutStream(SimpleNamespace(tools=None))
+    try:
+        sync = WeightSync(engine, workers, stream.call)
+        with pytest.raises(WorkerError, match="rank 1 of 2 died"):
+            sync.release()
+            sync.push(1)
+        assert cancelled.wait(5.0) and set(doings) == {"giving the engines their weights"}
+    finally:
+        stream.close()
 
 
 def test_giving_memory_back_is_emptying_the_allocators_cache(module, monkeypatch):
@@ -95,7 +131,7 @@ def test_giving_memory_back_is_emptying_the_allocators_cache(module, monkeypatch
 
 
 def test_only_the_newest_files_stay(module, tmp_path):
-    sync = WeightSync(RecordingEngine("disk"), group(module), asyncio.run, Transport(folder=tmp_path))
+    sync = WeightSync(RecordingEngine("disk"), group(module), run, Transport(folder=tmp_path))
     for version in (1, 2, 2):
         sync.push(version)
     assert [path.name for path in tmp_path.iterdir()] == ["version_000002"]

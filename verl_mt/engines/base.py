@@ -122,16 +122,70 @@ class Receiver:
     """The first rank that it stands beside, on its machine; None = beside none, and it gets the weights from rank 0."""
 
 
+class Giver(abc.ABC):
+    """Gives a policy's weights to engines, where the weights are. Made with an engine's own arguments, and `address=`:
+    where others reach this machine."""
+
+    @abc.abstractmethod
+    def give(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        bucket_bytes: int,
+        receivers: Sequence[Receiver],
+    ) -> list[VerlMTError | None]:
+        """Give all of them to all engines; for each what went wrong, or None.
+
+        Args:
+            tensors: (name in the checkpoint, whole tensor), each good until the next one.
+            version: of the weights.
+            bucket_bytes: sent at once.
+            receivers: the engines.
+
+        Raises:
+            EngineError: a tensor that does not fit the model.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing that outlives them
+        """Leave what was joined. Idempotent."""
+
+
+class Givers:
+    """Those of one process, kept for later updates."""
+
+    def __init__(self) -> None:
+        self._made: dict[type[Giver], tuple[Any, Giver]] = {}
+
+    def get(self, kind: type[Giver], arguments: tuple[Any, ...], address: str) -> Giver:
+        """The one that is there, if it was made with the same; otherwise a new one takes its place.
+
+        Raises:
+            EngineError: the class is no `Giver`.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, Giver)):
+            raise EngineError(f"{kind!r} is to give weights to engines, but is no subclass of {Giver.__module__}.Giver")
+        made_with, giver = self._made.get(kind, (None, None))
+        if giver is None or made_with != (arguments, address):
+            if giver is not None:
+                giver.close()
+            giver = kind(*arguments, address=address)  # type: ignore[call-arg]
+            self._made[kind] = (arguments, address), giver
+        return giver
+
+    def close(self) -> None:
+        """All of them. Idempotent."""
+        for _, giver in self._made.values():
+            giver.close()
+
+
 @dataclass(frozen=True)
 class FromRanks:
     """Each engine gets the weights from the rank that it stands beside, on their machine; those that stand beside none
     get them from rank 0, all at once.
 
     `hand_over(receivers, giver, arguments)` is collective over the worker group. In the process of each receiver's rank
-    an object of the class `giver` (a dotted path) is made with `arguments` and `address` (where others reach that
-    machine), kept for later updates, and its `give(tensors, version, bucket_bytes, receivers)` called: `tensors` yields
-    (name in the checkpoint, whole tensor), each good until the next one, and `receivers` are that rank's own. It
-    returns for each what went wrong, or None; and so does `hand_over` for all of them.
+    a `Giver` (its class's dotted path) gives to that rank's own receivers. It returns for each of them what went wrong,
+    or None; and so does `hand_over` for all of them.
     """
 
     version: int

@@ -463,9 +463,17 @@ class RolloutStream:
         self._thread.start()
         self._running: dict[str, tuple[Future[None], queue.Queue[TrajectoryGroup | None], int]] = {}
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the rollout's loop and wait for it (weight updates, closing)."""
-        return self._wait(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+    def call(self, coroutine: Coroutine[Any, Any, T], while_waiting: Callable[[], None] = lambda: None) -> T:
+        """Run a coroutine on the rollout's loop and wait for it (weight updates, closing).
+
+        `while_waiting` is called a few times a second; what it raises cancels the coroutine.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return self._wait(future, while_waiting)
+        except BaseException:
+            future.cancel()
+            raise
 
     def start(self, plan: RolloutPlan) -> None:
         """Begin to roll out a plan; returns at once."""
@@ -524,8 +532,9 @@ class RolloutStream:
             groups.put(None)
 
     @staticmethod
-    def _wait(future: Future[T]) -> T:
+    def _wait(future: Future[T], while_waiting: Callable[[], None] = lambda: None) -> T:
         while True:
+            while_waiting()
             try:
                 return future.result(timeout=0.2)  # short, so that a signal is handled between two waits
             except TimeoutError:

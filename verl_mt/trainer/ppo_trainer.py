@@ -274,8 +274,8 @@ class PPOTrainer:
 
     def _rollout_metrics(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
-        engine = self.engine.metrics()
-        found = rollout_metrics(groups, self.log.tool_names, int(engine.get("rollout/replicas", 1)))
+        engine = {"rollout/replicas": 1, **self.engine.metrics()}
+        found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
         return found | self.sanity.metrics() | engine | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
@@ -358,7 +358,7 @@ class PPOTrainer:
     def _while_waiting(self) -> None:
         self.interrupts.check()
         # What is sampled could not be trained on, and the next call would come after hours of it.
-        self.workers.check()
+        self.workers.check("waiting for the rollout")
         self.log.display.rollout(self.stream.runner.progress)
 
     def _save_boundary(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_mt.engines.base import Receiver
+from verl_mt.engines.base import Giver, Givers, Receiver
 from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
@@ -80,7 +80,7 @@ class RankWorker:
     def __init__(self, setup: WorkerSetup, ranks: Ranks):
         self._setup = setup
         self._ranks = ranks
-        self._givers: dict[str, tuple[Any, Any]] = {}
+        self._givers = Givers()
 
     def address(self) -> str:
         """Where rank 0 will wait for the others."""
@@ -199,19 +199,13 @@ class RankWorker:
 
     def leave_groups(self) -> None:
         """Of the engines that it gives weights to by broadcasts: servers outlive this process."""
-        for _, giver in self._givers.values():
-            if hasattr(giver, "close"):
-                giver.close()
+        self._givers.close()
 
-    def _giver(self, update: HandedOver) -> Any:
-        made_with, giver = self._givers.get(update.giver, (None, None))
-        if giver is None or made_with != update.arguments:
-            import ray
+    def _giver(self, update: HandedOver) -> Giver:
+        import ray
 
-            made = load_object(update.giver, what="what gives weights to an engine")
-            giver = made(*update.arguments, address=ray.util.get_node_ip_address())
-            self._givers[update.giver] = (update.arguments, giver)
-        return giver
+        kind = load_object(update.giver, what="what gives weights to an engine")
+        return self._givers.get(kind, update.arguments, ray.util.get_node_ip_address())
 
     def _gather(self, bucket: dict[str, Tensor], converted: bool | None) -> dict[str, Tensor]:
         """Whole tensors; None = the others' need alone, nothing is done with them here."""

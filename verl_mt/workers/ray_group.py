@@ -210,7 +210,7 @@ class RayWorkerGroup(WorkerGroup):
         self._call("load", ray.put(own), folder, doing="loading a checkpoint")
         self._stale = True
 
-    def check(self) -> None:
+    def check(self, doing: str) -> None:
         with self._order:
             if self._broken is not None:
                 raise WorkerError(self._broken)
@@ -222,7 +222,7 @@ class RayWorkerGroup(WorkerGroup):
             over = not left or any(map(_failed, done))
             self._checks, self._checked_at = [] if over else refs, time.monotonic()
             if over:
-                self._wait(refs, "waiting for the rollout")
+                self._wait(refs, doing)
 
     def close(self) -> None:
         workers, self._workers = self._workers, []

@@ -98,8 +98,8 @@ class WeightSync:
 
     engine: InferenceEngine
     workers: WorkerGroup
-    call: Callable[[Coroutine[Any, Any, None]], None]
-    """Runs a coroutine on the rollout's event loop and waits for it."""
+    call: Callable[[Coroutine[Any, Any, None], Callable[[], None]], None]
+    """Runs a coroutine on the rollout's event loop and waits for it; calls the function now and then meanwhile."""
     transport: Transport = Transport()
     trainer_bytes: int = 0
     """Of the last update, what came through this process on its way to the engine."""
@@ -108,7 +108,7 @@ class WeightSync:
     def release(self) -> None:
         """The rollout is over; the engine's memory is wanted for training."""
         if self.engine.capabilities.frees_memory:
-            self.call(self.engine.release_memory())
+            self._call(self.engine.release_memory())
 
     def push(self, version: int) -> None:
         """The weights changed: from here on the engine samples with them."""
@@ -116,9 +116,9 @@ class WeightSync:
             # In this order: what torch's allocator keeps in reserve is not free to the engine, which would find the
             # device full.
             self.workers.give_back_memory()
-            self.call(self.engine.resume_memory())
+            self._call(self.engine.resume_memory())
         update = weight_update_for(self.engine.capabilities, self.workers, version, self.transport)
-        self.call(self.engine.apply(update))
+        self._call(self.engine.apply(update))
         self.trainer_bytes = update.tensors.num_bytes if isinstance(update, TensorBuckets) else 0  # type: ignore[attr-defined]
         if isinstance(update, Disk):
             self.trainer_bytes = sum(file.stat().st_size for file in Path(update.path).glob("*.safetensors"))
@@ -126,3 +126,7 @@ class WeightSync:
             if self._last_folder is not None and self._last_folder != Path(update.path):
                 shutil.rmtree(self._last_folder, ignore_errors=True)
             self._last_folder = Path(update.path)
+
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        # An engine that went away with its machine is waited for, while the rank beside it is gone for good.
+        self.call(coroutine, partial(self.workers.check, "giving the engines their weights"))

@@ -129,9 +129,12 @@ class WorkerGroup(abc.ABC):
             CheckpointError: of another model, or incomplete.
         """
 
-    def check(self) -> None:  # noqa: B027 - workers in this process are there
+    def check(self, doing: str) -> None:  # noqa: B027 - workers in this process are there
         """Notice a worker that is lost while nothing is asked of it, as in a rollout. Returns at once; to be called now
         and then.
+
+        Args:
+            doing: what is being done meanwhile, for the error.
 
         Raises:
             WorkerError: one is.

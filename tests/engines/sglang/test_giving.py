@@ -100,7 +100,7 @@ def test_weights_are_gathered_once_for_all_engines_and_each_gets_all_of_them(run
 
 
 def _files_of(engine) -> list[str]:
-    (giver,) = [made for _, made in engine._giving._made.values()]
+    (giver,) = [made for _, made in engine._giving._givers._made.values()]
     return [buffer.untyped_storage()._share_filename_cpu_()[1].decode() for buffer in giver._buckets._buffers]
 
 

@@ -26,7 +26,7 @@ def test_greedy_records_are_those_of_the_local_engine(colocated, lab: Lab, run):
 
 def test_log_probs_stay_those_of_the_trainer_over_five_updates_of_a_multi_turn_run(colocated, lab: Lab, run):
     start = {name: tensor.clone() for name, tensor in lab.module.state_dict().items()}
-    sync = WeightSync(colocated, lab.workers, run)
+    sync = WeightSync(colocated, lab.workers, lambda coroutine, while_waiting: run(coroutine))
     worst, moved = [], []
     try:
         for step in range(6):

@@ -148,16 +148,16 @@ def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, 
     group = build(config, Placement("ray", num_threads=1))
     (pid,) = group.worker_pids
     for _ in range(3):
-        group.check()
+        group.check("waiting for the rollout")
         time.sleep(ray_group._CHECK_EVERY_S)
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
     with pytest.raises(WorkerError, match=rf"rank 0 \(process {pid} on .*\) of 1 died while waiting for the rollout"):
         while time.monotonic() < deadline:
-            group.check()
+            group.check("waiting for the rollout")
             time.sleep(0.05)
     with pytest.raises(WorkerError, match="rank 0"):
-        group.check()
+        group.check("waiting for the rollout")
 
 
 def step_without_ref(group):

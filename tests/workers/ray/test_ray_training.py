@@ -82,7 +82,7 @@ def test_a_deterministic_run_has_the_same_bits_when_a_worker_was_lost_on_the_way
 
 
 MOVES = [
-    "actor_rollout_ref.actor.optim.lr=3e-4", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+    "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     "actor_rollout_ref.actor.entropy_coeff=1e-3",
 ]  # fmt: skip
 """In every step, also in one whose groups are all right or all wrong."""
@@ -108,7 +108,7 @@ def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path):
     trainer.weights.push = push_and_probe
     trainer.fit()
     assert len(differences) == STEPS
-    assert all(from_old > 2e-3 and from_new < 1e-4 for from_old, from_new in differences), differences
+    assert all(from_new < 1e-4 < 1e-3 < from_old for from_old, from_new in differences), differences
     for line in metrics(tmp_path / "run"):
         assert line["rollout/logprob_diff_max"] < 1e-4
 

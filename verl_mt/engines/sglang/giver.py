@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mt.engines.base import Receiver
+from verl_mt.engines.base import Giver, Receiver
 from verl_mt.engines.sglang.buckets import Buckets, describe, payload
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
 
@@ -27,7 +27,7 @@ _TOGETHER_S = 120.0
 """How long joining, and the broadcast of one bucket, may take; a member that refuses its part is noticed then."""
 
 
-class WeightGiver:
+class WeightGiver(Giver):
     """Through the memory of this machine: a handle of the buffer goes to each engine, which copies out of it.
 
     Its buffers are used for every update. See `FromRanks`.
@@ -86,7 +86,7 @@ class WeightGiver:
         return [problems.get(receiver) for receiver in receivers]
 
 
-class WeightBroadcaster:
+class WeightBroadcaster(Giver):
     """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
     (gloo passes it on along a tree, NCCL along a ring).
 

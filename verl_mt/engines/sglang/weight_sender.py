@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl_mt.engines.base import Disk, FromRanks, Receiver, TensorBuckets, WeightUpdate
+from verl_mt.engines.base import Disk, FromRanks, Giver, Givers, Receiver, TensorBuckets, WeightUpdate
 from verl_mt.engines.sglang.clients import Client
 from verl_mt.engines.sglang.giver import WeightBroadcaster, WeightGiver
 from verl_mt.engines.sglang.options import SGLangOptions
@@ -102,7 +102,7 @@ class WeightSender:
             return error
         return None
 
-    def giver(self, client: Client, receiver: Receiver, *, here: bool) -> tuple[type, tuple[Any, ...]]:
+    def giver(self, client: Client, receiver: Receiver, *, here: bool) -> tuple[type[Giver], tuple[Any, ...]]:
         """(what gives weights to this engine and to all like it, its arguments).
 
         Args:
@@ -120,7 +120,7 @@ class WeightSender:
 
     async def give(
         self,
-        giver: type,
+        giver: type[Giver],
         arguments: tuple[Any, ...],
         update: TensorBuckets | FromRanks,
         receivers: Mapping[Client, Receiver],
@@ -159,7 +159,7 @@ async def send_to_all(members: Sequence[Member], update: WeightUpdate) -> list[V
 async def _give_to_all(members: Sequence[Member], update: TensorBuckets | FromRanks) -> list[VerlMTError | None]:
     began = await asyncio.gather(*(sender.begin(client) for sender, client in members))
     problems: dict[Client, VerlMTError | None] = {}
-    alike: dict[type, tuple[WeightSender, tuple[Any, ...], dict[Client, Receiver]]] = {}
+    alike: dict[type[Giver], tuple[WeightSender, tuple[Any, ...], dict[Client, Receiver]]] = {}
     for (sender, client), found in zip(members, began):
         if isinstance(found, Receiver):
             giver, arguments = sender.giver(client, found, here=isinstance(update, TensorBuckets))
@@ -177,12 +177,17 @@ class GivesHere:
     on the event loop meanwhile."""
 
     def __init__(self) -> None:
-        self._made: dict[type, tuple[tuple[Any, ...], Any]] = {}
+        self._givers = Givers()
         self._lock = threading.Lock()
         """An engine that comes back gets the weights while others are being sent theirs."""
 
     async def give(
-        self, giver: type, arguments: tuple[Any, ...], update: TensorBuckets, receivers: Sequence[Receiver], url: str
+        self,
+        giver: type[Giver],
+        arguments: tuple[Any, ...],
+        update: TensorBuckets,
+        receivers: Sequence[Receiver],
+        url: str,
     ) -> list[VerlMTError | None]:
         """See `FromRanks`.
 
@@ -193,35 +198,26 @@ class GivesHere:
             receivers: the engines.
             url: of one on another machine, to find out under which address it sees this one; empty = there is none.
         """
-        return await asyncio.to_thread(self._give, giver, arguments, update, receivers, url)
 
-    def _give(
-        self, giver: type, arguments: tuple[Any, ...], update: TensorBuckets, receivers: Sequence[Receiver], url: str
-    ) -> list[VerlMTError | None]:
-        with self._lock:
-            try:
-                wanted = arguments, _own_address(url)
-                made_with, made = self._made.get(giver, (None, None))
-                if made is None or made_with != wanted:
-                    if isinstance(made, WeightBroadcaster):
-                        made.close()
-                    made = giver(*arguments, address=wanted[1])
-                    self._made[giver] = wanted, made
-                return made.give(update.tensors, update.version, update.bucket_bytes, receivers)
-            except Exception as error:
-                problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
-                return [problem] * len(receivers)
+        def here() -> list[VerlMTError | None]:
+            with self._lock:
+                try:
+                    made = self._givers.get(giver, arguments, _own_address(url))
+                    return made.give(update.tensors, update.version, update.bucket_bytes, receivers)
+                except Exception as error:
+                    problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
+                    return [problem] * len(receivers)
+
+        return await asyncio.to_thread(here)
 
     async def close(self) -> None:
         """Leave the process groups; one whose update hangs ends with this process."""
-        _, broadcaster = self._made.get(WeightBroadcaster, (None, None))
-        if broadcaster is not None:
-            await asyncio.to_thread(self._leave, broadcaster)
+        await asyncio.to_thread(self._leave)
 
-    def _leave(self, broadcaster: WeightBroadcaster) -> None:
+    def _leave(self) -> None:
         if self._lock.acquire(timeout=_LEAVE_S):
             try:
-                broadcaster.close()
+                self._givers.close()
             finally:
                 self._lock.release()
 
