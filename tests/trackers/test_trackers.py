@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -270,25 +271,38 @@ def test_every_line_of_a_text_stays_inside_its_block_of_code(text):
 # W&B
 
 
-def wandb_records(folder: Path) -> list:
-    """What the offline runs of a folder hold, oldest first (LevelDB's log format, with a header of 7 bytes)."""
+def wandb_records(folder: Path, patience_s: float = 60.0) -> list:
+    """What the offline runs of a folder hold, oldest first. W&B's own process writes them, and may not be done with the
+    last one when the run is finished here."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = [_records_of(file) for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
+        if all(records and records[-1].WhichOneof("record_type") == "exit" for records in found):
+            return [record for records in found for record in records]
+        assert time.monotonic() < deadline, f"a run under {folder} has no end"
+        time.sleep(0.05)
+
+
+def _records_of(file: Path) -> list:
+    """LevelDB's log format, with a header of 7 bytes; what is written in part is left out."""
     from wandb.proto import wandb_internal_pb2
 
     found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        data, place, part = file.read_bytes(), 7, b""
-        while place + 7 <= len(data):
-            left = 32768 - place % 32768
-            if left < 7:
-                place += left
-                continue
-            length, kind = struct.unpack_from("<HB", data, place + 4)
-            part, place = part + data[place + 7 : place + 7 + length], place + 7 + length
-            if kind in (1, 4):
-                record = wandb_internal_pb2.Record()
-                record.ParseFromString(part)
-                found.append(record)
-                part = b""
+    data, place, part = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):
+            break
+        part, place = part + data[place + 7 : place + 7 + length], place + 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            found.append(record)
+            part = b""
     return found
 
 
