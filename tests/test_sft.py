@@ -23,6 +23,7 @@ from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.tiny.problems import SYSTEM, generate
 from verl_mt.trainer import build, build_rollout, supervised
+from verl_mt.trainer.demonstration_rows import load_demonstrations
 
 pytestmark = pytest.mark.slow  # trainings
 
@@ -77,18 +78,18 @@ def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
 
 def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(3, 6))
-    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
+    rows = load_demonstrations(file, chat, "--data").trajectories
     words = ["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"]
     trainer = trainer_of(words, 6)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)
-    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
     optim = sft._config("x.jsonl", words).actor_rollout_ref.actor.optim
     torch.optim.AdamW(other.parameters(), lr=1e-3, betas=tuple(optim.betas), weight_decay=optim.weight_decay).step()
     (metrics,) = trainer.fit(rows)
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     ours = dict(trainer.workers.policy_module.named_parameters())
     for name, parameter in other.named_parameters():
@@ -99,7 +100,7 @@ def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
 
 def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(4, 5))
-    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
+    rows = load_demonstrations(file, chat, "--data").trajectories
     trainer = trainer_of(["data.train_batch_size=2", "trainer.total_epochs=2"], 5)
     batches = [[t.trajectory_id for t in batch] for batch in trainer._batches(rows)]
     assert [len(b) for b in batches] == [2, 2, 1, 2, 2, 1]
@@ -122,7 +123,7 @@ def test_the_command_trains_validates_and_exports(tmp_path, capsys):
     assert lines[-1]["val/loss"] < 0.8 * lines[0]["val/loss"]
     assert "training on 16 conversations" in capsys.readouterr().out
     config = sft._config("x.jsonl", [f"actor_rollout_ref.model.path={tmp_path}/out/hf"])
-    rows = supervised.load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
+    rows = load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
     module = load_causal_lm(str(tmp_path / "out" / "hf"))
     assert naive_loss(module, rows).item() == pytest.approx(lines[-1]["val/loss"], rel=1e-4)
 
@@ -143,12 +144,12 @@ def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
     failed = rollout(chat, "failed", None, StopReason.ERROR)
     (tmp_path / "rollouts").mkdir()
     write_rows(tmp_path / "rollouts" / "step_000001.jsonl", [trajectory_to_row(t, step=1) for t in (good, bad, failed)])
-    found = supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
+    found = load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
     assert (len(found.trajectories), found.num_low) == (1, 2)
     assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
-    assert len(supervised.load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    assert len(load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
     with pytest.raises(DataError, match=r"leaves nothing to train on: 0 conversations.*3 below the reward"):
-        supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
+        load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
@@ -156,13 +157,13 @@ def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
     strange.turn_texts = ["something else"]
     write_rows(tmp_path / "rows.jsonl", [trajectory_to_row(strange, step=1)])
     with pytest.raises(DataError, match=r"row 0: this rollout was sampled with another tokenizer.*'something else'"):
-        supervised.load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
+        load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
 
 
 def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
     rows = conversations(6, 2)
     rows[1]["messages"][1]["content"] *= 20
-    found = supervised.load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
+    found = load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
     assert (len(found.trajectories), found.num_long, "1 too long" in str(found)) == (1, 1, True)
 
 
@@ -180,12 +181,12 @@ def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
 def test_a_row_without_anything_to_learn_is_named(chat, tmp_path, row, text):
     file = write(tmp_path / "rows.jsonl", [*conversations(1, 1), row])
     with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{text}"):
-        supervised.load_demonstrations(file, chat, "--data")
+        load_demonstrations(file, chat, "--data")
 
 
 def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
     with pytest.raises(DataError, match="--min-reward needs rollouts"):
-        supervised.load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
+        load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
 
 
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
@@ -219,7 +220,7 @@ def test_a_parquet_file_does_as_well(chat, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     write(tmp_path / "rows.jsonl", rows)
     files = (tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
-    ours, theirs = (supervised.load_demonstrations(file, chat, "--data").trajectories for file in files)
+    ours, theirs = (load_demonstrations(file, chat, "--data").trajectories for file in files)
     assert [t.records for t in ours] == [t.records for t in theirs]
 
 
@@ -235,10 +236,24 @@ def test_demonstrations_without_tools_are_shown_those_of_the_run(chat, tools, tm
     rows = conversations(7, 1)
     bare = [{"messages": row["messages"]} for row in rows]
     files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("bare", bare))]
-    own, shown = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    own, shown = (load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
     assert shown.records == own.records
     prompt = shown.records[0].token_ids[: shown.records[0].num_prompt_tokens]
     assert prompt == chat.prompt_ids(rows[0]["messages"][:2], tools.schemas())  # what a rollout of the run shows
+
+
+def test_a_conversation_without_a_system_message_begins_with_that_of_the_run(chat, tmp_path):
+    rows = conversations(7, 2)
+    bare = [{"messages": row["messages"][1:], "tools": row["tools"]} for row in rows[:1]] + rows[1:]
+    files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("whole", rows), ("bare", bare))]
+    (tmp_path / "system.txt").write_text(SYSTEM)
+    for given in (SYSTEM, str(tmp_path / "system.txt")):
+        data = replace(sft._config("x.jsonl", []).data, system=given)
+        whole, begun = (load_demonstrations(f, chat, "--data", data=data) for f in files)
+        assert begun.fingerprint() == whole.fingerprint()
+        assert [t.messages for t in begun.trajectories] == [row["messages"] for row in rows]
+        assert begun.rows == bare
+    assert load_demonstrations(files[1], chat, "--data").fingerprint() != whole.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -263,14 +278,14 @@ def test_demonstrations_with_other_tools_than_the_run_are_refused_with_the_diffe
     rows[1] = json.loads(json.dumps(rows[1]))
     change(rows[1]["tools"][0]["function"])
     with pytest.raises(DataError, match=rf"rows.jsonl, row 1: its tools are not those.*{text}"):
-        supervised.load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
+        load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
 
 
 def test_the_order_of_keys_is_that_of_the_run(chat, tools, tmp_path):
     rows = conversations(7, 1)
     turned = [{**rows[0], "tools": [{k: t[k] for k in reversed(t)} for t in rows[0]["tools"]]}]
     files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("turned", turned))]
-    own, other = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    own, other = (load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
     assert own.records == other.records
 
 

@@ -131,7 +131,7 @@ def load_rows(
     """
     key = f"data.{split}_files"
     columns = columns or Columns()
-    columns = replace(columns, system=_system_text(columns.system))
+    columns = replace(columns, system=system_text(columns.system))
     sources = []
     for entry in _entries(entry_spec, key):
         if entry.weight is not None and split != "train":
@@ -318,8 +318,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
     prompt = _messages(shown, f"{where}, column {columns.prompt}")
-    if columns.system is not None and prompt[0]["role"] not in _INSTRUCTS:
-        prompt = [{"role": "system", "content": columns.system}, *prompt]
+    prompt = begun_by_system(prompt, columns.system)
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
@@ -365,7 +364,14 @@ def _renamed_row(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
     return {name: value for name, value in stays.items() if name not in moves} | moves
 
 
-def _system_text(system: str | None) -> str | None:
+def begun_by_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The messages, behind a system message with this text where they begin with none; None = as they are."""
+    if system is None or (messages and messages[0].get("role") in _INSTRUCTS):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def system_text(system: str | None) -> str | None:
     """The text, or what the .txt file holds.
 
     Raises:

@@ -332,3 +332,13 @@ def _reason(trajectory: Trajectory) -> str:
     lines = (trajectory.error or "no error was recorded").strip().splitlines()
     last_frame = max((k for k, line in enumerate(lines) if line.startswith("  ")), default=-1)
     return "\n".join(lines[last_frame + 1 :] or lines[-1:])
+
+
+def first_and_last(values: Sequence[float], most: int = 10) -> tuple[float, float, int]:
+    """(mean of the first `k` values, mean of the last `k`, `k`): what a run began and ended with.
+
+    One step is noise. `k` is a quarter of the values, at least 1 and at most `most`, so that the two never overlap
+    where there are two values or more.
+    """
+    k = max(1, min(most, len(values) // 4))
+    return fmean(values[:k]), fmean(values[-k:]), k
