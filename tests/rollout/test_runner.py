@@ -14,6 +14,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
@@ -145,6 +146,7 @@ def test_a_group_names_its_row_by_entry_and_index():
     groups = roll_out(make_runner(engine_saying({"q": ["yes"]})), prompts, n=2)
     assert [(g.source, g.row_index, g.data_source) for g in groups] == [("easy", 7, "toy"), ("hard", 7, "toy")]
     assert [t.source for g in groups for t in g.trajectories] == ["easy", "easy", "hard", "hard"]
+    assert [trajectory_to_row(t, step=1)["ground_truth"] for g in groups for t in g.trajectories] == ["yes"] * 4
 
 
 def test_a_tool_call_is_answered_and_the_stream_is_what_the_engine_saw():

@@ -1,9 +1,10 @@
 """What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
 
-Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
+Row schema, version 2: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
 `counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward),
+`ground_truth` (what the data row says is right; cut, and said so, beyond `TRUTH_CHARACTERS`),
 `greedy_reward`, `replicas` (of the engine: which sampled each turn), `execution_id` (rows that share it weigh in the
 loss as one) and `media` (images as data URIs, where a
 plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`,
@@ -11,7 +12,7 @@ plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic 
 `policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
 places of the tokens that its policy loss did not move though they have an advantage; besides `has_log_probs` and
 `turns` (kind, start, end, turn), and `messages` and `tools` where these were changed after the record.
-NaN and infinities are written as null.
+NaN and infinities are written as null. Version 1 had no `ground_truth`; it is still read.
 
 Beside the rows, `token_texts.jsonl` holds the text of every token id that occurs in them: lines of objects, id -> text.
 """
@@ -37,7 +38,11 @@ from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.data.user_values import MAX_DEPTH
 from verl_mt.errors import CheckpointError, DataError, key_text, value_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+
+TRUTH_CHARACTERS = 10_000
+"""Of a ground truth in a row: some are whole test suites, and every rollout of the group would hold it again."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What an OSError says where a disk, or a user's share of it, is full."""
@@ -74,6 +79,8 @@ def trajectory_to_row(
     row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
     row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {}, [])}
+    if trajectory.ground_truth is not None:
+        row["ground_truth"] = _short_truth(trajectory.ground_truth)
     row["status"] = trajectory.status
     row["stop_reason"] = trajectory.stop_reason
     if trajectory.media:
@@ -94,8 +101,9 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
         DataError: another schema version, or a missing key.
     """
     version = row.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {SCHEMA_VERSION}")
+    if version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {readable}")
     row = {"source": ""} | row  # the first rows of version 1 had none
     missing = [name for name in (*_PLAIN, "stop_reason", "time_spans", "records") if name not in row]
     if missing:
@@ -103,6 +111,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     stop_reason = row["stop_reason"]
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
+        ground_truth=row.get("ground_truth"),
         greedy_reward=row.get("greedy_reward"),
         execution_id=row.get("execution_id"),
         replicas=row.get("replicas", []),
@@ -252,6 +261,16 @@ def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return to_json_value(value.tolist(), levels)
     return value_text(value, 10_000)
+
+
+def _short_truth(value: Any) -> Any:
+    """Plain data; a text of its beginning where it is too long for a row."""
+    plain = to_json_value(value)
+    text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+    if len(text) <= TRUTH_CHARACTERS:
+        return plain
+    note = f" ... (cut: the ground truth has {len(text)} characters)"
+    return text[: TRUTH_CHARACTERS - len(note)] + note
 
 
 def _record_to_row(

@@ -158,6 +158,8 @@ class Trajectory:
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
+    ground_truth: Any = None
+    """What the row says is right, for whoever reads the rollout; the reward asks the row itself."""
     execution_id: str | None = None
     """Trajectories of a batch that share it weigh in the loss as one; None = this one weighs by itself."""
     sample: Any = None

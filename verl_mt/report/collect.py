@@ -60,7 +60,9 @@ class Contents:
                 "label": label,
                 "path": str(run.path),
                 "finished": run.finished,
-                "problems": [*run.problems, *problems, *(p for file in files for p in file.problems)],
+                "problems": list(
+                    dict.fromkeys([*run.problems, *problems, *(p for file in files for p in file.problems)])
+                ),
                 "total_steps": trainer.get("total_training_steps"),
                 "model": model,
                 "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from verl_mt.data.run_files import SCHEMA_VERSION, read_token_texts
+from verl_mt.data.run_files import READABLE_VERSIONS, SCHEMA_VERSION, read_token_texts
 from verl_mt.errors import DataError
 
 _ROLLOUT_FILE = re.compile(r"(?P<pass>.+)_(?P<step>\d+)\.jsonl")
@@ -119,12 +119,15 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def read_rollouts(file: RolloutFile) -> tuple[list[dict[str, Any]], list[str]]:
     """Rollout rows of any version, and what is unusual about them."""
     rows, problems = read_rows(file.path)
-    other = sorted({str(row.get("schema_version")) for row in rows if row.get("schema_version") != SCHEMA_VERSION})
+    versions = {str(row.get("schema_version")) for row in rows}
+    other = sorted(versions.difference(map(str, READABLE_VERSIONS)))
     if other:
         problems.append(
             f"{file.path.name}: rows of schema version {', '.join(other)} (this verl_mt writes {SCHEMA_VERSION}); "
             "what they have is shown."
         )
+    if "1" in versions:
+        problems.append("An older verl_mt wrote its rollout rows, without the ground truth: no truth is shown.")
     return rows, problems
 
 

@@ -130,6 +130,8 @@ class RolloutRunner:
             runs.append(self._run_one(own, name, begin, prompt, gate, place))
         outcomes = await asyncio.gather(*runs)
         finished = [t for outcome in outcomes for t in outcome]
+        for trajectory in finished:
+            trajectory.ground_truth = row.ground_truth
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt, plan.run)
         if plan.greedy_too:
