@@ -51,10 +51,11 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
+from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
-from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
+from verl_mt.trainer.run_log import RolloutFiles, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement

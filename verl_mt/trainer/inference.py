@@ -36,6 +36,7 @@ from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
+from verl_mt.trainer.display import terminal
 from verl_mt.workers.worker_group import WorkerGroup
 
 
@@ -139,7 +140,7 @@ def evaluate(config: Config, out: str | None) -> int:
     if config.data.val_files is None:
         raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
     validation = config.actor_rollout_ref.rollout.val_kwargs
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     with Inference(config) as policy, console.status("sampling") as status:
         prompts = policy.prompts()
         progress = policy.runner.progress
@@ -185,13 +186,13 @@ def _show(metrics: dict[str, float], title: str) -> None:
     table.add_column("value", justify="right")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
-    Console().print(table)
+    terminal().print(table)
 
 
 def chat(config: Config, system: str | None) -> int:
     """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input."""
     _lift_limits(config)
-    console = Console()
+    console = terminal()
     with Inference(config) as policy:
         opening = _opening(policy, system)
         for message in opening:
