@@ -28,6 +28,10 @@ _HOMES = {
     "samplers": "data.sampler",
     "tool_parsers": "chat.parsers",
     # Run it.
+    "train": "api.calls",
+    "evaluate_model": "api.calls",
+    "examine": "api.calls",
+    "Run": "api.runs",
     "Inference": "trainer.inference",
     "PPOTrainer": "trainer.ppo_trainer",
     "build_trainer": "trainer.build",

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--system", help="--chat: the system message; default: that of the first row of the data")
     args, overrides = parser.parse_known_args(argv)
     try:
-        config = _config(args, overrides)
+        config = config_of(args, overrides)
         from verl_mt.trainer import inference  # after the config is known to be right: torch takes seconds
 
         return inference.chat(config, args.system) if args.chat else inference.evaluate(config, args.out)
@@ -60,7 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
+def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
+    """The configuration that the command's own arguments (run, config, model, data, n) and its overrides give.
+
+    Raises:
+        ConfigError: what they say cannot be.
+    """
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
     if args.run and args.config:

@@ -5,6 +5,7 @@ Forms that `load_object` takes:
 - a registered name, where the caller passes a registry: `math_tip_trick`
 - a dotted path: `my_package.my_module.MyTool` or `my_package.my_module:MyTool`
 - a file and a name: `/path/to/my_tools.py:MyTool` (or relative to the working directory)
+- `object:name`: an object that a Python call was given (`objects_given`), which has no path
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import traceback
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -24,6 +26,9 @@ from typing import Any, Generic, TypeVar, cast
 from verl_mt.errors import PluginError, error_text
 
 T = TypeVar("T")
+
+OBJECT = "object:"
+"""Begins the name of what a Python call was given instead of a path."""
 
 log = logging.getLogger(__name__)
 
@@ -138,11 +143,67 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "(none)"
 
 
+_given: dict[str, Any] = {}
+"""Name -> object, of the calls that go on in this process."""
+
+
+@contextmanager
+def objects_given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """While open, `load_object` finds these objects by their names, `object:name`.
+
+    Raises:
+        PluginError: another call that goes on in this process has given another object of one of these names.
+    """
+    taken = [name for name, value in objects.items() if _given.get(name, value) is not value]
+    if taken:
+        raise PluginError(f"another call that goes on in this process was given {listing(taken)}; wait for its end")
+    new = [name for name in objects if name not in _given]
+    _given.update(objects)
+    try:
+        yield
+    finally:
+        for name in new:
+            del _given[name]
+
+
+def objects_in(value: Any) -> dict[str, Any]:
+    """What the `object:name` in a value of the configuration stand for, at any depth.
+
+    Raises:
+        PluginError: nobody has given it here.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return {name: found for part in parts for name, found in objects_in(part).items()}
+    is_name = isinstance(value, str) and value.startswith(OBJECT)
+    return {value: given_object(value, "the configuration")} if is_name else {}
+
+
+def give_objects(objects: Mapping[str, Any]) -> None:
+    """The same for the rest of this process: of a rank, which is told what the call was given."""
+    _given.update(objects)
+
+
+def given_object(path: str, what: str) -> Any:
+    """The object `object:name` of a call that goes on.
+
+    Raises:
+        PluginError: none of that name was given here.
+    """
+    if path not in _given:
+        raise PluginError(
+            f"{what}: {path!r} stands for an object that a Python call was given, and nobody has given it here; "
+            "give the same call again with the same objects (docs/python_api.md). A command finds only what a module "
+            "or a file holds"
+        )
+    return _given[path]
+
+
 def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingNames[Any] | None = None) -> Any:
     """The object that a config names.
 
     Args:
-        path: registered name, dotted path, or `file.py:name`.
+        path: registered name, dotted path, `file.py:name`, or `object:name`.
         what: what is being loaded, for the error ("tool class of search in tools.yaml").
         registry: registered names tried first.
 
@@ -151,6 +212,8 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     """
     if not isinstance(path, str) or not path.strip():
         raise PluginError(f"{what}: expected a dotted path, got {path!r}")
+    if path.startswith(OBJECT):
+        return given_object(path, what)
     if registry is not None and path in registry:
         return registry.find(path)
     if registry is not None and "." not in path and ":" not in path:

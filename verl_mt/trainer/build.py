@@ -30,7 +30,7 @@ from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError
 from verl_mt.interactions.session import check_row
 from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins, plugin_names
+from verl_mt.plugins import import_plugins, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner, RolloutStream
@@ -199,6 +199,8 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
             num_threads=trainer.num_threads,
             deterministic=trainer.deterministic,
             external_plugins=plugin_names(config.external_plugins),
+            # Tools, rewards and interactions stay in this process; a loss is computed where the policy is.
+            objects=objects_in(config.actor_rollout_ref.actor.policy_loss) if trainer.placement == "ray" else {},
         ),
     )
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -131,43 +132,73 @@ def _load(config: Config) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found."""
+
+    metrics: dict[str, float]
+    """`val/...` as in training, and `val/pass_at_k`; only `val/prompts_left_out` where all trajectories failed."""
+    groups: list[TrajectoryGroup]
+    """The conversations, in the order of the prompts."""
+    failure: str | None
+    """Why nothing could be measured; None if it could."""
+    num_left_out: int
+    """Prompts longer than `data.max_prompt_length`."""
+
+
+def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda done, of: None) -> Measured:
+    """Sample every prompt of `data.val_files` as validation does.
+
+    Args:
+        while_waiting: called a few times a second with the number of finished conversations, and of all.
+
+    Raises:
+        VerlMTError: bad input.
+    """
+    if config.data.val_files is None:
+        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
+    n, sampling = config.actor_rollout_ref.rollout.val_kwargs.n, build_rollout.validation_sampling(config)
+    with Inference(config) as policy:
+        prompts, progress = policy.prompts(), policy.runner.progress
+
+        def wait() -> None:
+            while_waiting(progress.num_finished, len(prompts) * n)
+
+        groups = policy.roll_out(prompts, n=n, sampling=sampling, while_waiting=wait)
+    failure = total_failure(groups)
+    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
+    metrics["val/prompts_left_out"] = policy.num_filtered
+    return Measured(metrics, groups, failure, policy.num_filtered)
+
+
 def evaluate(config: Config, out: str | None) -> int:
     """Sample every prompt of `data.val_files`, print the numbers, write them and the rollouts into `out`. Returns 0.
 
     Raises:
         VerlMTError: bad input, or not one trajectory survived.
     """
-    if config.data.val_files is None:
-        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
-    validation = config.actor_rollout_ref.rollout.val_kwargs
-    console = terminal(stderr=True)
-    with Inference(config) as policy, console.status("sampling") as status:
-        prompts = policy.prompts()
-        progress = policy.runner.progress
-
-        def show_progress() -> None:
-            status.update(f"{progress.num_finished} of {len(prompts) * validation.n} conversations")
-
-        groups = policy.roll_out(
-            prompts, n=validation.n, sampling=build_rollout.validation_sampling(config), while_waiting=show_progress
-        )
-    failure = total_failure(groups)
-    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
-    metrics["val/prompts_left_out"] = policy.num_filtered
-    if failure is None:
-        _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
-    if policy.num_filtered:
+    with terminal(stderr=True).status("sampling") as status:
+        found = measure(config, lambda done, of: status.update(f"{done} of {of} conversations"))
+    if found.failure is None:
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
+        _show(found.metrics, f"{len(found.groups)} prompts x {n} samples")
+    if found.num_left_out:
         limit = config.data.max_prompt_length
-        print(f"left out: {policy.num_filtered} prompt(s) longer than data.max_prompt_length={limit} tokens")
+        print(f"left out: {found.num_left_out} prompt(s) longer than data.max_prompt_length={limit} tokens")
     if out:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-        write_rows(folder / "rollouts.jsonl", (trajectory_to_row(t, step=0) for g in groups for t in g.trajectories))
-        print(f"written to {folder}")
-    if failure is not None:
-        raise UserCodeError(f"nothing could be measured, all failed: {failure}")
+        write_measured(found, Path(out))
+        print(f"written to {out}")
+    if found.failure is not None:
+        raise UserCodeError(f"nothing could be measured, all failed: {found.failure}")
     return 0
+
+
+def write_measured(found: Measured, folder: Path) -> None:
+    """`metrics.json` and `rollouts.jsonl`, as `report` and `sft` read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(json.dumps(found.metrics, indent=1) + "\n")
+    rows = (trajectory_to_row(t, step=0) for g in found.groups for t in g.trajectories)
+    write_rows(folder / "rollouts.jsonl", rows)
 
 
 def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
