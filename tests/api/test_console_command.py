@@ -36,7 +36,8 @@ def test_without_a_command_it_lists_them(words, status, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == status
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
 
 
 @pytest.mark.parametrize(

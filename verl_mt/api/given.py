@@ -25,6 +25,7 @@ from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.plugins import OBJECT
+from verl_mt.rewards.weighted import TAKEN
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 
@@ -104,9 +105,16 @@ class Given:
         """Set the reward: a function, a class, an object, whatever `reward.path` takes; a list of them is summed."""
         if isinstance(reward, list | tuple):
             self.key("reward.path", "weighted_sum")
-            self.key("reward.kwargs.rewards", list(reward))
+            self.key("reward.kwargs.rewards", [self._part(part) for part in reward])
         else:
             self.key("reward.path", reward)
+
+    def _part(self, reward: Any) -> str:
+        """One of several rewards: its name is a number of the metrics, beside those that every run has."""
+        if isinstance(reward, str):
+            return reward
+        name = _name_of(reward)
+        return self.name(reward, f"{name}_reward" if name in TAKEN else name)
 
     def name(self, value: Any, name: str | None = None) -> str:
         """The name under which `load_object` finds an object; the same object has one."""
@@ -121,6 +129,8 @@ class Given:
         return found
 
     def _plain(self, key: str, value: Any) -> Any:
+        if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+            value = value.item()  # a number of numpy or torch
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, os.PathLike):
@@ -129,8 +139,6 @@ class Given:
             return {str(k): self._plain(f"{key}.{k}", v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self._plain(key, v) for v in value]
-        if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-            return value.item()  # a number of numpy or torch
         if key not in TAKES_OBJECTS:
             raise ConfigError(
                 f"{key} is {value_text(value, 80)}: it takes plain values (texts, numbers, lists, mappings). What code "
@@ -255,6 +263,8 @@ def _rows(data: Any, key: str) -> Callable[..., Any]:
         data = pyarrow.Table.from_pandas(data, preserve_index=False)
     if hasattr(data, "to_pylist"):
         return _Rows(data.to_pylist(), key, is_table=True)
+    if isinstance(data, Iterator):
+        raise DataError(f"{key}: got a {type(data).__name__}, which can be read only once; give list(...) of it")
     if not isinstance(data, Iterable):
         raise DataError(f"{key}: got {value_text(data, 80)}; expected rows (dicts), a data set, or a file's path")
     is_table = hasattr(data, "column_names")
