@@ -168,7 +168,7 @@ def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_
     file.write_text("".join(json.dumps(row) + "\n" for row in made))
     assert evaluate.main(["--model", "verl_mt://tiny", "--data", str(file), *QUICK]) == 2
     err = capsys.readouterr().err
-    assert f"{file}, row 1" in err and "'somebody/else'" in err and "reward.path" in err
+    assert f"{file}, row 2" in err and "'somebody/else'" in err and "reward.path" in err
 
 
 QUESTION = "Ben has 12 bags with 7 pens each. How many pens does Ben have?"

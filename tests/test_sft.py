@@ -180,7 +180,7 @@ def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
 )
 def test_a_row_without_anything_to_learn_is_named(chat, tmp_path, row, text):
     file = write(tmp_path / "rows.jsonl", [*conversations(1, 1), row])
-    with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{text}"):
+    with pytest.raises(DataError, match=f"rows.jsonl, row 2: .*{text}"):
         load_demonstrations(file, chat, "--data")
 
 
@@ -277,7 +277,7 @@ def test_demonstrations_with_other_tools_than_the_run_are_refused_with_the_diffe
     rows = conversations(7, 2)
     rows[1] = json.loads(json.dumps(rows[1]))
     change(rows[1]["tools"][0]["function"])
-    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: its tools are not those.*{text}"):
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 2: its tools are not those.*{text}"):
         load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
 
 

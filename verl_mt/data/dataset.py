@@ -42,7 +42,7 @@ class DataRow:
     raw: dict[str, Any] = field(default_factory=dict)
     """The whole row as it was read, nulls that parquet filled in removed."""
     index: int = -1
-    """Position in its file, from 0."""
+    """Position in its file, from 0: of a .jsonl file the line, blank ones counted. Texts count rows from 1."""
     file: str = ""
     """The file or generator it came from, for error texts."""
     source: str = ""
@@ -51,6 +51,11 @@ class DataRow:
     """What a generate or reward function of slime's kind sees: the label column as it is, else the ground truth."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The same: the column `metadata`, else `extra_info`."""
+
+    @property
+    def place(self) -> str:
+        """File and row, as every text about a row names them: counted from 1, so that an editor's line is the row."""
+        return _place(self.file, self.index)
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
@@ -130,8 +135,7 @@ def load_rows(
         DataError: names the key, or the file, row and column; says what was got and what to do.
     """
     key = f"data.{split}_files"
-    columns = columns or Columns()
-    columns = replace(columns, system=system_text(columns.system))
+    columns = _with_system_text(columns)
     sources = []
     for entry in _entries(entry_spec, key):
         if entry.weight is not None and split != "train":
@@ -139,27 +143,57 @@ def load_rows(
                 f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
             )
         read_at_s = time.time()
-        raw_rows = _renamed(
-            _read(entry.path, key, num_rows=num_rows, seed=seed, split=split), columns.renamed, entry.path
-        )
-        rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
+        found = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
+        raw_rows = _renamed(list(found.values()), columns.renamed, entry.path)
+        rows = [_to_row(raw, index, entry, columns) for index, raw in zip(found, raw_rows)]
         if not rows:
             raise DataError(f"{key}: {entry.path} has no rows")
         sources.append(DataSource(entry.name, rows, entry.weight, read_at_s))
     return sources
 
 
-def read_rows(path: str | Path, key: str) -> list[dict[str, Any]]:
-    """Rows of a parquet, JSON or JSON Lines file as they are, of any schema.
+def read_rows(path: str | Path, key: str) -> dict[int, dict[str, Any]]:
+    """Rows of a parquet, JSON or JSON Lines file as they are, of any schema; position in the file, from 0 -> row.
 
     Args:
         path: the file.
         key: where the path came from, for the errors.
 
     Raises:
-        DataError: no such file, or one that cannot be read; names file and line.
+        DataError: no such file, or one that cannot be read; names file and row.
     """
     return _read(str(path), key, num_rows=-1, seed=0, split="train")
+
+
+def examine_rows(
+    path: str, *, num_rows: int = -1, columns: Columns | None = None
+) -> tuple[dict[int, dict[str, Any]], list[DataRow], list[str]]:
+    """What `load_rows` would make of a file, where it would stop at the first mistake.
+
+    Args:
+        path: one entry of `data.train_files`.
+        num_rows, columns: as for `load_rows`.
+
+    Returns:
+        The rows as they are, their columns renamed (position -> row); those that can be used; what is wrong with the
+        others, a line each.
+
+    Raises:
+        DataError: the file cannot be read, or has no rows.
+    """
+    key, entry = "data.train_files", _entry(None, path, "data.train_files")
+    columns = _with_system_text(columns)
+    found = _read(entry.path, key, num_rows=num_rows, seed=0, split="train")
+    if not found:
+        raise DataError(f"{key}: {entry.path} has no rows")
+    raw_rows = dict(zip(found, _renamed(list(found.values()), columns.renamed, entry.path)))
+    rows, problems = [], []
+    for index, raw in raw_rows.items():
+        try:
+            rows.append(_to_row(raw, index, entry, columns))
+        except DataError as error:
+            problems.append(str(error))
+    return raw_rows, rows, problems
 
 
 def drop_nulls(value: Any) -> Any:
@@ -220,55 +254,62 @@ def _default_name(path: str) -> str:
     return Path(path).stem if path.endswith(SUFFIXES) else path
 
 
-def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
+def _place(file: str, index: int) -> str:
+    return f"{file}, row {index + 1}"
+
+
+def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> dict[int, dict[str, Any]]:
+    """Position in the file, from 0 -> row."""
     if path.endswith(SUFFIXES):
         file = Path(path).expanduser()
         if not file.is_file():
             raise DataError(f"{key}: no file {path!r} (looked at {file.absolute()})")
         reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
-        rows = list(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
+        rows = dict(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
     elif ":" in path and "://" not in path:
-        rows = _generate(path, key, num_rows=num_rows, seed=seed, split=split)
+        rows = dict(enumerate(_generate(path, key, num_rows=num_rows, seed=seed, split=split)))
     else:
         raise DataError(
             f"{key}: {path!r} is neither a {', '.join(SUFFIXES)} file nor package.module:function. Hub names and URLs "
-            "are not read directly: prepare the data set as a file first (recipes/gsm8k shows how)"
+            "are not read directly: prepare the data set as a file first (docs/your_own_data.md shows how)"
         )
-    for index, row in enumerate(rows):
+    for index, row in rows.items():
         if not isinstance(row, dict):
             raise DataError(
-                f"{path}, row {index}: expected a mapping column -> value, got {type(row).__name__} {_short(row)}"
+                f"{_place(path, index)}: expected a mapping column -> value, got {type(row).__name__} {_short(row)}"
             )
     return rows
 
 
-def _read_parquet(file: Path, num_rows: int) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path, num_rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
     if num_rows >= 0:
         table = table.slice(0, num_rows)
-    for row in table.to_pylist():
-        yield {column: drop_nulls(value) for column, value in row.items()}
+    for index, row in enumerate(table.to_pylist()):
+        yield index, {column: drop_nulls(value) for column, value in row.items()}
 
 
-def _read_jsonl(file: Path, num_rows: int) -> Iterator[Any]:
+def _read_jsonl(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for index, line in enumerate(lines):
             if not line.strip():
                 continue
+            where = _place(str(file), index)
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}") from error
+                raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
             except UnicodeDecodeError as error:
-                raise DataError(f"{file}, line {number}: not UTF-8: {error}") from error
+                raise DataError(f"{where}: not UTF-8: {error}") from error
             except RecursionError as error:
-                raise DataError(f"{file}, line {number}: {_TOO_DEEP}") from error
+                raise DataError(f"{where}: {_TOO_DEEP}") from error
+            yield index, row
 
 
-def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
+def _read_json(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -280,7 +321,7 @@ def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
         raise DataError(f"{file}: {_TOO_DEEP}") from error
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a list of rows, got {type(content).__name__}")
-    yield from content
+    yield from enumerate(content)
 
 
 def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[Any]:
@@ -306,7 +347,7 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
 
 
 def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) -> DataRow:
-    where = f"{entry.path}, row {index}"
+    where = _place(entry.path, index)
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(
@@ -369,6 +410,11 @@ def begun_by_system(messages: list[Message], system: str | None) -> list[Message
     if system is None or (messages and messages[0].get("role") in _INSTRUCTS):
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def _with_system_text(columns: Columns | None) -> Columns:
+    columns = columns or Columns()
+    return replace(columns, system=system_text(columns.system))
 
 
 def system_text(system: str | None) -> str | None:
@@ -440,7 +486,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise DataError(f"{where}: expected messages (a list) or a text, got {type(value).__name__} {_short(value)}")
-    messages = [_message(m, f"{where}, message {position}") for position, m in enumerate(value)]
+    messages = [_message(m, f"{where}, message {number}") for number, m in enumerate(value, 1)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:

@@ -92,9 +92,9 @@ def _source_difference(old: SourceFingerprint, new: SourceFingerprint) -> str:
     if size == 1:
         common = min(old.num_rows, new.num_rows)
         return f"{where}: " + (
-            f"row {first} is the first that differs" if first < common else f"the first {common} are the same"
+            f"row {first + 1} is the first that differs" if first < common else f"the first {common} are the same"
         )
-    return f"{where}: the first difference is in rows {first * size} to {(first + 1) * size - 1}"
+    return f"{where}: the first difference is in rows {first * size + 1} to {(first + 1) * size}"
 
 
 def _blocks(source: SourceFingerprint) -> list[str]:

@@ -282,9 +282,7 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
 def _difficulty(row: DataRow, key: str) -> float:
     value = row.raw.get(key, row.extra_info.get(key))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(
-            f"{row.file}, row {row.index}: data.sampler_kwargs.key names {key!r}, got {value!r}, not a number"
-        )
+        raise DataError(f"{row.place}: data.sampler_kwargs.key names {key!r}, got {value!r}, not a number")
     return value
 
 

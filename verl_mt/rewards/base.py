@@ -203,7 +203,7 @@ class DataSourceReward(Reward):
             self.needs_samples = self.needs_samples or reward.needs_samples
 
     def check(self, row: DataRow) -> None:
-        where = f"{row.file}, row {row.index}"
+        where = row.place
         if row.data_source not in self.scorers:
             raise ConfigError(f"{where}: {self._unknown(row.data_source)}")
         wanted = row.raw.get("reward_model")

@@ -129,7 +129,7 @@ class PromptBuilder:
             require_traces(self.chat, row.prompt, tools or None)
             return ids
         except (TemplateError, DataError) as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
 
     def _loop_of(self, row: DataRow) -> tuple[bool, str | None]:
         """Whether the row wants one answer only; what is wrong with its `agent_name`."""
@@ -137,7 +137,7 @@ class PromptBuilder:
         if name is None or name in _LOOPS:
             return name == _ONE_TURN, None
         return False, (
-            f"{row.file}, row {row.index}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
+            f"{row.place}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
             f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a loop of your own leave "
             "the column out, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
         )
@@ -154,7 +154,7 @@ class PromptBuilder:
                 tool_selection=extra.get("tool_selection"),
             )
         except DataError as error:
-            return self.tools, f"{row.file}, row {row.index}: {error}"
+            return self.tools, f"{row.place}: {error}"
         return chosen, None
 
     def _refuse_without_tools(self, row: DataRow) -> None:
@@ -162,7 +162,7 @@ class PromptBuilder:
         if wants is None or self.single_turn:
             return
         raise DataError(
-            f"{row.file}, row {row.index}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
+            f"{row.place}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
             "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
         )
@@ -181,11 +181,11 @@ class PromptBuilder:
             if not self.chat.surely_longer(row.prompt, tools or None, limit):
                 return False
         except TemplateError as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
         if not self.filter_overlong:
             also = f"; data.truncation={self.truncation} cuts prompts of up to {_MAX_CUT_CHARS:,}" if cut else ""
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {num_chars:,} characters, far more than "
+                f"{row.place}: the prompt has {num_chars:,} characters, far more than "
                 f"data.max_prompt_length={limit} tokens{also}; shorten it, or set data.filter_overlong_prompts=True"
             )
         return True
@@ -194,12 +194,12 @@ class PromptBuilder:
         limit = self.max_prompt_length
         if self.truncation == "error":
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
+                f"{row.place}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
                 "raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
             )
         if has_media(row.prompt):
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
+                f"{row.place}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
                 f"cannot be cut to data.max_prompt_length={limit}; raise it, or set data.filter_overlong_prompts=True"
             )
         self.num_truncated += 1

@@ -145,7 +145,7 @@ def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -
         try:
             check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
         except DataError as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
         require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
         runner.reward.check(row)
 

@@ -187,7 +187,7 @@ def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -
     unseen = {f"{kind}s" for kind, _ in parts_of(row.prompt)} - engine.capabilities.media
     if unseen:
         raise ConfigError(
-            f"{row.file}, row {row.index}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
+            f"{row.place}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
             f"{rollout_name} takes text only; use local (docs/multimodal.md), or leave them out"
         )
 

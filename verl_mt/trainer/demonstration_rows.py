@@ -84,8 +84,8 @@ def load_demonstrations(
     found = Demonstrations()
     system = None if data is None else system_text(data.system)
     for file in files:
-        for index, row in enumerate(read_rows(file, key)):
-            where = f"{file}, row {index}"
+        for index, row in read_rows(file, key).items():
+            where = f"{file}, row {index + 1}"
             try:
                 shown = _tools_shown(row, tools)
                 if "records" in row:
