@@ -28,6 +28,7 @@ _HOMES = {
     "samplers": "data.sampler",
     "tool_parsers": "chat.parsers",
     # Run it.
+    "check_data": "data_check",
     "train": "api.calls",
     "evaluate_model": "api.calls",
     "examine": "api.calls",
