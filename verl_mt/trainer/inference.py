@@ -182,6 +182,8 @@ def evaluate(config: Config, out: str | None) -> int:
     if found.failure is None:
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         _show(found.metrics, f"{len(found.groups)} prompts x {n} samples")
+        if n > 1:
+            print(start_for_groups(found.groups))
     if found.num_left_out:
         limit = config.data.max_prompt_length
         print(f"left out: {found.num_left_out} prompt(s) longer than data.max_prompt_length={limit} tokens")
@@ -209,6 +211,33 @@ def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
         for k in (1, 2, 4, 8, 16, 32, 64, 128)
         if k <= smallest
     }
+
+
+_TOO_FEW = 0.1
+"""Share of prompts with samples of different reward: below it hardly anything of a step's batch is learned from."""
+
+
+def start_for_groups(groups: list[TrajectoryGroup]) -> str:
+    """Whether GRPO and its kin have something to learn from where samples of a prompt are rewarded like these.
+
+    They learn from the differences between the samples of a prompt: prompts whose samples are all rewarded alike give
+    no gradient.
+    """
+    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+    mixed = sum(len(set(of_prompt)) > 1 for of_prompt in rewards)
+    right = sum(0 < num_right(g) == len(g.trajectories) for g in groups)
+    wrong = sum(num_right(g) == 0 for g in groups)
+    text = (
+        f"{mixed} of {len(groups)} prompts have samples of different reward (all right: {right}, all wrong: {wrong}): "
+    )
+    if mixed >= _TOO_FEW * len(groups):
+        return f"{text}a start that GRPO can learn from"
+    if right > wrong:
+        return f"{text}too easy for GRPO, nearly all is right already; give harder prompts, or more samples (rollout.n)"
+    return (
+        f"{text}too hard for GRPO, which learns from these alone; look at the samples (--out), then give easier "
+        "prompts or a cold start (docs/cold_start.md)"
+    )
 
 
 def _show(metrics: dict[str, float], title: str) -> None:
