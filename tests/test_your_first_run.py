@@ -1,4 +1,4 @@
-"""`docs/your_first_run.md`, word for word: every file and every command of the page, from a wheel, in an empty folder."""
+"""`docs/your_first_run.md` word for word: its files and its commands, from a wheel, in an empty folder."""
 
 from __future__ import annotations
 
