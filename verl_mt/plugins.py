@@ -118,6 +118,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+_FILE_MODULE = "verl_mt_plugin_"
+"""Begins the names of modules that are files of the user's."""
+
+
 class _NotOffered(ABCMeta):
     """Metaclass of stand-ins: they may be imported, subclassed and written into annotations; using one raises."""
 
@@ -224,7 +228,7 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name:
         raise PluginError(f"{what}: {path!r} is not a dotted path; write package.module.Name or file.py:Name")
-    module = import_file(module_name) if module_name.endswith(".py") else _import_module(module_name, what, path)
+    module = import_file(module_name, what) if module_name.endswith(".py") else _import_module(module_name, what, path)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -234,16 +238,20 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     return target
 
 
-def import_file(path: str | Path) -> ModuleType:
-    """Import a plug-in file once; the same file given twice is the same module.
+def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:
+    """Import a Python file once; the same file given twice is the same module.
+
+    Args:
+        path: the file.
+        what: the key or the YAML file that names it, for the error.
 
     Raises:
         PluginError: no such file, or it failed to import (names the file and line).
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise PluginError(f"plug-in file {str(path)!r} does not exist (looked at {file})")
-    name = "verl_mt_plugin_" + "_".join(file.with_suffix("").parts[1:])
+        raise PluginError(f"{what}: no file {str(path)!r} (looked at {file})")
+    name = _FILE_MODULE + "_".join(file.with_suffix("").parts[1:])
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -257,7 +265,7 @@ def import_file(path: str | Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         text = error_text(error, named=True) + _instead_of(error)
-        raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {text}") from error
+        raise PluginError(f"{what}: {file} failed to import at {_where(error, file)}: {text}") from error
     return module
 
 
@@ -288,7 +296,10 @@ def _instead_of(error: BaseException) -> str:
 
 def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
     """Import `external_plugins`: files or dotted module names, in order."""
-    return [import_file(p) if p.endswith(".py") else _import_module(p, "external_plugins", p) for p in paths]
+    return [
+        import_file(p, "external_plugins") if p.endswith(".py") else _import_module(p, "external_plugins", p)
+        for p in paths
+    ]
 
 
 def plugin_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -311,6 +322,14 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
         raise
     except BaseException as error:
         raise PluginError(f"{what}: importing {name} failed: {error_text(error, named=True)}") from error
+
+
+def code_place(function: Any) -> str:
+    """`file.py:name` of what came from a file that a configuration names, else `module.name`: for errors."""
+    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function))
+    if module.startswith(_FILE_MODULE):
+        return f"{getattr(sys.modules.get(module), '__file__', module)}:{name}"
+    return f"{module}.{name}"
 
 
 def _identity(value: Any) -> str:

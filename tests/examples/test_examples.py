@@ -33,6 +33,9 @@ def test_every_example_runs(example, tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert SAYS.get(example.name, "") in result.stdout
+    assert "trajectory failed" not in result.stderr + result.stdout
+    if example.name.startswith("03"):
+        assert result.stdout.count("(reward 1.0)") >= 2
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_combinations_that_cannot_work_are_refused(words, text):
     [
         ([f"{MULTI_TURN}.scheduler=nope"], "unknown multi-turn scheduler 'nope'.*Registered: .*gym_scheduler"),
         ([f"{MULTI_TURN}.loss_scale=nope"], "unknown loss scale 'nope'.*Registered: all, default"),
-        (["external_plugins=nowhere.py"], "plug-in file 'nowhere.py' does not exist"),
+        (["external_plugins=nowhere.py"], "external_plugins: no file 'nowhere.py'"),
     ],
 )
 def test_what_does_not_exist_is_found_before_the_first_step(words, text, tmp_path):
