@@ -89,6 +89,7 @@ def run_yaml(text: str) -> None:
         file.write_text(text)
         load_interactions(str(file))
     elif set(content) & {key.partition(".")[0] for key in sections()}:
+        content.pop("defaults", None)
         _, outcome = normalize_tree(content, "block")
         assert not outcome.problems, outcome.problems
 
@@ -112,6 +113,8 @@ def run_command(command: Command) -> None:
         check_pip(words)
     elif words[:2] == ["python", "-m"] and words[2].startswith("verl_mt."):
         check_module(words[2], words[3:])
+    elif words[0] == "python" and Path(words[1]).is_file():
+        compile(Path(words[1]).read_text(), words[1], "exec")  # a file of the page's, which ran as its own block
     elif words[0] in ("python", "bash", "sbatch") or words[0].startswith(("recipes/", "requirements/")):
         script = next(w for w in words if re.fullmatch(r"(?:recipes|examples|requirements|benchmarks)/\S+", w))
         source = (REPO / script).read_text()
