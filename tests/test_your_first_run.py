@@ -63,7 +63,9 @@ class Reader:
             [sys.executable, *words[1:]], cwd=self.folder, env=self.environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        self.said.setdefault(words[2], []).append(" ".join((done.stdout + done.stderr).split()))
+        self.said.setdefault(words[2] if words[1] == "-m" else words[1], []).append(
+            " ".join((done.stdout + done.stderr).split())
+        )
 
     def accuracies(self, run: str) -> list[float]:
         lines = read_jsonl_tolerant(self.folder / "runs" / run / "metrics.jsonl")
