@@ -73,8 +73,12 @@ def run_json(text: str) -> None:
     text = text.replace("[...]", "[]").strip()
     try:
         json.loads(text)
-    except json.JSONDecodeError:
-        json.loads("{" + text + "}")
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.startswith("{"):  # an object in each line
+            for line in text.splitlines():
+                json.loads(line)
+        else:
+            json.loads("{" + text + "}")
 
 
 def run_yaml(text: str) -> None:

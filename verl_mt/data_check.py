@@ -78,7 +78,7 @@ class DataCheck:
     def __str__(self) -> str:
         good = "all can be used" if self else f"{len(self.problems)} cannot be used"
         lines = [f"{self.path}: {self.num_rows} rows, {good}"]
-        width = max(map(len, self.columns))
+        width = max(map(len, self.columns), default=0)
         for name, column in self.columns.items():
             kinds = ", ".join(k if n == self.num_rows else f"{k} in {n} rows" for k, n in column.kinds.items())
             lines += [f"  {name:{width}}  {kinds}: {_short(column.example)}", f"  {'':{width}}  -> {column.meaning}"]
@@ -111,7 +111,7 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
     data = compose(overrides, config_name="ppo_trainer").data if overrides else DataConfig()
     columns = Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
     raw, rows, problems = examine_rows(str(path), num_rows=data.train_max_samples, columns=columns)
-    remarks = _remarks(rows)
+    remarks = _remarks(rows, columns.prompt)
     rendered = longest = None
     if model is not None and rows:
         rendered, longest, unshown = _rendered(rows, model)
@@ -133,10 +133,10 @@ def _column_found(name: str, rows: list[dict[str, Any]], columns: Columns) -> Co
     return ColumnFound(dict(kinds), example, meaning)
 
 
-def _remarks(rows: Sequence[DataRow]) -> list[str]:
+def _remarks(rows: Sequence[DataRow], prompt: str) -> list[str]:
     """What no run refuses, and few people want."""
     found = []
-    taken_off = [row for row in rows if isinstance(given := row.raw.get("prompt"), list) and _ends_in_answer(given)]
+    taken_off = [row for row in rows if isinstance(given := row.raw.get(prompt), list) and _ends_in_answer(given)]
     if taken_off:
         found.append(f"{_places(taken_off)}: the last message is the assistant's; it is taken off, the model answers")
     for role in dict.fromkeys(m["role"] for row in rows for m in row.prompt if m["role"] not in _ROLES):
