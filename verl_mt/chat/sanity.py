@@ -496,13 +496,13 @@ class SanityMonitor:
             if finding.in_budget:
                 self._against_budget.append(finding)
             new = [cause for cause in finding.causes if cause not in self._warned]
-            warned = self._warned - {Cause.GENERATION_PROMPT}
+            said = self._warned - NOT_COUNTED
             self._warned.update(new)
         for cause in new:
-            meant = cause is Cause.GENERATION_PROMPT
-            said = brief_text(finding, cause) if meant or warned else warning_text(finding, cause)
-            logger.log(logging.INFO if meant else logging.WARNING, "%s", said)
-            warned = warned if meant else warned | {cause}
+            whole = cause is Cause.RENDER_FAILED or not (said or cause in NOT_COUNTED)
+            level = logging.INFO if cause is Cause.GENERATION_PROMPT else logging.WARNING
+            logger.log(level, "%s", warning_text(finding, cause) if whole else brief_text(finding, cause))
+            said = said | ({cause} - NOT_COUNTED)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
         """What was counted since the last reset; empty where the mode is off.
