@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": ("trainer", "train a policy on multi-turn rollouts"),
+    "check-data": ("data_check", "what a run understands of a data file"),
     "sft": ("sft", "a cold start by supervised training on conversations"),
     "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
     "doctor": ("doctor", "what is wrong with a run, before it begins"),

@@ -198,7 +198,7 @@ def evaluated(
     given.overrides(overrides)
     if run is not None:
         model = model or str(run.model)
-    named = argparse.Namespace(run=run and str(run.folder), config=base, model=model, data=spec, n=n)
+    named = argparse.Namespace(run=run and str(run.folder), config=base, config_path=None, model=model, data=spec, n=n)
     with objects_given(given.objects):
         found = measure(config_of(named, given.words))
     if found.failure is not None:
