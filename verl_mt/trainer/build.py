@@ -95,7 +95,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         checkpoints.sweep()
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
-        log = _build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
+        log = build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
@@ -118,7 +118,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             rows=data.fingerprint,
         )
         if config.trainer.export_at_end:
-            trainer.export = lambda: _export(workers, chat, run)
+            trainer.export = lambda: export_model(workers, chat, run)
         _resume(trainer, state, run)
         write_reads(run.path)
         undo.pop_all()
@@ -150,7 +150,8 @@ def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -
         runner.reward.check(row)
 
 
-def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
+def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
+    """Write the Hugging Face folder `hf/` of a run."""
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 
@@ -250,7 +251,7 @@ def _selection(config: Config) -> Selection:
     )
 
 
-def _build_log(
+def build_log(
     config: Config,
     run: RunDirectory,
     snapshot: dict[str, Any],
@@ -260,6 +261,7 @@ def _build_log(
     resumes: dict[str, Any] | None,
     chat: ChatTemplate,
 ) -> RunLog:
+    """What a run writes and shows, in the directory `run`; `resumes` is the checkpoint that it goes on from."""
     trainer = config.trainer
     # A run that is resumed at step 0 validates again: its old line goes.
     resume_step = None if resumes is None else resumes["step"] or None

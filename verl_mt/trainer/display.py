@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import fmean
@@ -35,7 +35,7 @@ class _Column:
 
     metric: str
     heading: str
-    form: str
+    form: str | Callable[[float], str]
     rank: int
     """Which columns a narrow terminal shows: those of the lowest rank."""
     at_0: bool = True
@@ -45,7 +45,12 @@ class _Column:
         value = metrics.get(self.metric)
         if value is None or not (value or self.at_0):
             return None
-        return f"{self.heading} [bold]{self.form.format(value)}[/]"
+        text = self.form.format(value) if isinstance(self.form, str) else self.form(value)
+        return f"{self.heading} [bold]{text}[/]"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:6.1f} min"
 
 
 # What comes and goes stands at the end, so that the lines of a run are columns.
@@ -64,6 +69,7 @@ _STEP = (
     _Column("rollout/tokens_per_s", "tok/s", "{:5.0f}", 9),
     _Column("time/step_s", "s", "{:6.2f}", 6),
     _Column("time_s", "s", "{:6.2f}", 4),
+    _Column("left_s", "left", _minutes, 1),
     _Column("actor/clipfrac", "clip", "{:.3f}", 10, at_0=False),
     _Column("tools/failure_frequency", "failed calls", "{:.2f}", 3, at_0=False),
     _Column("rollout/failed", "[yellow]failed[/]", "{:.0f}", 1, at_0=False),

@@ -106,13 +106,21 @@ class Inference(AbstractContextManager["Inference"]):
         Raises:
             ConfigError: a row whose data source has no reward; named before anything is sampled.
         """
+        self.check(prompts)
+        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
+        return self.stream.collect(name, while_waiting)
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Before anything is sampled.
+
+        Raises:
+            ConfigError: a row whose data source has no reward, or that shows what the engine cannot see.
+        """
         for row in (prompt.row for prompt in prompts):
             build_rollout.require_media(
                 self.runner.context.engine, row, rollout_name=self.config.actor_rollout_ref.rollout.name
             )
             self.runner.reward.check(row)
-        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
-        return self.stream.collect(name, while_waiting)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -173,10 +173,9 @@ class PPOTrainer:
             return {}
         timing: dict[str, float] = {}
         with _timed(timing, "validate"):
-            passes = {"val": self._validate_once("val", self.plan.val_sampling, self.plan.val_n)}
+            passes = validation_passes(self.stream, self.val_prompts, self.plan, self.step_number, self._while_waiting)
             metrics = validation_metrics(passes["val"], "") | _under("val/", self.prompt_counts)
-            if self.plan.val_greedy_too:
-                passes["val_greedy"] = self._validate_once("val_greedy", self.plan.val_sampling.greedy(), 1)
+            if "val_greedy" in passes:
                 metrics |= validation_metrics(passes["val_greedy"], "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
@@ -344,17 +343,6 @@ class PPOTrainer:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
         return {k: v + self._drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
-    def _validate_once(self, name: str, sampling: SamplingParams, n: int) -> list[TrajectoryGroup]:
-        size = self.plan.val_batch_size or len(self.val_prompts)
-        groups: list[TrajectoryGroup] = []
-        for start in range(0, len(self.val_prompts), size):
-            plan_name = f"{name}.s{self.step_number:06d}.{start:06d}"
-            part = self.val_prompts[start : start + size]
-            run = replace(self.plan.run, step=self.step_number)
-            self.stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
-            groups += self.stream.collect(plan_name, self._while_waiting)
-        return groups
-
     def _while_waiting(self) -> None:
         self.interrupts.check()
         # What is sampled could not be trained on, and the next call would come after hours of it.
@@ -371,6 +359,25 @@ class PPOTrainer:
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
+
+
+def validation_passes(
+    stream: RolloutStream, prompts: list[Prompt], plan: BatchPlan, step: int, while_waiting: Callable[[], None]
+) -> dict[str, list[TrajectoryGroup]]:
+    """Sample every prompt (`val`), then decode it greedily (`val_greedy`) where the plan asks for it; in batches of
+    `plan.val_batch_size` prompts, after `step` finished steps."""
+    wanted = {"val": (plan.val_sampling, plan.val_n)}
+    if plan.val_greedy_too:
+        wanted["val_greedy"] = (plan.val_sampling.greedy(), 1)
+    size, run = plan.val_batch_size or len(prompts), replace(plan.run, step=step)
+    passes: dict[str, list[TrajectoryGroup]] = {}
+    for name, (sampling, n) in wanted.items():
+        passes[name] = []
+        for start in range(0, len(prompts), size):
+            plan_name, part = f"{name}.s{step:06d}.{start:06d}", prompts[start : start + size]
+            stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
+            passes[name] += stream.collect(plan_name, while_waiting)
+    return passes
 
 
 class Interrupted(Exception):
