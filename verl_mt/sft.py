@@ -147,7 +147,6 @@ def main(argv: list[str] | None = None) -> int:
         if config is None:
             return 0
         rollouts = has_rollouts(config, args.rollouts)
-        _check_end(config, args.stop_at_accuracy, rollouts=rollouts)
         from verl_mt.trainer import supervised  # after the config is known to be right: torch takes seconds
 
         out = None if args.out is None else Path(args.out).expanduser()
@@ -207,29 +206,6 @@ def _refuse_unread(keys: Mapping[str, str], read: tuple[str, ...]) -> None:
         f"supervised training{without} reads no {', '.join(idle.values())}; it reads "
         f"{', '.join(key.rstrip('._') for key in read)}"
     )
-
-
-def _check_end(config: Config, accuracy: float | None, *, rollouts: bool) -> None:
-    """An accuracy to stop at is measured, and before the last step.
-
-    Raises:
-        ConfigError: otherwise.
-    """
-    if accuracy is None:
-        return
-    if not 0 < accuracy <= 1:
-        raise ConfigError(f"--stop-at-accuracy is {accuracy:g}, must be a share above 0 and at most 1")
-    if not rollouts:
-        raise ConfigError(
-            "--stop-at-accuracy needs prompts to sample: name their file with data.val_files=..., or the run's "
-            "configuration with --config-name; and leave --no-rollouts out"
-        )
-    trainer = config.trainer
-    if trainer.test_freq <= 0 and trainer.total_epochs == 1:
-        raise ConfigError(
-            "--stop-at-accuracy: there is one epoch, and the accuracy is measured at its end; trainer.test_freq=N "
-            "measures it every N steps"
-        )
 
 
 def _name_apart(trainer: TrainerConfig, keys: Collection[str]) -> None:

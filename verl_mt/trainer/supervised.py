@@ -28,7 +28,7 @@ from verl_mt.data import batch as columns
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import total_failure, validation_metrics
-from verl_mt.errors import CheckpointError, DataError, UserCodeError, VerlMTError
+from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError, VerlMTError
 from verl_mt.plugins import import_plugins
 from verl_mt.rewards.contract import RunState
 from verl_mt.tools.registry import CONFIG_KEY
@@ -77,6 +77,7 @@ def train(config: Config, plan: Plan) -> int:
 
 def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
     """A trainer of which `undo` closes what works beside it."""
+    _check_end(config, plan)
     say = Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note
     place = _place(config, plan, say)
     import_plugins(config.external_plugins)
@@ -116,6 +117,29 @@ def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
         + escape(f"writing to {run.path}")
     )
     return trainer
+
+
+def _check_end(config: Config, plan: Plan) -> None:
+    """An accuracy to stop at is measured, and before the last step.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    accuracy, trainer = plan.stop_at_accuracy, config.trainer
+    if accuracy is None:
+        return
+    if not 0 < accuracy <= 1:
+        raise ConfigError(f"--stop-at-accuracy is {accuracy:g}, must be a share above 0 and at most 1")
+    if not plan.rollouts:
+        raise ConfigError(
+            "--stop-at-accuracy needs prompts to sample: name their file with data.val_files=..., or the run's "
+            "configuration with --config-name; and leave --no-rollouts out"
+        )
+    if trainer.test_freq <= 0 and trainer.total_epochs == 1:
+        raise ConfigError(
+            "--stop-at-accuracy: there is one epoch, and the accuracy is measured at its end; trainer.test_freq=N "
+            "measures it every N steps"
+        )
 
 
 def _place(config: Config, plan: Plan, say: Callable[[str], None]) -> Any:
