@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verl_mt.chat.demonstrations import WEIGHT
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow, read_rows
@@ -18,7 +19,7 @@ from verl_mt.doctor.scripted import Talk
 from verl_mt.errors import DataError
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data
-from verl_mt.trainer.supervised import load_demonstrations
+from verl_mt.trainer.demonstration_rows import load_demonstrations
 
 _MOST = 64
 """Conversations that are played; all are read and measured."""
@@ -60,14 +61,14 @@ def _read(subject: Subject, file: str) -> Iterator[_Demo]:
     if Path(file).expanduser().is_dir():
         raise DataError(f"{_KEY}: {file} is a folder; give a parquet, JSON or JSONL file of conversations (`messages`)")
     chat = subject.known_chat
-    found = load_demonstrations(file, chat, _KEY, tools=subject.tools)
+    found = load_demonstrations(file, chat, _KEY, data=subject.config.data, tools=subject.tools)
     known = {_asked(row.prompt): row for source in [*subject.train, *subject.val] for row in source.rows}
     builder = build_data.build_prompts(subject.config, chat, subject.tools)
     builder = replace(builder, max_prompt_length=2**30, _cache={})
     for index, (raw, trajectory) in enumerate(zip(read_rows(file, _KEY), found.trajectories, strict=True)):
         if "messages" not in raw or "records" in raw:
             raise DataError(f"{file}, row {index}: {_KEY} takes conversations (`messages`); rollouts have been played")
-        messages: list[Message] = [{k: v for k, v in m.items() if k != "weight"} for m in raw["messages"]]
+        messages: list[Message] = [{k: v for k, v in m.items() if k != WEIGHT} for m in trajectory.messages]
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         row = _row(raw, messages[: turns[0]], known, f"{file}", index)
         prompt = builder.build(row)
