@@ -28,7 +28,8 @@ _FORMS = tuple(
 _NOTHING = "I do not know."
 _ROWS_PER_SOURCE, _SOURCES = 2, 4
 _WRONG_FORMS = 3
-"""A wrong answer is tried in so many, those that pay best with the truth in them."""
+"""A wrong answer is tried in so many, those that pay best with the truth in them; in the one that pays least, and in
+what the prompt asks for."""
 _LONGEST_TRUTH, _LONGEST_TEXT = 100, 4000
 _SAME = 1e-9
 
@@ -197,8 +198,9 @@ class _Inquiry:
     def _ask(self, forms: Sequence[str]) -> tuple[dict[str, float], dict[str, float], float]:
         """Mean reward of the truth in each form, of a wrong answer in those that pay best, and of no answer."""
         right = self._means(forms, wrong=False)
-        best = sorted(forms, key=lambda form: -right[form])[:_WRONG_FORMS]
-        return right, self._means(best, wrong=True), self._means([_NOTHING], wrong=True)[_NOTHING]
+        by_pay = sorted(forms, key=lambda form: -right[form])
+        tried = dict.fromkeys([*by_pay[:_WRONG_FORMS], by_pay[-1], *_asked_forms(self.prompts[0])])
+        return right, self._means([*tried], wrong=True), self._means([_NOTHING], wrong=True)[_NOTHING]
 
     def _means(self, forms: Sequence[str], *, wrong: bool, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
         talks = []

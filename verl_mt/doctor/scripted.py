@@ -29,6 +29,7 @@ from verl_mt.trainer import build_rollout
 _LIMIT_S = 120.0
 _NO_LIMIT = 2**20
 """Tokens: more than any script says."""
+_MORE_TURNS = 3
 _POSITION = re.compile(r"^[^.]+\.(\d+)\.")
 
 
@@ -68,7 +69,12 @@ class Stage:
         self._talks[name] = talks
         limits = self._context.limits
         if unlimited:
-            limits = replace(limits, response_length=_NO_LIMIT, max_model_len=2 * _NO_LIMIT, max_tokens_per_turn=None)
+            # A simulated user who is never content asks again and again.
+            turns = limits.max_assistant_turns or max(len(talk.turns) for talk in talks) + _MORE_TURNS
+            limits = replace(
+                limits, response_length=_NO_LIMIT, max_model_len=2 * _NO_LIMIT, max_tokens_per_turn=None,
+                max_assistant_turns=turns,
+            )  # fmt: skip
         elif limits.response_length < 1024:
             # The script is not the model: its answer is short, its call has the length that the arguments have.
             limits = replace(limits, max_tokens_per_turn=None)
