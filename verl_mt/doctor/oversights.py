@@ -60,7 +60,8 @@ _GRAMMAR = re.compile(
 
 
 def forgotten(subject: Subject) -> Iterator[Finding]:
-    """The model and the rows are the user's own where the rest is."""
+    """The model and the rows are the user's own where the rest is. (What the `config.yaml` of a run gave on purpose is
+    not known any more.)"""
     config, given = subject.config, given_keys(subject.config)
     data, path = config.data, config.actor_rollout_ref.model.path
     if data.train_files == _DEFAULT_TASK and data.train_max_samples < 0:
@@ -69,7 +70,7 @@ def forgotten(subject: Subject) -> Iterator[Finding]:
             "name your rows in data.train_files (.parquet, .jsonl or .json); for the default task leave --config-name "
             "out",
         )
-    elif data.train_files != _DEFAULT_TASK and path == _SHIPPED and _MODEL not in given:
+    elif data.train_files != _DEFAULT_TASK and path == _SHIPPED and given and _MODEL not in given:
         yield warning(
             f"{_MODEL} is not given: the run would train the shipped model of 0.9M parameters, made for one task, on "
             f"{_named(data.train_files)}",
