@@ -514,12 +514,22 @@ class RolloutStream:
         for future, _, _ in self._running.values():
             future.cancel()
         self._running.clear()
-        if self._thread.is_alive():
-            self._wait(asyncio.run_coroutine_threadsafe(_drain(), self._loop))
+        if not self._thread.is_alive():
+            return
+        try:
+            self.call(_drain())
             if self.runner.tools is not None:
                 self.call(self.runner.tools.close())
+        finally:
+            self._end(last)
+
+    def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """The thread ends whatever is raised: what it asks of (Ray, for one) is taken down next."""
+        try:
             if last is not None:
                 self.call(last())
+            self.call(_drain())
+        finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
