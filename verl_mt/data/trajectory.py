@@ -192,6 +192,9 @@ class TrajectoryGroup:
     row_index: int = -1
     source: str = ""
     """The row's entry; with `row_index` it names the row."""
+    sealed: bytes | None = field(default=None, repr=False, compare=False)
+    """Rollout rows of its trajectories, in their order, as `data.columnar_rows.seal` made them where they were sampled;
+    None = whoever writes them makes them."""
 
     @property
     def filtered(self) -> bool:
