@@ -269,6 +269,15 @@ class EngineSetup:
     """For an engine that `lives_beside_ranks`: one place for each of its replicas; none = in or beside this process."""
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What a rollout worker makes, in its own process, to ask an engine of the trainer's for tokens. It is pickled."""
+
+    path: str
+    """Dotted path of the class, or of a function that makes it."""
+    args: tuple[Any, ...] = ()
+
+
 class InferenceEngine(abc.ABC):
     """One inference engine. Methods are awaited on the rollout's event loop; it may work in threads or processes."""
 
@@ -349,6 +358,22 @@ class InferenceEngine(abc.ABC):
     def metrics(self) -> dict[str, float]:
         """`engine/*`, for the metrics of a step."""
         return {}
+
+    def branch(self) -> Branch | None:
+        """For rollout workers (`rollout.num_workers`), each of which gets its own; None = the requests of their
+        conversations come to this process."""
+        return None
+
+    def news(self) -> Any:
+        """What branches have to know of what changes: pickled, compared, and sent to `hear` of each branch before it
+        samples, and whenever it is another one."""
+        return self.version
+
+    def hear(self, news: Any) -> None:  # noqa: B027 - most have nothing to hear
+        """In a branch: the engine's `news`. In the trainer's process: what a branch said by its `say`."""
+
+    say: Callable[[Any], None] = staticmethod(lambda word: None)
+    """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.slime_sample import samples_of
@@ -105,9 +105,9 @@ class RolloutRunner:
         self.progress.num_trajectories = len(plan.prompts) * plan.episodes_per_prompt
         self.progress.num_finished = self.progress.num_sampled_tokens = self.progress.num_tool_calls = 0
         self.progress.started_s = time.monotonic()
-        gate = _Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
+        gate = Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
         tasks = [
-            asyncio.create_task(self._run_group(plan, position, prompt, gate), name=f"group {position}")
+            asyncio.create_task(self.run_group(plan, position, prompt, gate), name=f"group {position}")
             for position, prompt in enumerate(plan.prompts)
         ]
         try:
@@ -118,7 +118,12 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: _Gate) -> TrajectoryGroup:
+    async def run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: Gate) -> TrajectoryGroup:
+        """Roll out and score the prompt at `position` of a plan.
+
+        Raises:
+            DeadlineError: a deadline fired in a deterministic run.
+        """
         prompt_id = f"{plan.name}.{position:05d}"
         context = self.context if plan.sampling is None else replace(self.context, sampling=plan.sampling)
         contexts = [context] * plan.n + [replace(context, sampling=context.sampling.greedy())] * plan.greedy_too
@@ -142,7 +147,7 @@ class RolloutRunner:
         session_id: str,
         begin: Callable[..., Trajectory],
         prompt: Prompt,
-        gate: _Gate,
+        gate: Gate,
         place: Place,
     ) -> list[Trajectory]:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
@@ -311,11 +316,12 @@ class RolloutRunner:
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
-class _Gate:
+class Gate:
     """Lets `limit` conversations live at once, by rank; a conversation's engine session is opened as it is let in.
 
     A deterministic engine steps only when every open session waits for it. Two things keep timing out of that: no one
     begins before all `expected` have arrived, and the next session is opened before the one it replaces is closed.
+    With 0 expected they begin as they arrive.
     """
 
     def __init__(self, limit: int, expected: int):
@@ -329,7 +335,7 @@ class _Gate:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1
-        if self._missing == 0:
+        if self._missing <= 0:
             while self._free and self._admit():
                 self._free -= 1
         await future
@@ -449,6 +455,25 @@ def set_aside(group: TrajectoryGroup, greedy: list[Trajectory]) -> None:
         trajectory.greedy_reward = fmean(found) if found else math.nan
 
 
+class RollsOut(Protocol):
+    """What drives the conversations of plans: the runner in this process, or rollout workers."""
+
+    progress: RolloutProgress
+
+    def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
+        """See `RolloutRunner.run`."""
+
+
+class Pool(RollsOut, Protocol):
+    """Rollout workers (`verl_mt/rollout_workers`)."""
+
+    def metrics(self) -> dict[str, float]:
+        """What was lost with workers."""
+
+    async def close(self) -> None:
+        """End them."""
+
+
 class RolloutStream:
     """Starts plans and hands over their groups.
 
@@ -458,10 +483,21 @@ class RolloutStream:
 
     def __init__(self, runner: RolloutRunner):
         self.runner = runner
+        self.pool: Pool | None = None
+        """Workers that drive the conversations in the runner's place."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
         self._running: dict[str, tuple[Future[None], queue.Queue[TrajectoryGroup | None], int]] = {}
+
+    @property
+    def progress(self) -> RolloutProgress:
+        """Of the rollout in flight."""
+        return (self.pool or self.runner).progress
+
+    def metrics(self) -> dict[str, float]:
+        """What was lost with rollout workers; nothing where there are none."""
+        return {} if self.pool is None else self.pool.metrics()
 
     def call(self, coroutine: Coroutine[Any, Any, T], while_waiting: Callable[[], None] = lambda: None) -> T:
         """Run a coroutine on the rollout's loop and wait for it (weight updates, closing).
@@ -518,6 +554,8 @@ class RolloutStream:
             return
         try:
             self.call(_drain())
+            if self.pool is not None:
+                self.call(self.pool.close())
             if self.runner.tools is not None:
                 self.call(self.runner.tools.close())
         finally:
@@ -536,7 +574,7 @@ class RolloutStream:
 
     async def _produce(self, plan: RolloutPlan, groups: queue.Queue[TrajectoryGroup | None]) -> None:
         try:
-            async for group in self.runner.run(plan):
+            async for group in (self.pool or self.runner).run(plan):
                 groups.put(group)
         finally:
             groups.put(None)

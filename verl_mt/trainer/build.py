@@ -39,6 +39,7 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.trainer.build_data import RunData, load_data, notes, require_same_rows
 from verl_mt.trainer.build_rollout import (
+    begin_workers,
     build_fitting_chat,
     build_runner,
     build_tools,
@@ -87,6 +88,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
         stream.call(runner.context.engine.start())
+        begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
         run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
         undo.callback(run.abandon)

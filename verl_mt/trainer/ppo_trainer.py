@@ -276,7 +276,7 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        return found | self.sanity.metrics() | engine | self._prompt_counts()
+        return found | self.sanity.metrics() | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
         """Start the plans that `_MAX_STALENESS` allows; collect this step's. Or read what another run saved."""
@@ -359,7 +359,7 @@ class PPOTrainer:
         self.interrupts.check()
         # What is sampled could not be trained on, and the next call would come after hours of it.
         self.workers.check("waiting for the rollout")
-        self.log.display.rollout(self.stream.runner.progress)
+        self.log.display.rollout(self.stream.progress)
 
     def _save_boundary(self) -> None:
         if self.config.val_only:
