@@ -44,7 +44,8 @@ def check(config: Config) -> None:
     """
     groups = (
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
-        _reward_placement, _critic, _losses, _corrections, _dapo, _engine, _placement, _run, _numbers,
+        _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
+        _rollout_workers, _placement, _run, _numbers,
     )  # fmt: skip
     _raise([text for group in groups for text in group(config)])
 
@@ -473,6 +474,23 @@ def _engine(config: Config) -> Iterator[str]:
         yield from _sglang(config)
     if name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
         yield from _engines_placed(config)
+
+
+def _rollout_workers(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    asked, limit = f"{_ROLLOUT}.num_workers={rollout.num_workers}", rollout.max_concurrent
+    if not rollout.num_workers:
+        return
+    if rollout.mode == "sync":
+        yield (
+            f"{asked} with {_ROLLOUT}.mode=sync: conversations of several processes cannot take their turns in "
+            "lock-step; use mode=async, or num_workers=0"
+        )
+    if limit is not None and limit < rollout.num_workers:
+        yield (
+            f"{asked} with {_ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least; "
+            "raise it, or have fewer workers"
+        )
 
 
 def _sglang(config: Config) -> Iterator[str]:

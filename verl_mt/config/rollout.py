@@ -203,8 +203,8 @@ class RolloutConfig(Section):
     max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all of a step.", min=1)
     num_workers: int | None = knob(
         None,
-        "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own; 0 "
-        "= that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
+        "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "
+        "0 = that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
         min=0,
     )
     max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)

@@ -58,21 +58,10 @@ def check(config: Config, runner: RolloutRunner, count: int) -> None:
     ConfigError: what several processes cannot do together.
     """
     rollout, engine = config.actor_rollout_ref.rollout, runner.context.engine
-    asked = f"{_KEY}={count}"
-    if rollout.mode == "sync":
-        raise ConfigError(
-            f"{asked} with actor_rollout_ref.rollout.mode=sync: conversations of several processes cannot take their "
-            f"turns in lock-step; set {_KEY}=0, or mode=async"
-        )
     if config.trainer.deterministic and engine.branch() is None:
         raise ConfigError(
-            f"{asked} with trainer.deterministic=True: which requests actor_rollout_ref.rollout.name={rollout.name} "
-            f"samples together would depend on when they come from several processes; set {_KEY}=0"
-        )
-    if rollout.max_concurrent is not None and rollout.max_concurrent < count:
-        raise ConfigError(
-            f"{asked} with actor_rollout_ref.rollout.max_concurrent={rollout.max_concurrent}: each worker needs at "
-            "least one conversation of them; raise it, or have fewer workers"
+            f"{_KEY}={count} with trainer.deterministic=True: which requests rollout.name={rollout.name} samples "
+            f"together would depend on when they come from several processes; set {_KEY}=0"
         )
 
 

@@ -17,6 +17,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl_mt.errors import WorkerError, error_text
+
 _MODULE = "verl_mt.rollout_workers.worker"
 _DYING_S = 10.0
 
@@ -102,9 +104,14 @@ class ProcessLink(Link):
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the process is gone; who reads finds out
+        """A thread."""
+        try:
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            return  # the process is gone; who reads finds out
+        except Exception as error:
+            self._tell(("failed", WorkerError(f"a rollout worker cannot be told {message[0]!r}: {error_text(error)}")))
 
     def _how(self) -> str:
         """How the process ended; one that only hung up is ended."""

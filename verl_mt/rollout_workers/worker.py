@@ -330,7 +330,11 @@ def _writing(connection: Connection, outbox: queue.SimpleQueue[tuple[Any, ...] |
     """A thread: messages to the trainer, which is gone if they cannot be sent."""
     with contextlib.suppress(OSError):
         while (message := outbox.get()) is not None:
-            connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            try:
+                frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                frame = pickle.dumps(("failed", sendable(error)))
+            connection.send_bytes(frame)
 
 
 async def _serve(number: int) -> None:

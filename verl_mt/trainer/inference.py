@@ -79,6 +79,7 @@ class Inference(AbstractContextManager["Inference"]):
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())
+            build_rollout.begin_workers(config, self.stream)
         except BaseException:
             self.stream.close(self.runner.context.engine.close)
             raise
