@@ -23,8 +23,9 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward, RewardFailure, load_reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutRunner, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet

@@ -89,6 +89,7 @@ def expected(pooled):
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_worker_that_dies_costs_its_unfinished_groups_and_each_comes_once(pooled, expected, phase, evaluation):
     inference, folder = pooled
+    wait_until(lambda: all(inference.stream.pool.pids))
     before = inference.stream.metrics()
     inference.runner.context.sanity.metrics()
     (folder / phase).touch()
@@ -108,8 +109,8 @@ def test_an_idle_worker_that_is_killed_costs_nothing(pooled, expected, number):
     inference, _ = pooled
     pool = inference.stream.pool
     before = pool.metrics()
-    wait_until(lambda: all(place.link is not None for place in pool._places))
-    os.kill(pool._places[number].link.pid, signal.SIGKILL)
+    wait_until(lambda: all(pool.pids))
+    os.kill(pool.pids[number], signal.SIGKILL)
     assert rolled_out(inference, "idle") == expected
     after = pool.metrics()
     assert after[COUNTS[0]] - before[COUNTS[0]] == 1 and after[COUNTS[1]] - before[COUNTS[1]] in range(7)

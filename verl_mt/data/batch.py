@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -139,6 +140,7 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
         return None
     records = [record for _, record in rows]
     owners = [trajectory for trajectory, _ in rows]
+    lengths = [len(record.token_ids) for record in records]
     ids: dict[str, list[str]] = {
         TRAJECTORY_ID: [t.trajectory_id for t in owners],
         GROUP_ID: [t.group_id for t in owners],
@@ -146,12 +148,12 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
         DATA_SOURCE: [t.data_source for t in owners],
     }
     columns: dict[str, Any] = {
-        INPUT_IDS: _pad([r.token_ids for r in records], torch.int64, pad_token_id),
-        ATTENTION_MASK: _pad([[1] * len(r.token_ids) for r in records], torch.bool, False),
-        SAMPLED: _pad([r.sampled for r in records], torch.bool, False),
-        LOSS_MASK: _pad([r.loss_mask for r in records], torch.bool, False),
-        ROLLOUT_LOG_PROBS: _pad([r.rollout_log_probs for r in records], torch.float32, 0.0),
-        POLICY_VERSIONS: _pad([r.policy_versions for r in records], torch.int64, -1),
+        INPUT_IDS: _pad([r.token_ids for r in records], np.int64, pad_token_id),
+        ATTENTION_MASK: torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None],
+        SAMPLED: _pad([r.sampled for r in records], np.bool_, False),
+        LOSS_MASK: _pad([r.loss_mask for r in records], np.bool_, False),
+        ROLLOUT_LOG_PROBS: _pad([r.rollout_log_probs for r in records], np.float32, 0.0),
+        POLICY_VERSIONS: _pad([r.policy_versions for r in records], np.int64, -1),
         REWARDS: torch.tensor([first[t.trajectory_id].reward for t in owners], dtype=torch.float32),
         TRAJECTORY_INDEX: _factorise(ids[TRAJECTORY_ID]),
         GROUP_INDEX: _factorise(ids[GROUP_ID]),
@@ -285,9 +287,11 @@ def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_B
     return placed
 
 
-def _pad(rows: list[list[Any]], dtype: torch.dtype, filler: float) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
+def _pad(rows: Sequence[Sequence[Any]], dtype: type, filler: float) -> Tensor:
+    padded = np.full((len(rows), max(map(len, rows), default=0)), filler, dtype)
+    for place, row in zip(padded, rows):
+        place[: len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def _factorise(ids: Sequence[str]) -> Tensor:
@@ -320,5 +324,5 @@ def _check_record(record: TrajectoryRecord, where: str) -> None:
         record.check()
     except LedgerError as error:
         raise LedgerError(f"{where}: {error}") from error
-    if record.loss_mask[:1] == [1]:
+    if any(record.loss_mask[:1]):
         raise LedgerError(f"{where}: its first token is in the loss, but no token comes before it to predict it from")

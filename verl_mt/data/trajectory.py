@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.ledger import TrajectoryRecord, total
 
 MAX_REWARD = 1e15
 """Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
@@ -170,11 +170,11 @@ class Trajectory:
     @property
     def trainable(self) -> bool:
         """Completed or truncated, with at least one token in the loss."""
-        return self.status in (Status.COMPLETED, Status.TRUNCATED) and any(any(r.loss_mask) for r in self.records)
+        return self.status in (Status.COMPLETED, Status.TRUNCATED) and any(total(r.loss_mask) for r in self.records)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(sum(r.sampled) for r in self.records)
+        return sum(total(r.sampled) for r in self.records)
 
 
 FILTERED = "filtered"

@@ -22,7 +22,8 @@ from verl_mt.errors import DataError, EngineError
 from verl_mt.interactions.session import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import is_multi_turn
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import build_data, build_rollout
 from verl_mt.workers.optimizer import warmup_steps_of
 from verl_mt.workers.trainable import steps_of_actor, updates_per_step

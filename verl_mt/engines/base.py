@@ -276,6 +276,7 @@ class Branch:
     path: str
     """Dotted path of the class, or of a function that makes it."""
     args: tuple[Any, ...] = ()
+    """Its arguments; the worker's number follows them."""
 
 
 class InferenceEngine(abc.ABC):

@@ -289,7 +289,7 @@ class ScriptedEngine(InferenceEngine):
         )
 
 
-def scripted_branch(script: dict[str, Any]) -> ScriptedEngine:
+def scripted_branch(script: dict[str, Any], worker: int) -> ScriptedEngine:
     """In a rollout worker."""
     return ScriptedEngine(script.pop("turns"), **script)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
-from verl_mt.plugins import plugin_names
+from verl_mt.plugins import load_object, plugin_names
 from verl_mt.rollout.runner import RolloutRunner
-from verl_mt.rollout_workers.links import ProcessLink
+from verl_mt.rollout_workers.links import Link, ProcessLink
 from verl_mt.rollout_workers.pool import RolloutPool
 from verl_mt.rollout_workers.worker import WorkerSetup, here
 
 _KEY = "actor_rollout_ref.rollout.num_workers"
 _REPLICAS_EACH = 8
+_ON_RAY = "verl_mt.rollout_workers.on_ray:RayLink"
+"""Named, not imported: a run without Ray does not load it."""
 
 
 def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
@@ -39,7 +42,10 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
         for number in range(count)
     ]
     capacity = None if rollout.max_concurrent is None else -(-rollout.max_concurrent // count)
-    return RolloutPool(runner, setups, lambda setup: ProcessLink(), capacity)
+    connect: Callable[[], Link] = ProcessLink
+    if config.trainer.placement == "ray":
+        connect = load_object(_ON_RAY, what="rollout workers on Ray")
+    return RolloutPool(runner, setups, connect, capacity)
 
 
 def num_workers(config: Config, runner: RolloutRunner) -> int:

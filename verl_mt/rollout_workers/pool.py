@@ -46,6 +46,8 @@ class _Place:
     setup: WorkerSetup
     link: Link | None = None
     """To its process, when that is ready."""
+    pid: int | None = None
+    """On its machine; None = it is away."""
     news: Any = None
     """What its engine heard last."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,7 +71,7 @@ class RolloutPool:
         self,
         runner: RolloutRunner,
         setups: Sequence[WorkerSetup],
-        connect: Callable[[WorkerSetup], Link],
+        connect: Callable[[], Link],
         capacity: int | None = None,
     ):
         self.progress = RolloutProgress()
@@ -124,6 +126,11 @@ class RolloutPool:
             self._dealer.forget(plan.name)
             await self._leave(plan.name, wait=left > 0)
 
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids of the workers, on their machines; None for one that is away."""
+        return [place.pid for place in self._places]
+
     def metrics(self) -> dict[str, float]:
         """`rollout/worker_restarts`: workers lost and started anew since the run began; `rollout/groups_restarted`:
         unfinished groups that were lost with them and began again elsewhere."""
@@ -143,7 +150,7 @@ class RolloutPool:
 
     def _begin(self, place: _Place, running: _Running) -> None:
         if place.link is not None:
-            self._tell_news(place)
+            self._tell_news(place, self._engine.news())
             place.link.send(("begin", running.plan))
 
     def _deal(self) -> None:
@@ -162,8 +169,7 @@ class RolloutPool:
         if wait:
             await asyncio.gather(*(event.wait() for event in over))
 
-    def _tell_news(self, place: _Place) -> None:
-        news = self._engine.news()
+    def _tell_news(self, place: _Place, news: Any) -> None:
         if place.link is not None and place.news != news:
             place.news = news
             place.link.send(("news", news))
@@ -172,17 +178,19 @@ class RolloutPool:
         """Engines come and go while workers sample."""
         while True:
             await asyncio.sleep(_LOOK_S)
+            news = self._engine.news()
             for place in self._places:
-                self._tell_news(place)
+                self._tell_news(place, news)
 
     # A worker's lives
 
     async def _keep(self, number: int) -> None:
         while True:
             place = self._places[number]
-            link = self._connect(place.setup)
+            link = self._connect()
             try:
-                link.send(("setup", place.setup))
+                place.news = self._engine.news()
+                link.send(("setup", place.setup, place.news))
                 while True:
                     kind, *rest = await link.receive()
                     if kind == "ready":
@@ -206,7 +214,7 @@ class RolloutPool:
     def _lost(self, number: int) -> bool:
         """All that is to be undone when a worker's process is gone. Returns whether it had come to be ready."""
         place = self._places[number]
-        was_ready, place.link, place.news = place.link is not None, None, None
+        was_ready, place.link, place.pid, place.news = place.link is not None, None, None, None
         for task in place.asked.values():
             task.cancel()
         for session in place.sessions:
@@ -246,9 +254,10 @@ class RolloutPool:
 
     # What workers say
 
-    def _on_ready(self, number: int) -> None:
+    def _on_ready(self, number: int, pid: int) -> None:
         place = self._places[number]
-        self._tell_news(place)
+        place.pid = pid
+        self._tell_news(place, self._engine.news())
         for running in self._plans.values():
             self._begin(place, running)
         self._dealer.join(number)
@@ -326,5 +335,10 @@ class RolloutPool:
     def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(sendable(error))

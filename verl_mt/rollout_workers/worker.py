@@ -16,8 +16,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mt.chat.sanity import Finding, SanityMonitor
 from verl_mt.config.schema import Config
+from verl_mt.data.columnar_rows import seal
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.engines.base import Branch, Capabilities, InferenceEngine, PauseMode, WeightUpdate
@@ -60,18 +61,28 @@ class WorkerSetup:
     """The trainer's `here()`."""
 
 
+@dataclass(eq=False)
+class _Run:
+    """A plan, and what runs of it here."""
+
+    plan: RolloutPlan
+    gate: Gate
+    groups: set[asyncio.Task[None]] = field(default_factory=set)
+
+
 class Worker:
     """Hears what the pool says, on its event loop.
 
     Args:
         setup: what it is made from.
+        news: of the trainer's engine.
         send: says something to the pool.
 
     Raises:
         VerlMTError: something of the configuration cannot be made here.
     """
 
-    def __init__(self, setup: WorkerSetup, send: Send):
+    def __init__(self, setup: WorkerSetup, news: Any, send: Send):
         self._send = send
         config = setup.config
         _prepare_process(config, setup.number)
@@ -80,14 +91,15 @@ class Worker:
         if branch is None:
             engine = self._asked = AskedEngine(setup.capabilities, send)
         else:
-            engine = load_object(branch.path, what="the engine of a rollout worker")(*branch.args)
+            engine = load_object(branch.path, what="the engine of a rollout worker")(*branch.args, setup.number)
             engine.say = lambda word: send(("said", word))
+        engine.hear(news)
         self._tools = build_tools(config)
         self._runner = build_runner(config, build_chat(config), self._tools, None, engine)
         machine, epoch_s = here()
         self._shift_s = 0.0 if machine == setup.clock[0] else epoch_s - setup.clock[1]
-        self._plans: dict[str, tuple[RolloutPlan, Gate]] = {}
-        self._groups: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._plans: dict[str, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """When it returns the worker can be dealt groups."""
@@ -100,15 +112,16 @@ class Worker:
 
     async def close(self) -> None:
         """Break off what runs, and close tools and engine."""
-        for task in self._groups.values():
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._groups.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._runner.tools is not None:
             await self._runner.tools.close()
         await self._runner.context.engine.close()
 
     def _hear_begin(self, plan: RolloutPlan) -> None:
-        self._plans[plan.name] = plan, Gate(self._runner.max_concurrent or _NO_LIMIT, 0)
+        self._plans[plan.name] = _Run(plan, Gate(self._runner.max_concurrent or _NO_LIMIT, 0))
 
     def _hear_news(self, news: Any) -> None:
         self._runner.context.engine.hear(news)
@@ -118,24 +131,28 @@ class Worker:
         self._asked.answer(number, output, error)
 
     def _hear_group(self, name: str, position: int, prompt: Prompt, shows_tools: bool) -> None:
-        key = name, position
-        task = asyncio.ensure_future(self._run(key, self._with_tools(prompt) if shows_tools else prompt))
-        self._groups[key] = task
-        task.add_done_callback(lambda done: self._groups.pop(key, None))
+        run = self._plans[name]
+        prompt = self._with_tools(prompt) if shows_tools else prompt
+        run.groups.add(task := self._in_background(self._run(run, position, prompt)))
+        task.add_done_callback(run.groups.discard)
 
     def _hear_cancel(self, name: str) -> None:
-        tasks = [task for key, task in self._groups.items() if key[0] == name]
-        for task in tasks:
+        run = self._plans.pop(name, None)
+        groups = set() if run is None else set(run.groups)
+        for task in groups:
             task.cancel()
 
         async def say_when_over() -> None:
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._plans.pop(name, None)
+            await asyncio.gather(*groups, return_exceptions=True)
             self._send(("cancelled", name))
 
-        # Kept beside the groups, so that closing waits for it, too.
-        task = self._groups[name, -1] = asyncio.ensure_future(say_when_over())
-        task.add_done_callback(lambda done: self._groups.pop((name, -1), None))
+        self._in_background(say_when_over())
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
         """Tool objects are those of this process. What the row says of them was checked where it was drawn."""
@@ -148,14 +165,13 @@ class Worker:
             )
         return replace(prompt, toolset=tools)
 
-    async def _run(self, key: tuple[str, int], prompt: Prompt) -> None:
+    async def _run(self, run: _Run, position: int, prompt: Prompt) -> None:
         """Roll a group out and say what came of it."""
-        name, position = key
+        name = run.plan.name
         heard = _Findings(self._runner.context.sanity)
         runner = replace(self._runner, context=replace(self._runner.context, sanity=heard))
         try:
-            plan, gate = self._plans[name]
-            group = await runner.run_group(plan, position, prompt, gate)
+            group = await runner.run_group(run.plan, position, prompt, run.gate)
             self._shift(group)
             packed = await asyncio.to_thread(_packed, group, f"{name}.{position:05d}")
         except Exception as error:
@@ -259,6 +275,10 @@ def _packed(group: TrajectoryGroup, name: str) -> bytes:
     """Raises:
     DataError: code of the user's put something into a trajectory that no other process can have.
     """
+    for trajectory in group.trajectories:
+        for record in trajectory.records:
+            record.seal()
+    group.sealed = seal(group.trajectories)
     try:
         return pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -300,16 +320,17 @@ def here() -> tuple[str, float]:
     return boot.read_text().strip() if boot.exists() else os.uname().nodename, time.time() - time.monotonic()
 
 
-async def _live(connection: Connection, inbox: asyncio.Queue[tuple[Any, ...]], send: Send) -> None:
+async def live(inbox: asyncio.Queue[tuple[Any, ...]], send: Send) -> None:
     """From the first message, the setup, to the last."""
-    _, setup = await inbox.get()
+    _, setup, news = await inbox.get()
+    SaidLogs.instead(send)
     try:
-        worker = Worker(setup, send)
+        worker = Worker(setup, news, send)
         await worker.start()
     except Exception as error:
         send(("failed", sendable(error)))
         return
-    send(("ready",))
+    send(("ready", os.getpid()))
     while (message := await inbox.get())[0] != "end":
         worker.hear(message)
     await worker.close()
@@ -345,8 +366,7 @@ async def _serve(number: int) -> None:
     threading.Thread(target=_reading, args=(connection, tell), daemon=True).start()
     writer = threading.Thread(target=_writing, args=(connection, outbox), daemon=True)
     writer.start()
-    SaidLogs.instead(outbox.put)
-    await _live(connection, inbox, outbox.put)
+    await live(inbox, outbox.put)
     outbox.put(None)
     await asyncio.to_thread(writer.join)
 

@@ -33,7 +33,8 @@ from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutRunner, RolloutStream
+from verl_mt.rollout.runner import RolloutRunner
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import advantage_estimator

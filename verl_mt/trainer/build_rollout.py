@@ -28,8 +28,9 @@ from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits, is_multi_turn
 from verl_mt.rollout.doors import DoorParts, build_door
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
-from verl_mt.rollout.runner import RolloutRunner, RolloutStream
+from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 

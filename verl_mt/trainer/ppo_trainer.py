@@ -24,7 +24,8 @@ from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, DataError, UserCodeError
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
