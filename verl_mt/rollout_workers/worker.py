@@ -132,8 +132,7 @@ class Worker:
 
     def _hear_group(self, name: str, position: int, prompt: Prompt, shows_tools: bool) -> None:
         run = self._plans[name]
-        prompt = self._with_tools(prompt) if shows_tools else prompt
-        run.groups.add(task := self._in_background(self._run(run, position, prompt)))
+        run.groups.add(task := self._in_background(self._run(run, position, prompt, shows_tools)))
         task.add_done_callback(run.groups.discard)
 
     def _hear_cancel(self, name: str) -> None:
@@ -165,12 +164,13 @@ class Worker:
             )
         return replace(prompt, toolset=tools)
 
-    async def _run(self, run: _Run, position: int, prompt: Prompt) -> None:
+    async def _run(self, run: _Run, position: int, prompt: Prompt, shows_tools: bool) -> None:
         """Roll a group out and say what came of it."""
         name = run.plan.name
         heard = _Findings(self._runner.context.sanity)
         runner = replace(self._runner, context=replace(self._runner.context, sanity=heard))
         try:
+            prompt = self._with_tools(prompt) if shows_tools else prompt
             group = await runner.run_group(run.plan, position, prompt, run.gate)
             self._shift(group)
             packed = await asyncio.to_thread(_packed, group, f"{name}.{position:05d}")
