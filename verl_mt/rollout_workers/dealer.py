@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from verl_mt.errors import WorkerError
 from verl_mt.rollout.prompts import Prompt
+
+MAX_LOST = 3
+"""Workers that may end with the same group, or before they are ready, until the run is stopped."""
+_NAMED = 5
+"""Groups that a message names; the others are counted."""
 
 
 @dataclass(eq=False)
@@ -113,3 +119,16 @@ class Dealer:
         for hand in self._hands.values():
             for key in [key for key in hand.jobs if key[0] == plan]:
                 hand.drop(key)
+
+
+def worn_out(lost: Sequence[Job]) -> WorkerError | None:
+    """What to say of groups with which one worker after the other has ended; None where there are none."""
+    worn = [job for job in lost if job.num_lost >= MAX_LOST]
+    if not worn:
+        return None
+    names = ", ".join(job.where for job in worn[:_NAMED])
+    more = f" and {len(worn) - _NAMED} more" if len(worn) > _NAMED else ""
+    return WorkerError(
+        f"{MAX_LOST} rollout workers ended while they had {names}{more}: does a tool or a reward end its own process, or "
+        "is the memory too small? The same command goes on from the run's last checkpoint"
+    )

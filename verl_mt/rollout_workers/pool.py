@@ -18,14 +18,12 @@ from verl_mt.data.requests import GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.errors import WorkerError
 from verl_mt.rollout.runner import RolloutPlan, RolloutProgress, RolloutRunner
-from verl_mt.rollout_workers.dealer import Dealer, Job
+from verl_mt.rollout_workers.dealer import MAX_LOST, Dealer, Job, worn_out
 from verl_mt.rollout_workers.links import Link, WorkerGone
 from verl_mt.rollout_workers.worker import WorkerSetup, sendable
 
 log = logging.getLogger(__name__)
 
-_MAX_DEATHS = 3
-"""Of workers that had the same group, or that never came to be ready, until the run is stopped."""
 _LOOK_S = 0.25
 _GOODBYE_S = 10.0
 
@@ -206,8 +204,8 @@ class RolloutPool:
             self._restarts += 1
             self._unready_deaths = 0 if was_ready else self._unready_deaths + 1
             log.warning("rollout worker %d is gone and started anew: %s", number, reason)
-            if self._unready_deaths >= _MAX_DEATHS:
-                self._break(WorkerError(f"rollout workers end before they are ready, {_MAX_DEATHS} of them: {reason}"))
+            if self._unready_deaths >= MAX_LOST:
+                self._break(WorkerError(f"rollout workers end before they are ready, {MAX_LOST} of them: {reason}"))
                 return
             self._deal()
 
@@ -224,15 +222,8 @@ class RolloutPool:
             self._leaving.pop(key).set()
         lost = self._dealer.leave(number)
         self._groups_restarted += len(lost)
-        if worn := [job for job in lost if job.num_lost >= _MAX_DEATHS]:
-            names = ", ".join(job.where for job in worn[:5])
-            self._break(
-                WorkerError(
-                    f"{_MAX_DEATHS} rollout workers ended while they had {names}"
-                    f"{f' and {len(worn) - 5} more' if len(worn) > 5 else ''}: does a tool or a reward end its own "
-                    "process, or is the memory too small? The same command goes on from the run's last checkpoint"
-                )
-            )
+        if (worn := worn_out(lost)) is not None:
+            self._break(worn)
         return was_ready
 
     def _break(self, error: Exception) -> None:
