@@ -129,6 +129,6 @@ def worn_out(lost: Sequence[Job]) -> WorkerError | None:
     names = ", ".join(job.where for job in worn[:_NAMED])
     more = f" and {len(worn) - _NAMED} more" if len(worn) > _NAMED else ""
     return WorkerError(
-        f"{MAX_LOST} rollout workers ended while they had {names}{more}: does a tool or a reward end its own process, or "
-        "is the memory too small? The same command goes on from the run's last checkpoint"
+        f"{MAX_LOST} rollout workers ended while they had {names}{more}: does a tool or a reward end its own "
+        "process, or is the memory too small? The same command goes on from the run's last checkpoint"
     )
