@@ -189,7 +189,9 @@ def begin_workers(config: Config, stream: RolloutStream) -> None:
         ConfigError: the engine or another key cannot do with them.
         VerlMTError: what a worker could not make.
     """
-    if config.actor_rollout_ref.rollout.num_workers == 0 or config.trainer.debug_mode == "train_only":
+    count = config.actor_rollout_ref.rollout.num_workers
+    wanted = config.trainer.placement == "ray" if count is None else count > 0
+    if not wanted or config.trainer.debug_mode == "train_only":
         return
     if (pool := load_object(ROLLOUT_WORKERS, what="rollout workers")(config, stream.runner)) is not None:
         stream.pool = pool
