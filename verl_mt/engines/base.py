@@ -287,6 +287,8 @@ class InferenceEngine(abc.ABC):
     """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
     lives_beside_ranks: ClassVar[bool] = False
     """Where the worker group is spread over devices, so is this engine: it takes `EngineSetup.hosts`."""
+    say: Callable[[Any], None] | None = None
+    """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions that it imports where it `lives_beside_ranks`: all machines must have one version of each."""
 
@@ -372,9 +374,6 @@ class InferenceEngine(abc.ABC):
 
     def hear(self, news: Any) -> None:  # noqa: B027 - most have nothing to hear
         """In a branch: the engine's `news`. In the trainer's process: what a branch said by its `say`."""
-
-    say: Callable[[Any], None] = staticmethod(lambda word: None)
-    """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -207,7 +207,6 @@ class RolloutPool:
             if self._unready_deaths >= MAX_LOST:
                 self._break(WorkerError(f"rollout workers end before they are ready, {MAX_LOST} of them: {reason}"))
                 return
-            self._deal()
 
     def _lost(self, number: int) -> bool:
         """All that is to be undone when a worker's process is gone. Returns whether it had come to be ready."""
@@ -224,6 +223,7 @@ class RolloutPool:
         self._groups_restarted += len(lost)
         if (worn := worn_out(lost)) is not None:
             self._break(worn)
+        self._deal()
         return was_ready
 
     def _break(self, error: Exception) -> None:
