@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl_mt.config.knob import shown
@@ -547,8 +548,13 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
     if trainer.val_only and config.data.val_files is None:
         yield "trainer.val_only needs data.val_files"
-    if trainer.debug_rollout_data is not None and "{rollout_id}" not in trainer.debug_rollout_data:
-        yield f"trainer.debug_rollout_data is {trainer.debug_rollout_data!r}: write {{rollout_id}} into it"
+    saved = trainer.debug_rollout_data
+    is_run = saved is not None and trainer.debug_mode == "train_only" and Path(saved).expanduser().is_dir()
+    if saved is not None and "{rollout_id}" not in saved and not is_run:
+        yield (
+            f"trainer.debug_rollout_data is {saved!r}: write {{rollout_id}} into it, or with "
+            "trainer.debug_mode=train_only name a run directory, whose rollout rows are read then"
+        )
     if trainer.debug_mode == "train_only" and (trainer.debug_rollout_data is None or trainer.val_only):
         yield (
             "trainer.debug_mode=train_only trains on saved rollouts and samples nothing: it needs "

@@ -267,14 +267,22 @@ class TrainerConfig(Section):
     nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
-    rollout_rows: bool = knob(True, "Write every trajectory to rollouts/step_*.jsonl.")
+    rollout_rows: Any = knob(
+        "auto",
+        "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): jsonl; parquet = "
+        "columns, compressed, written beside the training; auto (True) = parquet for files of 100,000 tokens or more "
+        "and with rollout workers, else jsonl; off (False).",
+        choices=("auto", "jsonl", "parquet", "off"),
+        also={True: "auto", False: "off"},
+    )
     debug_rollout_data: str | None = knob(
         None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
     )
     debug_mode: str = knob(
         "save",
         "What becomes of `debug_rollout_data`: save; rollout_only = saved, and nothing is trained; train_only = it is "
-        "trained on instead of sampling, without an engine.",
+        "trained on instead of sampling, without an engine; `debug_rollout_data` may be a run directory then, whose "
+        "rollout rows are read.",
         choices=("save", "rollout_only", "train_only"),
     )
     collapse_guard: Any = knob(

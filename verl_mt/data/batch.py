@@ -248,23 +248,22 @@ def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
     return values_N[place_B].unsqueeze(1) * batch[LOSS_MASK].to(values_N.dtype)
 
 
-def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
+def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, np.ndarray]]:
     """(trajectory id, record index) -> what training computed for each of the record's tokens.
 
-    The lists are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that was not
-    computed for a row (NaN), is absent.
+    The arrays (float32) are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that
+    was not computed for a row (NaN), is absent.
     """
-    lengths = batch[ATTENTION_MASK].sum(1).tolist()
-    places = batch[RECORD_INDEX].tolist()
-    result: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row, key in enumerate(zip(batch[TRAJECTORY_ID], places)):
-        values = {
-            name: batch[name][row, : lengths[row]]
-            for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED)
-            if name in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
-        }
-        result[key] = {name: v.tolist() for name, v in values.items() if not torch.isnan(v).any()}
-    return result
+    names = [name for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED) if name in batch.keys()]  # noqa: SIM118 - iterates over its rows
+    mask_BT = batch[ATTENTION_MASK]
+    lengths = mask_BT.sum(1).tolist()
+    values = {name: batch[name].cpu().numpy() for name in names}
+    computed = {name: (~(torch.isnan(batch[name]) & mask_BT).any(1)).tolist() for name in names}
+    keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist())
+    return {
+        key: {name: values[name][row, : lengths[row]] for name in names if computed[name][row]}
+        for row, key in enumerate(keys)
+    }
 
 
 def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_BT: Tensor) -> Tensor:

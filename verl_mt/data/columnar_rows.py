@@ -85,12 +85,18 @@ def seal(trajectories: Sequence[Trajectory]) -> bytes:
     return _sealed([plain_row(t) for t in trajectories]).serialize().to_pybytes()
 
 
+def late_part(trajectory: Trajectory, *, step: int, late: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the trainer adds to a sealed row: `LATE_FIELDS` as they are now, and `run_files.update_columns` of each
+    record."""
+    return {name: getattr(trajectory, name, step) for name in LATE_FIELDS} | {"records": late}
+
+
 def table_of(sealed: Iterable[bytes], late: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows from their parts, without touching what was sealed.
 
     Args:
         sealed: by `seal`, in order.
-        late: per row `LATE_FIELDS`, and `records` with `run_files.update_columns` of each.
+        late: the `late_part` of each row.
 
     Raises:
         ValueError: not as many rows were sealed as come now.
@@ -100,6 +106,12 @@ def table_of(sealed: Iterable[bytes], late: Sequence[Mapping[str, Any]]) -> pa.T
     if len(table) != len(late):
         raise ValueError(f"{len(table)} rows were sealed, and the late part is of {len(late)}")
     return _joined(table, _late(late))
+
+
+def token_ids(table: pa.Table) -> list[int]:
+    """Every token id that occurs, once."""
+    flat = [chunk.flatten().flatten().to_numpy() for chunk in table.column("token_ids").chunks]
+    return np.unique(np.concatenate(flat)).tolist() if flat else []
 
 
 def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:

@@ -55,8 +55,9 @@ from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
-from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
+from verl_mt.trainer.run_log import Display, RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
@@ -274,7 +275,9 @@ def _build_log(
         ),
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),
-        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer)) if trainer.rollout_rows else None,
+        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer), trainer.rollout_rows)
+        if trainer.rollout_rows != "off"
+        else None,
         debug=DebugData(trainer.debug_rollout_data, chat.decode, replays=trainer.debug_mode == "train_only"),
     )
 

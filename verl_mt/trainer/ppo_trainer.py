@@ -251,6 +251,8 @@ class PPOTrainer:
         metrics = metrics | self.collapse.observe(self.step_number, metrics)
         self.log.step(self.step_number, metrics)
         self._unlogged = None
+        if self.collapse.due:
+            self.log.flush()  # the rows of this step are part of what is left to look at
         saved = self.collapse.act(self.step_number, self._save, self._roll_back)
         if not saved and _due(self.config.save_freq, self.step_number, last):
             self._save()
@@ -309,7 +311,8 @@ class PPOTrainer:
         step = self.step_number + 1
         self.log.rollouts(step, groups, None)
         self._save_boundary()
-        where = f" (all of them: rollouts/step_{step:06d}.jsonl)" if self.config.rollout_rows else ""
+        written = self.config.rollout_rows != "off"
+        where = f" (all of them: python -m verl_mt.report.rows {self.log.run.path} --step {step})" if written else ""
         raise UserCodeError(
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
@@ -369,6 +372,7 @@ class PPOTrainer:
 
     def _save(self, overrides: dict[str, Any] | None = None) -> None:
         begun = time.monotonic()
+        self.log.flush()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config, DataConfig
 from verl_mt.data import batch as columns
+from verl_mt.data import columnar_rows, row_files
 from verl_mt.data.dataset import read_rows
 from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import StopReason, Trajectory
@@ -203,13 +204,9 @@ def load_demonstrations(
         DataError: a row of neither kind, one that the template cannot render, tools that are not those of the run,
             rollouts of another tokenizer, or nothing left to train on; names file and row.
     """
-    folder = Path(source).expanduser() / "rollouts"
-    files = sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else [Path(source)]
-    if not files:
-        raise DataError(f"{key}: {folder} holds no step_*.jsonl; the run has written no rollouts yet")
     found = Demonstrations()
-    for file in files:
-        for index, row in enumerate(read_rows(file, key)):
+    for file in _files_of(Path(source).expanduser(), key):
+        for index, row in enumerate(_rows_of(file, key)):
             where = f"{file}, row {index}"
             try:
                 shown = _tools_shown(row, tools)
@@ -226,6 +223,21 @@ def load_demonstrations(
     if not found.trajectories:
         raise DataError(f"{key}: {source} leaves nothing to train on: {found}")
     return found
+
+
+def _files_of(source: Path, key: str) -> list[Path]:
+    if not (source / row_files.FOLDER).is_dir():
+        return [source]
+    files = [file.path for file in row_files.row_files(source) if file.split == "train"]
+    if not files:
+        raise DataError(f"{key}: {source / row_files.FOLDER} holds no step_*; the run has written no rollouts yet")
+    return files
+
+
+def _rows_of(file: Path, key: str) -> Iterable[dict[str, Any]]:
+    if file.suffix == f".{row_files.PARQUET}" and columnar_rows.is_rows_file(file):
+        return columnar_rows.read_parquet(file)
+    return read_rows(file, key)
 
 
 def _tools_shown(row: dict[str, Any], tools: ToolSet | None) -> list[dict[str, Any]] | None:
