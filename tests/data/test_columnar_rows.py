@@ -62,7 +62,7 @@ def as_json(rows):
 
 
 @given(rollouts())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_rows_that_were_sealed_are_those_of_the_json_lines_byte_for_byte(tmp_path_factory, made):
     folder = tmp_path_factory.mktemp("rows")
     rows = [trajectory_to_row(t, step=3, **computed) for t, computed in made]
@@ -74,7 +74,7 @@ def test_rows_that_were_sealed_are_those_of_the_json_lines_byte_for_byte(tmp_pat
 
 
 @given(rollouts())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_rows_of_a_file_go_through_columns_and_back(tmp_path_factory, made):
     file = tmp_path_factory.mktemp("rows") / "a.parquet"
     rows = [trajectory_to_row(t, step=3, **computed) for t, computed in made]
@@ -86,7 +86,7 @@ broken = st.sampled_from(["token_ids", "sampled", "advantages", "clipped", "turn
 
 
 @given(st.lists(st.dictionaries(texts, json_values, max_size=3), max_size=4), broken, json_values)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_rows_of_any_form_come_back_as_they_were(others, column, value):
     good = trajectory_to_row(one_record(), step=1)
     odd = json.loads(json.dumps(good))
