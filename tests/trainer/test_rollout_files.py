@@ -132,12 +132,12 @@ def test_a_run_writes_the_same_rows_in_both_formats_and_when_it_is_resumed_in_th
 def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path):
     words = command(
         f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION, "trainer.rollout_rows=parquet",
-        "trainer.save_freq=-1", "trainer.total_training_steps=2", "data.train_batch_size=8",
-        "actor_rollout_ref.rollout.n=8",
+        "trainer.save_freq=-1", "trainer.total_training_steps=2", "data.train_batch_size=16",
+        "actor_rollout_ref.rollout.n=16",
     )  # fmt: skip
 
     def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, 24_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment(), preexec_fn=limited)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
@@ -152,4 +152,4 @@ def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path)
         capture_output=True,
         env=environment(),
     )
-    assert printed.stdout.count(b"\n") == len(rows_of(tmp_path / "run", 2)) == 64
+    assert printed.stdout.count(b"\n") == len(rows_of(tmp_path / "run", 2)) == 256
