@@ -37,6 +37,18 @@ class DataConfig(Section):
     val_files: Any = knob(None, "Validation data, in the same forms without weights; null = no validation.")
     train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
     val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
+    eager_rows: int = knob(
+        100_000,
+        "Up to so many rows in all training files they are loaded, rendered and checked at start; of more, rows of "
+        "Parquet and JSON Lines files when they are drawn.",
+        min=0,
+    )
+    on_bad_row: str = knob(
+        "raise",
+        "A row that cannot be read, rendered or scored: raise = the run stops and names it; skip = it is left out, "
+        "named in the log and counted (data/bad_rows).",
+        choices=("raise", "skip"),
+    )
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
     val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES)
     max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)

@@ -25,14 +25,15 @@ from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.dataset import DataRow
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
-from verl_mt.errors import CheckpointError, ConfigError, DataError
-from verl_mt.interactions.session import check_row
+from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
+from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import PromptBuilder
+from verl_mt.rollout.prompts import PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
@@ -88,7 +89,11 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         runner = build_runner(config, chat, tools, *place_engine(config, workers, engine))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
-        _check_rows(config, data.prompts, runner)
+        for row in data.prompts.rows():
+            try:
+                check_row(config, runner, row)
+            except VerlMTError as error:
+                data.prompts.leave_out(row, error)
         stream.call(runner.context.engine.start())
         begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
@@ -102,8 +107,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
-            sampler=data.sampler,
-            prompts=data.prompts,
+            draws=_draws(config, data, runner),
             val_prompts=[] if config.trainer.debug_mode == "train_only" else data.val_prompts,
             prompt_counts=data.counts,
             stream=stream,
@@ -142,15 +146,25 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     prepare_process(config)
 
 
-def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
-    """What the engine cannot show, no reward scores, or no interaction answers."""
-    for row in prompts.rows():
-        try:
-            check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
-        except DataError as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
-        require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
-        runner.reward.check(row)
+def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
+    # A row that a sampler made has only its own trajectories to lose; without a reward it has none.
+    of_files = data.prompts.num_unseen or data.prompts.skips_bad
+    check = partial(check_row, config, runner) if of_files else runner.reward.check
+    return PromptDraws(data.sampler, data.prompts, check)
+
+
+def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
+    """What the engine cannot show, no reward scores, or no interaction answers.
+
+    Raises:
+        VerlMTError: names file and row.
+    """
+    try:
+        interactions.check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
+    except DataError as error:
+        raise DataError(f"{row.file}, row {row.index}: {error}") from error
+    require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
+    runner.reward.check(row)
 
 
 def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
@@ -314,7 +328,7 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
-    for text in notes(config, trainer.prompts):
+    for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")

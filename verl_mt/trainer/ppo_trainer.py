@@ -21,9 +21,9 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, DataError, UserCodeError
+from verl_mt.errors import CheckpointError, UserCodeError, VerlMTError
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import Prompt, PromptBuilder
+from verl_mt.rollout.prompts import Prompt, PromptDraws
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
@@ -37,8 +37,6 @@ from verl_mt.workers.worker_group import WorkerGroup
 
 _MAX_STALENESS = 0
 """Steps that a rollout's weights may lag behind; 0 = synchronous."""
-_MAX_DRAWS = 20
-"""Rows drawn for each prompt of a step before a sampler whose rows are all too long is given up."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class PPOTrainer:
 
     config: TrainerConfig
     plan: BatchPlan
-    sampler: RowSampler
-    prompts: PromptBuilder
+    draws: PromptDraws
     val_prompts: list[Prompt]
     prompt_counts: dict[str, float]
     """`data/...` of every step, `val/...` of every validation: prompts left out or cut, in the rows as loaded."""
@@ -104,6 +101,11 @@ class PPOTrainer:
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
     _drawn: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sampler(self) -> RowSampler:
+        """In which order rows are drawn."""
+        return self.draws.sampler
 
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
@@ -319,28 +321,13 @@ class PPOTrainer:
         )
 
     def _draw(self, wanted: int) -> list[Prompt]:
-        """The next prompts. Rows that a user's sampler makes are checked as those of the files were at start;
-        over-long ones are counted, and others drawn in their place."""
-        prompts: list[Prompt] = []
-        drawn, truncated = 0, self.prompts.num_truncated
-        while len(prompts) < wanted:
-            rows = self.sampler.next_batch(wanted - len(prompts))
-            drawn += len(rows)
-            if not rows or drawn > _MAX_DRAWS * wanted:
-                raise DataError(
-                    f"data.sampler gave {drawn} rows, of which only {len(prompts)} have prompts within "
-                    f"data.max_prompt_length={self.prompts.max_prompt_length} tokens, and a step needs "
-                    f"{wanted}: raise it, or let the sampler make shorter rows"
-                )
-            for row in rows:
-                if not self.prompts.knows(row):
-                    self.stream.runner.reward.check(row)
-                if (prompt := self.prompts.build(row)) is not None:
-                    prompts.append(prompt)
-        counts = {
-            "data/filtered_prompts": drawn - len(prompts),
-            "data/truncated_prompts": self.prompts.num_truncated - truncated,
-        }
+        """The next prompts. A row that ends the run takes nothing with it that was trained since a checkpoint."""
+        try:
+            prompts, counts = self.draws.draw(wanted)
+        except VerlMTError:
+            if self.step_number:
+                self._save_boundary()
+            raise
         self._drawn = {name: self._drawn.get(name, 0) + count for name, count in counts.items()}
         return prompts
 
