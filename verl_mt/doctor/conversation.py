@@ -13,7 +13,7 @@ from typing import Any
 from verl_mt.chat.differences import Cause, closed_opening
 from verl_mt.chat.parser_fit import require_parser, written_call
 from verl_mt.chat.parsers import get_parser
-from verl_mt.data.dataset import load_rows
+from verl_mt.data.large_files import LargeRows
 from verl_mt.data.requests import GenerationRequest
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
@@ -119,16 +119,23 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 def rows(subject: Subject) -> Iterator[Finding]:
-    """The files are there and every row has the columns that it needs."""
-    data = subject.config.data
-    columns = build_data.columns_of(data)
-    subject.train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns
+    """The files are there and every row has the columns that it needs; of files that a run does not load, the first."""
+    subject.train = build_data.open_train_rows(subject.config)
+    found = f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}"
+    large = [s.name for s in subject.train if isinstance(s.rows, LargeRows)]
+    if large:
+        found += f"; of {', '.join(large)} only the first {_MAX_ROWS} are looked at (data.eager_rows)"
+    yield ok(found)
+    if subject.config.data.val_files is None:
+        return
+    if not build_data.many_val_rows(subject.config):
+        yield ok(f"{sum(len(s.rows) for s in build_data.load_val_rows(subject.config))} validation rows")
+        return
+    yield warning(
+        "data.val_files hold more rows than data.eager_rows, and were not looked at: a run loads and renders all of "
+        "them before its first step, and samples all at each validation",
+        "take fewer with data.val_max_samples",
     )
-    yield ok(f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}")
-    if data.val_files is not None:
-        found = build_data.load_val_rows(subject.config)
-        yield ok(f"{sum(len(s.rows) for s in found)} validation rows")
 
 
 def prompts(subject: Subject) -> Iterator[Finding]:

@@ -101,14 +101,20 @@ def load_val_rows(config: Config) -> list[DataSource]:
     if data.val_files is None:
         return []
     reading = _reading(data, "val", data.val_max_samples, data.val_seed)
-    entries = entries_of(data.val_files, "val")
-    if rows_in_files(entries, data.val_max_samples, data.eager_rows) > data.eager_rows:
+    if many_val_rows(config):
         log.warning(
             "data.val_files hold more than data.eager_rows=%d rows; all of them are loaded and rendered before the "
             "first step, and every validation samples all: data.val_max_samples takes fewer of each file",
             data.eager_rows,
         )
-    return [load_entry(entry, reading) for entry in entries]
+    return [load_entry(entry, reading) for entry in entries_of(data.val_files, "val")]
+
+
+def many_val_rows(config: Config) -> bool:
+    """Whether the files of `data.val_files` hold more rows than a run should load."""
+    data = config.data
+    entries = entries_of(data.val_files, "val")
+    return rows_in_files(entries, data.val_max_samples, data.eager_rows) > data.eager_rows
 
 
 def _reading(data: DataConfig, split: str, num_rows: int, seed: int) -> Reading:
