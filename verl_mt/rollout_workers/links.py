@@ -111,7 +111,8 @@ class ProcessLink(Link):
         except OSError:
             return  # the process is gone; who reads finds out
         except Exception as error:
-            self._tell(("failed", WorkerError(f"a rollout worker cannot be told {message[0]!r}: {error_text(error)}")))
+            what = message and message[0]
+            self._tell(("failed", WorkerError(f"a rollout worker cannot be told {what!r}: {error_text(error)}")))
 
     def _how(self) -> str:
         """How the process ended; one that only hung up is ended."""

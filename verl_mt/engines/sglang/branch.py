@@ -128,6 +128,8 @@ class SGLangBranch(SGLangEngine):
         raise EngineError("weights go to an engine from the trainer's process, not from a rollout worker")
 
     def _makers(self) -> Iterable[Callable[[], Client]]:
-        return [
-            partial(BorrowedClient, ways, self._options, lambda word: self.say(word), [None]) for ways in self._ways
-        ]
+        return [partial(BorrowedClient, ways, self._options, self._tell_engine, [None]) for ways in self._ways]
+
+    def _tell_engine(self, word: Any) -> None:
+        if self.say is not None:
+            self.say(word)
