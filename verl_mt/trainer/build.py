@@ -33,7 +33,7 @@ from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf
 from verl_mt.plugins import import_plugins, plugin_names
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import PromptDraws
+from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
@@ -89,11 +89,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         runner = build_runner(config, chat, tools, *place_engine(config, workers, engine))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
-        for row in data.prompts.rows():
-            try:
-                check_row(config, runner, row)
-            except VerlMTError as error:
-                data.prompts.leave_out(row, error)
+        _check_rows(config, data.prompts, runner)
         stream.call(runner.context.engine.start())
         begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
@@ -151,6 +147,14 @@ def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
     of_files = data.prompts.num_unseen or data.prompts.skips_bad
     check = partial(check_row, config, runner) if of_files else runner.reward.check
     return PromptDraws(data.sampler, data.prompts, check)
+
+
+def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
+    for row in prompts.rows():
+        try:
+            check_row(config, runner, row)
+        except VerlMTError as error:
+            prompts.leave_out(row, error)
 
 
 def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
