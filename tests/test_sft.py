@@ -21,6 +21,7 @@ from verl_mt.data.run_files import read_jsonl_tolerant, trajectory_to_row, write
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.load import load_causal_lm
+from verl_mt.report.rows import main as rows_command
 from verl_mt.tiny.problems import SYSTEM, generate
 from verl_mt.trainer import build, build_rollout, supervised
 from verl_mt.trainer.demonstration_rows import Demonstrations, load_demonstrations
@@ -148,6 +149,11 @@ def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
     assert (len(found.trajectories), found.num_low) == (1, 2)
     assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
     assert len(load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    assert rows_command([str(tmp_path), "--to", "parquet"]) == 0
+    for source in (tmp_path, tmp_path / "rollouts" / "step_000001.parquet"):
+        again = load_demonstrations(source, chat, "--data")
+        assert again.trajectories == load_demonstrations(tmp_path, chat, "--data").trajectories
+        assert again.trajectories[0].records[0].token_ids == good.records[0].token_ids
     with pytest.raises(DataError, match=r"leaves nothing to train on: 0 conversations.*3 below the reward"):
         load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
 

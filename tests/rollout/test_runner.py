@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from toys import toy_tokenizer
@@ -25,6 +26,7 @@ from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -402,3 +404,21 @@ def test_a_reward_whose_service_is_down_aborts_its_trajectory_instead_of_scoring
     metrics = rollout_metrics(groups)
     assert metrics["rollout/aborted"] == metrics["stop/reward_unavailable"] == metrics["rollout/reward_errors"] == 1
     assert metrics["reward/mean"] == 1.0
+
+
+@pytest.mark.parametrize("failing", ["tools", "engine"])
+def test_the_rollouts_thread_ends_whatever_closing_raises(failing):
+    """What it asks (Ray, for one) is taken down next, and must not be asked any more."""
+    closed = []
+
+    async def close(what):
+        closed.append(what)
+        if what == failing:
+            raise RuntimeError(f"the {what} cannot be closed")
+
+    stream = RolloutStream(SimpleNamespace(tools=SimpleNamespace(close=lambda: close("tools"))))
+    with pytest.raises(RuntimeError, match=f"the {failing} cannot be closed"):
+        stream.close(lambda: close("engine"))
+    assert closed == ["tools", "engine"] and not stream._thread.is_alive()
+    stream.close(lambda: close("engine"))
+    assert closed == ["tools", "engine"]

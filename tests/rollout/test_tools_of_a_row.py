@@ -17,7 +17,7 @@ from verl_mt.rewards import Reward
 from verl_mt.rewards.adapters import adapt
 from verl_mt.rollout.doors import has_own_loop
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutStream
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
 

@@ -10,9 +10,10 @@ from mixed_scheduler import Mixed
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.errors import ConfigError
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
 from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer.build import build_trainer, build_workers
 from verl_mt.trainer.build_data import build_prompts, load_val_prompts
 from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class DataRow:
     """What a generate or reward function of slime's kind sees: the label column as it is, else the ground truth."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The same: the column `metadata`, else `extra_info`."""
+    problem: str | None = None
+    """Why there is no prompt: what was read is no row. `data.on_bad_row` says what becomes of it."""
 
     @property
     def place(self) -> str:
@@ -82,7 +85,8 @@ class DataSource:
     """The rows of one entry of `data.train_files` or `data.val_files`."""
 
     name: str
-    rows: list[DataRow]
+    rows: Sequence[DataRow]
+    """A list, or `large_files.LargeRows`, which reads a row when it is asked for."""
     weight: float | None = None
     """Share of the mix where `data.mixing` is `weights`; need not sum to 1."""
     read_at_s: float = 0.0
@@ -90,7 +94,9 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """One of those that `data.train_files` or `data.val_files` name."""
+
     name: str
     path: str
     weight: float | None = None
@@ -110,6 +116,43 @@ class Columns:
     """Name in the file -> name that everything else knows the column by."""
     system: str | None = None
     """System message, or a .txt file with it, of the rows whose prompt begins with none."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the entries of a split are read."""
+
+    split: str
+    """`train` or `val`; generators get it."""
+    num_rows: int = -1
+    """Rows taken from the beginning of each entry; -1 = all."""
+    seed: int = 0
+    """For generators."""
+    columns: Columns = Columns()
+    """Which of them are what."""
+    keeps_bad: bool = False
+    """What is no row becomes one with a `problem`; False = it is an error."""
+
+    @property
+    def key(self) -> str:
+        return f"data.{self.split}_files"
+
+    def row_of(self, raw: Any, index: int, entry: Entry) -> DataRow:
+        """Row `index` of an entry from what was read.
+
+        Raises:
+            DataError: it is none, and bad rows are not kept; names file, row and column.
+        """
+        try:
+            if not isinstance(raw, dict):
+                raise _no_row(raw, _place(entry.path, index))
+            names = self.columns.renamed
+            return _to_row(_renamed_row(raw, names) if names else raw, index, entry, self.columns)
+        except DataError as error:
+            if not self.keeps_bad:
+                raise
+            known = raw if isinstance(raw, dict) else {}
+            return DataRow([], "", raw=known, index=index, file=entry.path, source=entry.name, problem=str(error))
 
 
 def load_rows(
@@ -134,22 +177,23 @@ def load_rows(
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
     """
-    key = f"data.{split}_files"
-    columns = _with_system_text(columns)
-    sources = []
-    for entry in _entries(entry_spec, key):
-        if entry.weight is not None and split != "train":
-            raise DataError(
-                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
-            )
-        read_at_s = time.time()
-        found = _read(entry.path, key, num_rows=num_rows, seed=seed, split=split)
-        raw_rows = _renamed(list(found.values()), columns.renamed, entry.path)
-        rows = [_to_row(raw, index, entry, columns) for index, raw in zip(found, raw_rows)]
-        if not rows:
-            raise DataError(f"{key}: {entry.path} has no rows")
-        sources.append(DataSource(entry.name, rows, entry.weight, read_at_s))
-    return sources
+    reading = Reading(split, num_rows, seed, with_system_text(columns or Columns()))
+    return [load_entry(entry, reading) for entry in entries_of(entry_spec, split)]
+
+
+def load_entry(entry: Entry, reading: Reading) -> DataSource:
+    """All rows of one entry, in memory.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    read_at_s = time.time()
+    found = _read(entry.path, reading.key, reading)
+    check_renamed(_mappings(found), reading.columns.renamed, entry.path)
+    rows = [reading.row_of(raw, index, entry) for index, raw in found.items()]
+    if not rows:
+        raise DataError(f"{reading.key}: {entry.path} has no rows")
+    return DataSource(entry.name, rows, entry.weight, read_at_s)
 
 
 def read_rows(path: str | Path, key: str) -> dict[int, dict[str, Any]]:
@@ -162,7 +206,7 @@ def read_rows(path: str | Path, key: str) -> dict[int, dict[str, Any]]:
     Raises:
         DataError: no such file, or one that cannot be read; names file and row.
     """
-    return _read(str(path), key, num_rows=-1, seed=0, split="train")
+    return _read(str(path), key, Reading("train"))
 
 
 def examine_rows(
@@ -181,19 +225,15 @@ def examine_rows(
     Raises:
         DataError: the file cannot be read, or has no rows.
     """
-    key, entry = "data.train_files", _entry(None, path, "data.train_files")
-    columns = _with_system_text(columns)
-    found = _read(entry.path, key, num_rows=num_rows, seed=0, split="train")
+    reading = Reading("train", num_rows, 0, with_system_text(columns or Columns()), keeps_bad=True)
+    entry, names = _entry(None, path, reading.key), reading.columns.renamed
+    found = _read(entry.path, reading.key, reading)
     if not found:
-        raise DataError(f"{key}: {entry.path} has no rows")
-    raw_rows = dict(zip(found, _renamed(list(found.values()), columns.renamed, entry.path)))
-    rows, problems = [], []
-    for index, raw in raw_rows.items():
-        try:
-            rows.append(_to_row(raw, index, entry, columns))
-        except DataError as error:
-            problems.append(str(error))
-    return raw_rows, rows, problems
+        raise DataError(f"{reading.key}: {entry.path} has no rows")
+    check_renamed(_mappings(found), names, entry.path)
+    raw_rows = {index: _renamed_row(raw, names) for index, raw in found.items() if isinstance(raw, dict)}
+    made = [reading.row_of(raw, index, entry) for index, raw in found.items()]
+    return raw_rows, [row for row in made if row.problem is None], [row.problem for row in made if row.problem]
 
 
 def drop_nulls(value: Any) -> Any:
@@ -210,7 +250,18 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def _entries(spec: Any, key: str) -> list[_Entry]:
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a Parquet file, as it was before it was written."""
+    return {column: drop_nulls(value) for column, value in row.items()}
+
+
+def entries_of(spec: Any, split: str) -> list[Entry]:
+    """What `data.train_files` or `data.val_files` names, in its order; their names differ.
+
+    Raises:
+        DataError: names the key, and says what was got.
+    """
+    key = f"data.{split}_files"
     if isinstance(spec, str):
         entries = [_entry(None, spec, key)]
     elif isinstance(spec, Sequence):
@@ -225,16 +276,21 @@ def _entries(spec: Any, key: str) -> list[_Entry]:
         raise DataError(f"{key}: no entry; name at least one file or generator")
     names = [e.name for e in entries]
     numbered = [
-        e if names.count(e.name) == 1 else _Entry(f"{e.name}_{position}", e.path, e.weight)
+        e if names.count(e.name) == 1 else Entry(f"{e.name}_{position}", e.path, e.weight)
         for position, e in enumerate(entries)
     ]
     names = [e.name for e in numbered]
     if len(set(names)) < len(names):
         raise DataError(f"{key}: two entries are named {max(names, key=names.count)!r}; give each its own name")
+    for entry in numbered:
+        if entry.weight is not None and split != "train":
+            raise DataError(
+                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
+            )
     return numbered
 
 
-def _entry(name: str | None, item: Any, key: str) -> _Entry:
+def _entry(name: str | None, item: Any, key: str) -> Entry:
     weight = None
     where = f"{key}.{name}" if name else key
     if isinstance(item, dict):
@@ -247,7 +303,7 @@ def _entry(name: str | None, item: Any, key: str) -> _Entry:
             raise DataError(f"{where}: weight must be a number above 0, got {weight!r}")
     if not isinstance(item, str) or not item.strip():
         raise DataError(f"{where}: expected a path or package.module:function, got {item!r}")
-    return _Entry(name or _default_name(item), item, None if weight is None else float(weight))
+    return Entry(name or _default_name(item), item, None if weight is None else float(weight))
 
 
 def _default_name(path: str) -> str:
@@ -258,8 +314,13 @@ def _place(file: str, index: int) -> str:
     return f"{file}, row {index + 1}"
 
 
-def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> dict[int, dict[str, Any]]:
-    """Position in the file, from 0 -> row."""
+def _mappings(found: Mapping[int, Any]) -> list[dict[str, Any]]:
+    return [raw for raw in found.values() if isinstance(raw, dict)]
+
+
+def _read(path: str, key: str, reading: Reading) -> dict[int, Any]:
+    """Position in the file, from 0 -> mapping; where bad rows are kept, an error in the place of what is none."""
+    num_rows = reading.num_rows
     if path.endswith(SUFFIXES):
         file = Path(path).expanduser()
         if not file.is_file():
@@ -267,7 +328,7 @@ def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> dict[
         reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
         rows = dict(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
     elif ":" in path and "://" not in path:
-        rows = dict(enumerate(_generate(path, key, num_rows=num_rows, seed=seed, split=split)))
+        rows = dict(enumerate(_generate(path, key, reading)))
     else:
         raise DataError(
             f"{key}: {path!r} is neither a {', '.join(SUFFIXES)} file nor package.module:function. Hub names and URLs "
@@ -275,10 +336,16 @@ def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> dict[
         )
     for index, row in rows.items():
         if not isinstance(row, dict):
-            raise DataError(
-                f"{_place(path, index)}: expected a mapping column -> value, got {type(row).__name__} {_short(row)}"
-            )
+            rows[index] = _no_row(row, _place(path, index))
+            if not reading.keeps_bad:
+                raise rows[index]
     return rows
+
+
+def _no_row(raw: Any, where: str) -> DataError:
+    if isinstance(raw, DataError):
+        return raw
+    return DataError(f"{where}: expected a mapping column -> value, got {type(raw).__name__} {_short(raw)}")
 
 
 def _read_parquet(file: Path, num_rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -288,25 +355,30 @@ def _read_parquet(file: Path, num_rows: int) -> Iterator[tuple[int, dict[str, An
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
     if num_rows >= 0:
         table = table.slice(0, num_rows)
-    for index, row in enumerate(table.to_pylist()):
-        yield index, {column: drop_nulls(value) for column, value in row.items()}
+    yield from enumerate(map(without_nulls, table.to_pylist()))
 
 
 def _read_jsonl(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     with open(file, "rb") as lines:
         for index, line in enumerate(lines):
-            if not line.strip():
-                continue
-            where = _place(str(file), index)
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where}: not UTF-8: {error}") from error
-            except RecursionError as error:
-                raise DataError(f"{where}: {_TOO_DEEP}") from error
-            yield index, row
+            if line.strip():
+                yield index, read_line(line, file, partial(int, index))
+
+
+def read_line(line: bytes, file: Path, position: Callable[[], int]) -> Any:
+    """What a line of a JSON Lines file holds; where it is not one, a `DataError` that names its row.
+
+    Args:
+        position: of the line in the file, from 0.
+    """
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return DataError(f"{_place(str(file), position())}: not JSON: {error.msg} at column {error.colno}")
+    except UnicodeDecodeError as error:
+        return DataError(f"{_place(str(file), position())}: not UTF-8: {error}")
+    except RecursionError:
+        return DataError(f"{_place(str(file), position())}: {_TOO_DEEP}")
 
 
 def _read_json(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
@@ -324,7 +396,8 @@ def _read_json(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     yield from enumerate(content)
 
 
-def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[Any]:
+def _generate(path: str, key: str, reading: Reading) -> list[Any]:
+    num_rows, seed, split = reading.num_rows, reading.seed, reading.split
     make = load_object(path, what=key)
     if not callable(make):
         raise DataError(
@@ -346,7 +419,7 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         raise DataError(f"{key}: {called} raised {error_text(error, named=True)}") from error
 
 
-def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) -> DataRow:
+def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> DataRow:
     where = _place(entry.path, index)
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
@@ -378,15 +451,15 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
     )
 
 
-def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> Sequence[dict[str, Any]]:
-    """The rows under their columns' other names; a column whose name is taken by a renamed one is gone. A row that has
-    nothing to rename keeps what it has under the new name.
+def check_renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> None:
+    """A column whose name is taken by a renamed one is gone. A row that has nothing to rename keeps what it has under
+    the new name.
 
     Raises:
         DataError: two columns get one name, or no row has a column of a name that is to be changed.
     """
     if not names or not rows:
-        return rows
+        return
     for new in names.values():
         if len(several := [old for old, other in names.items() if other == new]) > 1:
             raise DataError(f"data.columns renames {listing(several)} to one name, {new}: give one of them")
@@ -395,7 +468,6 @@ def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str
             f"{file}: data.columns renames {listing(missing)}, which no row has; the first has "
             f"{listing(map(str, rows[0]))}"
         )
-    return [_renamed_row(row, names) for row in rows]
 
 
 def _renamed_row(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -412,8 +484,12 @@ def begun_by_system(messages: list[Message], system: str | None) -> list[Message
     return [{"role": "system", "content": system}, *messages]
 
 
-def _with_system_text(columns: Columns | None) -> Columns:
-    columns = columns or Columns()
+def with_system_text(columns: Columns) -> Columns:
+    """With the text of `system`, where that names a .txt file.
+
+    Raises:
+        DataError: as `system_text`.
+    """
     return replace(columns, system=system_text(columns.system))
 
 

@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
@@ -48,13 +50,23 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What an OSError says where a disk, or a user's share of it, is full."""
 
 _TOKEN_TEXTS = "token_texts.jsonl"
-_TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
+TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
+"""Of a record, per token, known when it was sampled."""
+UPDATE_COLUMNS = ("advantages", "old_log_probs", "clipped")
+"""Of a record, per token, known once the step has trained it; the first two stand there as null until then."""
+LATE_FIELDS = ("step", "reward", "reward_parts", "counters")
+"""Of a row: what the trainer still decides, or changes, when a group has come to it. All else is as it was sampled."""
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
     "error", "info", "source",
 )  # fmt: skip
 _WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id", "replicas")
+ROW_ORDER = (
+    "schema_version", "step", *_PLAIN, *_WHERE_KNOWN, "status", "stop_reason", "media", "time_spans", "records",
+)  # fmt: skip
+RECORD_ORDER = (*TOKEN_COLUMNS, *UPDATE_COLUMNS, "has_log_probs", "messages", "tools", "turns")
+"""How `plain_row` orders them: rows that come from columns are the same JSON, byte for byte."""
 
 
 def trajectory_to_row(
@@ -76,6 +88,23 @@ def trajectory_to_row(
     Raises:
         ValueError: a column of another length than its record.
     """
+    late = [
+        update_columns(len(record.token_ids), *(_of_record(c, k) for c in (advantages, old_log_probs, clipped)))
+        for k, record in enumerate(trajectory.records)
+    ]
+    return to_json_value(plain_row(trajectory, step=step, late=late))
+
+
+def plain_row(
+    trajectory: Trajectory, *, step: int | None = None, late: Sequence[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """A row as it is described above, with values that are not yet plain JSON. The one place that says what a row has:
+    the JSON Lines and the columns (`verl_mt.data.columnar_rows`) are both made of this.
+
+    Args:
+        step: None where it is not known yet.
+        late: `update_columns` of each record; None where they are not known yet, and not part of the row then.
+    """
     row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
     row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {}, [])}
@@ -87,10 +116,29 @@ def trajectory_to_row(
         row["media"] = {kind: [to_wire(item) for item in items] for kind, items in trajectory.media.items()}
     row["time_spans"] = [dataclasses.asdict(span) for span in trajectory.time_spans]
     row["records"] = [
-        _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k), _of_record(clipped, k))
-        for k, record in enumerate(trajectory.records)
+        _record_to_row(record, {} if late is None else late[k]) for k, record in enumerate(trajectory.records)
     ]
-    return to_json_value(row)
+    return row
+
+
+def update_columns(
+    num_tokens: int,
+    advantages: Sequence[float] | None = None,
+    old_log_probs: Sequence[float] | None = None,
+    clipped: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """What the update adds to the row of a record of so many tokens; lists, or arrays of numpy.
+
+    Raises:
+        ValueError: a column of another length.
+    """
+    found: dict[str, Any] = {"advantages": advantages, "old_log_probs": old_log_probs}
+    for name, column in found.items():
+        if column is not None and len(column) != num_tokens:
+            raise ValueError(f"{name}: {len(column)} numbers for a record of {num_tokens} tokens")
+    if clipped is not None:
+        found["clipped"] = np.flatnonzero(np.asarray(clipped) > 0).astype(np.int32)
+    return found
 
 
 def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
@@ -157,9 +205,9 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
         CheckpointError: the disk refused.
     """
     count = 0
-    with writing(path), _atomic(Path(path)) as file:
+    with writing(path), atomic_file(Path(path)) as file:
         for row in rows:
-            file.write(_line(row))
+            file.write(json_text(row) + b"\n")
             count += 1
     return count
 
@@ -174,7 +222,7 @@ def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            file.write(_line(metrics))
+            file.write(json_text(metrics) + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -216,7 +264,7 @@ def truncate_metrics(path: str | Path, after_step: int) -> int:
     complete = _parse_lines(lines, path)
     kept = [line for line, row in zip(lines, complete) if row.get("step", -1) <= after_step]
     if len(kept) != len(lines):
-        with writing(path), _atomic(path) as file:
+        with writing(path), atomic_file(path) as file:
             file.writelines(kept)
     return len(lines) - len(kept)
 
@@ -273,19 +321,8 @@ def _short_truth(value: Any) -> Any:
     return text[: TRUTH_CHARACTERS - len(note)] + note
 
 
-def _record_to_row(
-    record: TrajectoryRecord,
-    advantages: Sequence[float] | None,
-    old_log_probs: Sequence[float] | None,
-    clipped: Sequence[float] | None,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(record, name) for name in _TOKEN_COLUMNS}
-    for name, column in (("advantages", advantages), ("old_log_probs", old_log_probs)):
-        if column is not None and len(column) != len(record.token_ids):
-            raise ValueError(f"{name}: {len(column)} numbers for a record of {len(record.token_ids)} tokens")
-        row[name] = None if column is None else list(column)
-    if clipped is not None:
-        row["clipped"] = [place for place, value in enumerate(clipped) if value > 0]
+def _record_to_row(record: TrajectoryRecord, late: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(record, name) for name in TOKEN_COLUMNS} | late
     row["has_log_probs"] = record.has_log_probs
     if record.messages:
         row["messages"] = record.messages
@@ -296,7 +333,7 @@ def _record_to_row(
 
 
 def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
-    columns = {name: list(row[name]) for name in _TOKEN_COLUMNS}
+    columns = {name: list(row[name]) for name in TOKEN_COLUMNS}
     columns["rollout_log_probs"] = [math.nan if p is None else float(p) for p in columns["rollout_log_probs"]]
     return TrajectoryRecord(
         **columns,
@@ -316,12 +353,13 @@ def _of_record(columns: Sequence[Sequence[float] | None] | None, k: int) -> Sequ
     return None if columns is None else columns[k]
 
 
-def _line(row: dict[str, Any]) -> bytes:
-    row = to_json_value(row)
+def json_text(value: Any) -> bytes:
+    """The value as JSON in UTF-8, whatever it is."""
+    plain = to_json_value(value)
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8: written as an escape
-        return json.dumps(row, allow_nan=False).encode() + b"\n"
+        return json.dumps(plain, allow_nan=False).encode()
 
 
 def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
@@ -341,7 +379,7 @@ def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class _atomic:
+class atomic_file:
     """A file that appears under its name when the block ends well, and not otherwise."""
 
     def __init__(self, path: Path):

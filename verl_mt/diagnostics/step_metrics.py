@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from verl_mt.data.ledger import listed, total
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.tools.results import EVENTS
 
@@ -132,7 +133,7 @@ def tokens_by_replica(trajectories: Iterable[Trajectory]) -> Counter[str]:
             for span in record.turns:
                 name = trajectory.replicas[span.turn - 1] if 0 < span.turn <= len(trajectory.replicas) else None
                 if name is not None:
-                    tokens[name] += sum(record.sampled[span.start : span.end])
+                    tokens[name] += total(record.sampled[span.start : span.end])
     return tokens
 
 
@@ -265,11 +266,11 @@ def _sampler_entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`rollout/entropy`: the mean of -log p, by the sampler, over ALL tokens that it sampled, whatever is trained of
     them. Absent where the engine gave no log-probs; trajectories without them do not count."""
     known = [r for t in trajectories for r in t.records if r.has_log_probs]
-    num_tokens = sum(sum(r.sampled) for r in known)
+    num_tokens = sum(total(r.sampled) for r in known)
     if not num_tokens:
         return {}
     # What was not sampled has log-prob 0.
-    return {"rollout/entropy": -fsum(fsum(r.rollout_log_probs) for r in known) / num_tokens}
+    return {"rollout/entropy": -fsum(fsum(listed(r.rollout_log_probs)) for r in known) / num_tokens}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:

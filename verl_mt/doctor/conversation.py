@@ -11,7 +11,7 @@ from verl_mt.chat.differences import Cause, closed_opening
 from verl_mt.chat.parser_fit import require_parser, written_call
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import Message
-from verl_mt.data.dataset import load_rows
+from verl_mt.data.large_files import LargeRows
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.doctor.scripted import Talk, called, said
@@ -125,16 +125,24 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 def rows(subject: Subject) -> Iterator[Finding]:
-    """The files are there and every row has the columns that it needs."""
-    data = subject.config.data
-    columns = build_data.columns_of(data)
-    subject.train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns
-    )
-    yield ok(f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}")
-    if data.val_files is not None:
+    """The files are there and every row has the columns that it needs; of files that a run does not load, the first."""
+    subject.train = build_data.open_train_rows(subject.config)
+    found = f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}"
+    large = [s.name for s in subject.train if isinstance(s.rows, LargeRows)]
+    if large:
+        found += f"; of {', '.join(large)} only the first {_MAX_ROWS} are looked at (data.eager_rows)"
+    yield ok(found)
+    if subject.config.data.val_files is None:
+        return
+    if not build_data.many_val_rows(subject.config):
         subject.val = build_data.load_val_rows(subject.config)
         yield ok(f"{sum(len(s.rows) for s in subject.val)} validation rows")
+        return
+    yield warning(
+        "data.val_files hold more rows than data.eager_rows, and were not looked at: a run loads and renders all of "
+        "them before its first step, and samples all at each validation",
+        "take fewer with data.val_max_samples",
+    )
 
 
 def prompts(subject: Subject) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 from verl_mt.chat.demonstrations import WEIGHT
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
-from verl_mt.data.dataset import DataRow, read_rows
+from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.doctor.meaning import earned, truth_text
@@ -62,12 +62,13 @@ def _read(subject: Subject, file: str) -> Iterator[_Demo]:
         raise DataError(f"{_KEY}: {file} is a folder; give a parquet, JSON or JSONL file of conversations (`messages`)")
     chat = subject.known_chat
     found = load_demonstrations(file, chat, _KEY, data=subject.config.data, tools=subject.tools)
-    known = {_asked(row.prompt): row for source in [*subject.train, *subject.val] for row in source.rows}
+    held_out = [row for source in subject.val for row in source.rows]
+    known = {_asked(row.prompt): row for row in [*subject.train_rows(), *held_out]}
     builder = build_data.build_prompts(subject.config, chat, subject.tools)
     builder = replace(builder, max_prompt_length=2**30, _cache={})
-    for index, (raw, trajectory) in enumerate(zip(read_rows(file, _KEY), found.trajectories, strict=True)):
+    for index, (raw, trajectory) in enumerate(zip(found.rows, found.trajectories, strict=True)):
         if "messages" not in raw or "records" in raw:
-            raise DataError(f"{file}, row {index}: {_KEY} takes conversations (`messages`); rollouts have been played")
+            raise DataError(f"{trajectory.trajectory_id}: {_KEY} takes conversations (`messages`), not rollouts")
         messages: list[Message] = [{k: v for k, v in m.items() if k != WEIGHT} for m in trajectory.messages]
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         row = _row(raw, messages[: turns[0]], known, f"{file}", index)
@@ -75,7 +76,7 @@ def _read(subject: Subject, file: str) -> Iterator[_Demo]:
         assert prompt is not None, "the limit is out of reach"
         record = trajectory.records[0]
         yield _Demo(
-            f"{file}, row {index}",
+            trajectory.trajectory_id,
             prompt,
             [turn_ids(chat, messages[:i], messages[i], tools=prompt.tools or None, raw=False) for i in turns],
             len(record.token_ids) - record.sampled.index(1),

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.text import Text
 from verl_mt import engines
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
-from verl_mt.data.dataset import DataSource
+from verl_mt.data.dataset import DataRow, DataSource
 from verl_mt.doctor.scripted import Stage
 from verl_mt.errors import PluginError, VerlMTError, error_text
 from verl_mt.interactions.base import BaseInteraction
@@ -52,6 +53,11 @@ class Subject:
     rewarded_demos: bool = False
     """The reward gives some of them more than the others, or than a wrong answer."""
     _stage: Stage | None = None
+
+    def train_rows(self) -> Iterator[DataRow]:
+        """All of those that are loaded; of files that are not, the first."""
+        for source in self.train:
+            yield from islice(source.rows, self.config.data.eager_rows or None)
 
     def open_stage(self) -> Stage:
         """Where scripted conversations are played; `close` closes it."""

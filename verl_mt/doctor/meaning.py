@@ -100,7 +100,7 @@ class _Inquiry:
             self.calls = True
             right, wrong, nothing = self._ask(forms)
         prompt = self.prompts[0]
-        where, text = f"{prompt.row.file}, row {prompt.row.index}", truth_text(prompt.row.ground_truth)
+        where, text = prompt.row.place, truth_text(prompt.row.ground_truth)
         how = ", also behind a tool call" if self.calls else ""
         paying = _pays(right, wrong)
         if self.failed:
@@ -172,7 +172,7 @@ class _Inquiry:
             return
         row = self.prompts[0].row
         yield warning(
-            f"the prompt of {row.file}, row {row.index} asks for {listing(map(_shown, asked))}, for which the reward "
+            f"the prompt of {row.place} asks for {listing(map(_shown, asked))}, for which the reward "
             f"of the truth is {max(right[form] for form in asked):.4g}; it is {max(right[f] for f in paying):.4g} for "
             f"{listing(map(_shown, paying[:3]))}",
             "let the reward read the form that the prompt asks for (its regular expression, say), or change the prompt",

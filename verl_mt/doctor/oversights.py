@@ -89,7 +89,7 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
     if not subject.val or subject.config.trainer.val_only:
         yield ok("nothing is held out" if not subject.val else "nothing is trained")
         return
-    trained = {_words(row.prompt): f"{row.file}, row {row.index}" for s in subject.train for row in s.rows}
+    trained = {_words(row.prompt): row.place for row in subject.train_rows()}
     total = sum(len(source.rows) for source in subject.val)
     both = [(row, place) for s in subject.val for row in s.rows if (place := trained.get(_words(row.prompt)))]
     if len(both) <= _SHARE_IN_BOTH * total:
@@ -98,8 +98,8 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
     row, place = both[0]
     same = _paths(subject.train) & _paths(subject.val)
     yield warning(
-        f"{len(both)} of {total} validation prompts are also training prompts (data.val_files: {row.file}, row "
-        f"{row.index} is {place} of data.train_files"
+        f"{len(both)} of {total} validation prompts are also training prompts (data.val_files: {row.place} is "
+        f"{place} of data.train_files"
         + (f"; both keys name {min(same)}" if same else "")
         + "): accuracy will show what was learnt by heart",
         "hold rows out: give data.val_files rows that are not in data.train_files",
@@ -168,7 +168,7 @@ def _absent_tools(subject: Subject) -> Iterator[Finding]:
     offered = [schema["function"]["name"] for schema in first.tools]
     hints = "".join({suggest(name, offered) for name in absent}) if len(absent) == 1 else ""
     yield warning(
-        f"the system prompt of {first.row.file}, row {first.row.index} names {listing(absent)}, which the run does not "
+        f"the system prompt of {first.row.place} names {listing(absent)}, which the run does not "
         f"offer (it offers {listing(offered) if offered else 'no tools'}): a call of it fails{hints}",
         "name the tools as they are called, or add them to actor_rollout_ref.rollout.tool_kwargs.tools_config_file",
     )
@@ -192,7 +192,7 @@ def _leaked(prompts: Sequence[Prompt]) -> Iterator[Finding]:
         return
     prompt, where = held[0]
     yield warning(
-        f"{len(held)} of {len(asked)} prompts end with their own answer ({prompt.row.file}, row {prompt.row.index}: "
+        f"{len(held)} of {len(asked)} prompts end with their own answer ({prompt.row.place}: "
         f"{where!r} in the last message): copying it is all that can be learnt",
         "take the answer out of the prompt column",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from verl_mt.chat.demonstrations import demonstration
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import DataConfig
+from verl_mt.data import columnar_rows, row_files
 from verl_mt.data.dataset import begun_by_system, read_rows, system_text
 from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import StopReason, Trajectory
@@ -77,14 +78,10 @@ def load_demonstrations(
         DataError: a row of neither kind, one that the template cannot render, tools that are not those of the run,
             rollouts of another tokenizer, or nothing left to train on; names file and row.
     """
-    folder = Path(source).expanduser() / "rollouts"
-    files = sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else [Path(source)]
-    if not files:
-        raise DataError(f"{key}: {folder} holds no step_*.jsonl; the run has written no rollouts yet")
     found = Demonstrations()
     system = None if data is None else system_text(data.system)
-    for file in files:
-        for index, row in read_rows(file, key).items():
+    for file in _files_of(Path(source).expanduser(), key):
+        for index, row in _rows_of(file, key):
             where = f"{file}, row {index + 1}"
             try:
                 shown = _tools_shown(row, tools)
@@ -110,6 +107,22 @@ def load_demonstrations(
     if not found.trajectories:
         raise DataError(f"{key}: {source} leaves nothing to train on: {found}")
     return found
+
+
+def _files_of(source: Path, key: str) -> list[Path]:
+    if not (source / row_files.FOLDER).is_dir():
+        return [source]
+    files = [file.path for file in row_files.row_files(source) if file.split == "train"]
+    if not files:
+        raise DataError(f"{key}: {source / row_files.FOLDER} holds no step_*; the run has written no rollouts yet")
+    return files
+
+
+def _rows_of(file: Path, key: str) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Position in the file, from 0, and row."""
+    if file.suffix == f".{row_files.PARQUET}" and columnar_rows.is_rows_file(file):
+        return enumerate(columnar_rows.read_parquet(file))
+    return read_rows(file, key).items()
 
 
 def _tools_shown(row: dict[str, Any], tools: ToolSet | None) -> list[dict[str, Any]] | None:

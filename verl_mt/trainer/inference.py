@@ -32,8 +32,9 @@ from verl_mt.errors import ConfigError, DataError, UserCodeError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
@@ -81,6 +82,7 @@ class Inference(AbstractContextManager["Inference"]):
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())
+            build_rollout.begin_workers(config, self.stream)
         except BaseException:
             self.stream.close(self.runner.context.engine.close)
             raise

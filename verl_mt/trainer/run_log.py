@@ -6,20 +6,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 
 from tensordict import TensorDict
 
-from verl_mt.data.batch import ADVANTAGES, CLIPPED, OLD_LOG_PROBS, per_record
-from verl_mt.data.run_files import append_token_texts, read_token_texts, trajectory_to_row, write_rows
-from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
+from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.critical_path import Straggler, closing_words
 from verl_mt.diagnostics.dead_start import DeadStart
 from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.tracking import JsonLines, Trackers
 
@@ -64,6 +62,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.display.__exit__(kind, error, trace)
+        if self._rollout_files is not None:
+            self._rollout_files.close()
         self._trackers.close("failed" if kind is not None else "finished" if self._over else "stopped")
         self.run.close()
 
@@ -89,7 +89,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._carried["time/checkpoint_s"] = seconds
 
     def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
-        """Show a validation and write the rollouts of its passes, a file `<name>_<step>.jsonl` each."""
+        """Show a validation and write the rollouts of its passes, a file each."""
         self.display.validation(step, metrics)
         if step == 0:
             self.dead_start.observe(step, passes["val"])
@@ -113,6 +113,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self._rollout_files is not None:
             self._rollout_files.training(step, groups, batch)
 
+    def flush(self) -> None:
+        """Wait until the rollout rows that were given are on the disk: a checkpoint says that they are.
+
+        Raises:
+            CheckpointError: the disk refused one of their files; names it.
+        """
+        if self._rollout_files is not None:
+            self._rollout_files.flush()
+
     def interrupted(self, step: int) -> None:
         """Say where the run stands and how to go on."""
         self.display.note(
@@ -121,6 +130,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def finish(self, step: int, more: Sequence[tuple[str, str]] = ()) -> None:
         """Mark the run as over and print the closing summary, `more` rows at its end."""
+        self.flush()
         self.run.finish()
         self._over = True
         wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
@@ -157,46 +167,3 @@ def _cpu_s() -> float:
     return times.user + times.system
 
 
-class RolloutFiles:
-    """`rollouts/*.jsonl` and `token_texts.jsonl` of a run directory.
-
-    Args:
-        folder: the run directory.
-        text_of: token id -> its own text.
-    """
-
-    def __init__(self, folder: Path, text_of: Callable[[int], str]):
-        self._folder, self._text_of = folder, text_of
-        self._known = set(read_token_texts(folder))
-
-    def training(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
-        """Write `step_<number>.jsonl`, with what the update computed for each token."""
-        rows = []
-        columns = per_record(batch) if batch is not None else {}
-        trajectories = [t for g in groups for t in g.trajectories]
-        for trajectory in trajectories:
-            extras = [columns.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
-            rows.append(
-                trajectory_to_row(
-                    trajectory,
-                    step=step,
-                    advantages=[e.get(ADVANTAGES) for e in extras],
-                    old_log_probs=[e.get(OLD_LOG_PROBS) for e in extras],
-                    clipped=[e.get(CLIPPED) for e in extras],
-                )
-            )
-        self._write_texts(trajectories)
-        write_rows(self._folder / "rollouts" / f"step_{step:06d}.jsonl", rows)
-
-    def validation(self, name: str, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write `<name>_<number>.jsonl`: the rollouts of one pass of a validation."""
-        trajectories = [t for g in groups for t in g.trajectories]
-        self._write_texts(trajectories)
-        rows = (trajectory_to_row(t, step=step) for t in trajectories)
-        write_rows(self._folder / "rollouts" / f"{name}_{step:06d}.jsonl", rows)
-
-    def _write_texts(self, trajectories: Iterable[Trajectory]) -> None:
-        new = {i for t in trajectories for r in t.records for i in r.token_ids} - self._known
-        if new:
-            append_token_texts(self._folder, {i: self._text_of(i) for i in sorted(new)})
-            self._known |= new

@@ -6,6 +6,7 @@ from rank 0 to all of them by one broadcast.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from verl_mt.plugins import load_object
 
 _CALLS_AT_ONCE = 100_000
 """Ray's own limit, 1000, would make requests wait in front of an engine that could take them."""
+_LAST_ANSWERS_S = 5.0
+"""How long calls of a process that was ended may take to come back as failed."""
 
 
 class Resident:
@@ -55,6 +58,7 @@ class RayHost(EngineHost):
         self._options = {**options, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE}
         self.resident: Any = None
         """Handle of the process; None = there is none."""
+        self._pending: set[asyncio.Future[Any]] = set()
 
     async def make(self, path: str, *args: Any) -> None:
         await self.end()
@@ -80,13 +84,19 @@ class RayHost(EngineHost):
         if resident is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
                 ray.kill(resident)
+        if self._pending:
+            # Also those that nobody waits for any more: Ray ends this process if one comes back after its shutdown.
+            await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
 
     async def _result(self, submit: Callable[[], Any]) -> Any:
         if not ray.is_initialized():
             # Ray would start a cluster of its own for the asking.
             raise EngineGoneError(f"the Ray cluster with the engine beside {self.name} is closed")
         try:
-            return await submit()
+            answer = asyncio.wrap_future(submit().future())
+            self._pending.add(answer)
+            answer.add_done_callback(self._came_back)
+            return await asyncio.shield(answer)
         except RayError as error:
             raise as_engine_error(error) from error
         except VerlMTError:
@@ -94,6 +104,11 @@ class RayHost(EngineHost):
         except Exception as error:
             # Ray refuses to send anything to who is gone with no class of its own.
             raise EngineGoneError(error_text(error, named=True)) from error
+
+    def _came_back(self, answer: asyncio.Future[Any]) -> None:
+        self._pending.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # of one that nobody waits for any more, it is nobody's
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,17 @@ class Ask:
         except GetTimeoutError:
             reason = f"the process that holds the engine did not answer within {timeout_s:.0f} s"
             raise EngineGoneError(reason) from None
+        except RayError as error:
+            raise as_engine_error(error) from error
+
+    async def later(self, method: str, *args: Any) -> Any:
+        """The same for an event loop, in a process of Ray's.
+
+        Raises:
+            EngineError: see `EngineHost.call`.
+        """
+        try:
+            return await self.resident.call.remote(method, args)
         except RayError as error:
             raise as_engine_error(error) from error
 

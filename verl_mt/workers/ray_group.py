@@ -235,6 +235,12 @@ class RayWorkerGroup(WorkerGroup):
                 self._wait(refs, doing)
 
     def close(self) -> None:
+        self._end_processes()
+        if self._ours:
+            self._ours = False
+            ray.shutdown()
+
+    def _end_processes(self) -> None:
         workers, self._workers = self._workers, []
         for host in self._hosts:
             host.resident = None  # it goes with the placement, or with the cluster
@@ -250,9 +256,6 @@ class RayWorkerGroup(WorkerGroup):
                 with contextlib.suppress(RayError):  # The cluster may be what was lost.
                     remove_placement_group(group)
         self._group = self._apart = None
-        if self._ours:
-            self._ours = False
-            ray.shutdown()
 
     def _place(self) -> None:
         setup, placement = self._setup, self._setup.placement
@@ -343,7 +346,8 @@ class RayWorkerGroup(WorkerGroup):
             if self._broken is not None:  # another call met the cause first, and ended the ranks under this one
                 raise WorkerError(self._broken) from error
             self._broken = str(failure)
-            self.close()
+            # Not yet Ray itself: the rollout's thread still asks engines through it, and would end this process.
+            self._end_processes()
         raise failure from error
 
     def _explain(self, rank: int, error: Exception, doing: str) -> VerlMTError:

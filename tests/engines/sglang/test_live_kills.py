@@ -37,6 +37,7 @@ SMALL = [
 ON_TWO_NODES = [
     "trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu",
     ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", ROLLOUT + "max_num_seqs=32",
+    ROLLOUT + "num_workers=0",  # the phases are calls in this process
 ]  # fmt: skip
 PHASES = {
     "rollout": ("engine", "generate"),

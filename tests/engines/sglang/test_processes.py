@@ -7,6 +7,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -194,3 +195,34 @@ def test_watching_a_launched_server_leaves_no_waiting_tasks_behind(start, run_as
     before, after, reason = run_async(go())
     assert after <= before + 1, "one wait at a time, however long the run"
     assert "killed by signal 9" in reason
+
+
+FORKING = """
+import multiprocessing, os, sys, time
+from verl_mt.engines.sglang.processes import fork_children
+fork_children(int(sys.argv[1]))
+multiprocessing.set_start_method("spawn", force=True)  # as SGLang does
+began = time.time()
+multiprocessing.Process(target=lambda: time.sleep(600 + 0 * began)).start()  # nothing that a new process could be sent
+print("child", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_children_are_copies_that_do_not_keep_the_connection_whose_end_tells_of_a_death(tmp_path, monkeypatch):
+    (tmp_path / "forking_program.py").write_text(FORKING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = ChildProcess("forking_program", theirs.fileno(), [])
+        theirs.close()
+        try:
+            while "child" not in process.log.read_text():
+                assert not process.ended, process.describe()
+                time.sleep(0.02)
+            os.kill(process.pid, signal.SIGKILL)
+            ours.settimeout(30.0)
+            assert ours.recv(1) == b"" and processes_of_group(process.pid), "the copy lives on"
+        finally:
+            process.end(0.0)

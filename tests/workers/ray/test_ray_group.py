@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,8 +14,9 @@ from actor_toys import REWARDS, make_batch, tiny_policy
 from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
-from verl_mt.errors import ConfigError, DataError, WorkerError
+from verl_mt.errors import ConfigError, DataError, EngineGoneError, WorkerError
 from verl_mt.workers import ray_group
+from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.setup import Placement
 from verl_mt.workers.worker_group import build_worker_group
 
@@ -144,8 +146,12 @@ def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(group
     on_ray.close()
 
 
-def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, config):
-    group = build(config, Placement("ray", num_threads=1))
+def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, config, monkeypatch):
+    import ray
+
+    group, shut = build(config, Placement("ray", num_threads=1)), []
+    monkeypatch.setattr(group, "_ours", True)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut.append(1))
     (pid,) = group.worker_pids
     for _ in range(3):
         group.check("waiting for the rollout")
@@ -158,6 +164,31 @@ def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, 
             time.sleep(0.05)
     with pytest.raises(WorkerError, match="rank 0"):
         group.check("waiting for the rollout")
+    # The rollout's thread still asks engines through Ray, which ends a process that does so after its shutdown.
+    assert not shut
+    group.close()
+    group.close()
+    assert len(shut) == 1
+
+
+def test_a_host_that_is_ended_has_no_call_that_comes_back_later(cluster):
+    async def go():
+        host = RayHost("rank 0", 0, 1, (), {"num_cpus": 0})
+        await host.make("asyncio.Event")
+        given_up, waiting = (asyncio.ensure_future(host.call("wait")) for _ in range(2))
+        while len(host._pending) < 2:
+            await asyncio.sleep(0.01)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert len(host._pending) == 2, "Ray has no answer yet"
+        await host.end()
+        assert not host._pending
+        with pytest.raises(EngineGoneError):
+            await waiting
+        with pytest.raises(EngineGoneError):
+            await host.call("is_set")
+
+    asyncio.run(go())
 
 
 def step_without_ref(group):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -281,11 +282,29 @@ class EngineHost:
         return {"success": True}
 
 
+def fork_children(descriptor: int) -> None:
+    """SGLang's own processes begin as copies of this one, with all that it has imported; SGLang would have each of them
+    import it all again. Not with a GPU, whose state no copy may use.
+
+    Args:
+        descriptor: closed in the copies. Its other end is to learn of this process's end, whatever they do.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    multiprocessing.set_start_method("fork", force=True)
+    # SGLang says "spawn" when it starts an engine.
+    multiprocessing.set_start_method = lambda method, force=False: None
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+
+
 def hold_engine(descriptor: int) -> None:
     """Start the engine that the first frame describes, and serve."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     arguments = read_blocking(connection)
+    fork_children(descriptor)
     try:
         import sglang
         from sglang.srt.managers import io_struct
@@ -318,6 +337,7 @@ def serve_http(descriptor: int, arguments: list[str]) -> None:
     """Serve until killed."""
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+    fork_children(descriptor)
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
