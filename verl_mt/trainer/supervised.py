@@ -253,9 +253,9 @@ class SupervisedTrainer:
         Raises:
             Interrupted: a stop was requested; a step that was made and not yielded is concluded by whoever goes on.
         """
-        first, started = self.step, time.monotonic()
         if self.step == 0 and self.config.trainer.val_before_train and (found := self._validate()) and self.log:
             self.log.metrics(0, found)
+        first, started = self.step, time.monotonic()
         batches = islice(self._batches(), self.step, None)
         while True:
             if self._unlogged is not None:
