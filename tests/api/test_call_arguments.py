@@ -296,7 +296,7 @@ def test_a_later_change_of_the_list_changes_no_run():
 
 
 def test_a_row_that_is_none_is_named():
-    with pytest.raises(DataError, match=r"data\.train_files, row 1: expected a mapping column -> value, got 'two'"):
+    with pytest.raises(DataError, match=r"data\.train_files, row 2: expected a mapping column -> value, got 'two'"):
         read([ROWS[0], "two", 3])
     with pytest.raises(DataError, match="got a generator, which can be read only once"):
         read(row for row in ROWS)

@@ -295,6 +295,6 @@ class _Stream:
 def _row(row: Any, index: int, key: str, is_table: bool) -> dict[str, Any]:
     """A row of its own, without what a table fills in; one that does not say where it is from is from the call."""
     if not isinstance(row, Mapping):
-        raise DataError(f"{key}, row {index}: expected a mapping column -> value, got {value_text(row, 80)}")
+        raise DataError(f"{key}, row {index + 1}: expected a mapping column -> value, got {value_text(row, 80)}")
     found = copy.deepcopy(dict(row))
     return {"data_source": "data", **({name: drop_nulls(v) for name, v in found.items()} if is_table else found)}
