@@ -32,6 +32,7 @@ _HOMES = {
     "train": "api.calls",
     "evaluate_model": "api.calls",
     "examine": "api.calls",
+    "fine_tune": "api.calls",
     "Run": "api.runs",
     "Inference": "trainer.inference",
     "PPOTrainer": "trainer.ppo_trainer",

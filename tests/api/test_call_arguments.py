@@ -270,10 +270,15 @@ def test_rows_of_many_kinds_become_the_same_rows(kind):
     assert rows[1].data_source == "data"
 
 
-def test_rows_of_datasets_and_pandas_are_read_as_tables():
-    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
-    for data in (datasets.Dataset.from_list(ROWS), pandas.DataFrame(ROWS)):
-        assert [row.ground_truth for row in read(data, 3)] == [0, 1, 2]
+def test_rows_of_a_data_frame_are_read_as_a_table():
+    pandas = pytest.importorskip("pandas")
+    found = read(pandas.DataFrame(ROWS), 3)
+    assert [(row.ground_truth, row.extra_info) for row in found] == [(0, {}), (1, {}), (2, {})]
+
+
+def test_rows_of_datasets_are_read_as_a_table():
+    datasets = pytest.importorskip("datasets")
+    assert [row.ground_truth for row in read(datasets.Dataset.from_list(ROWS), 3)] == [0, 1, 2]
     with pytest.raises(DataError, match=r"mapping of train; give one part"):
         read(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()

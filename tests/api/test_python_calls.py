@@ -291,3 +291,24 @@ def test_a_local_loss_goes_to_the_ranks_and_tools_with_locks_stay_here(tmp_path)
     with pytest.raises(PluginError, match="object:locked cannot be sent to the ranks"):
         verl_mt.train("verl_mt://tiny", rows(), default_local_dir=str(tmp_path / "other"), **given, **keys)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_cold_start_is_a_call_whose_run_can_be_trained_further(tmp_path):
+    demos = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": f"#### {row['ground_truth']}"},
+            ]
+        }
+        for row in rows(8)
+    ]
+    keys = {"rollout__name": "local", "response_length": 32, "train_batch_size": 4, "logger": []}
+    cold = verl_mt.fine_tune("verl_mt://tiny", demos, tmp_path / "cold", reward=score, validation=rows(4), **keys)
+    assert cold.folder == tmp_path / "cold" and (cold.model / "config.json").is_file()
+    assert cold.curve("val/accuracy")
+    run = verl_mt.train(
+        cold.model, rows(), tools=[], reward=score, default_local_dir=str(tmp_path / "run"), **{**SMALL, **keys}
+    )
+    assert run.finished

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from verl_mt import sft
 from verl_mt.api.given import Given
 from verl_mt.api.runs import Evaluation, Examination, Run, evaluated
 from verl_mt.config.compose import compose
@@ -117,6 +119,61 @@ def evaluate_model(
     given = Given()
     _plug_in(given, tools, reward, interaction)
     return evaluated(given, data, keys, n=n, model=None if model is None else os.fspath(model))
+
+
+def fine_tune(
+    model: str | os.PathLike[str],
+    data: Any,
+    out: str | os.PathLike[str],
+    *,
+    tools: Any = None,
+    reward: Any = None,
+    validation: Any = None,
+    **keys: Any,
+) -> Run:
+    """A cold start: supervised training on conversations; what `python -m verl_mt.sft` does::
+
+        cold = verl_mt.fine_tune("Qwen/Qwen3-1.7B", demos, "runs/cold", tools=[look_up])
+        run = verl_mt.train(cold.model, rows, tools=[look_up], reward=score)
+
+    Args:
+        model: a folder or a hub name.
+        data: rows with `messages`, a `datasets.Dataset` or a data frame of them, a file, or a run directory, whose
+            rollouts are trained on.
+        out: the run directory.
+        tools: those of the run to come: the conversations are shown them.
+        reward: with `validation`.
+        validation: prompts as `train` takes them: the accuracy is measured by rollouts, not the loss alone.
+        keys: as `train` takes them; and `val_data=` (conversations held out, whose loss is reported), `min_reward=` (of
+            rollouts), `stop_at_accuracy=`, as the command's flags.
+
+    Raises:
+        VerlMTError: bad input.
+        KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
+    """
+    given, keys = Given(), dict(keys)
+    base, overrides = keys.pop("config_name", None), keys.pop("overrides", ())
+    flags = {name: keys.pop(name, None) for name in ("val_data", "min_reward", "stop_at_accuracy")}
+    given.key("actor_rollout_ref.model.path", os.fspath(model))
+    if validation is not None:
+        given.key("data.val_files", given.rows("data.val_files", validation))
+    _plug_in(given, tools, reward, None)
+    given.keys(keys)
+    given.overrides(overrides)
+    demos = given.conversations(data, "demos")
+    held_out = None if flags["val_data"] is None else given.conversations(flags["val_data"], "held_out")
+    with objects_given(given.objects):
+        named = [] if base is None else ["--config-name", os.fspath(base)]
+        config = sft.config_of(demos, [*named, *given.words])
+        assert config is not None  # nobody asked to print it
+        from verl_mt.trainer import supervised
+
+        rollouts, folder = sft.has_rollouts(config, None), Path(out).expanduser()
+        plan = supervised.Plan(demos, folder, held_out, flags["min_reward"], rollouts, flags["stop_at_accuracy"])
+        status = supervised.train(config, plan)
+    if status:
+        raise KeyboardInterrupt(f"stopped; the same call goes on, and verl_mt.Run({str(folder)!r}) is the run so far")
+    return Run(folder, objects=given.objects)
 
 
 @contextmanager

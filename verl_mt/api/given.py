@@ -89,6 +89,12 @@ class Given:
             self.key(f"data.{split}_max_samples", -1)
         return self.name(rows, "validation" if split == "val" else "data")
 
+    def conversations(self, data: Any, name: str) -> str:
+        """The path of a file of conversations or of a run directory, or the name of rows that are given."""
+        if isinstance(data, str | os.PathLike):
+            return os.fspath(data)
+        return self.name(_rows(data, name, data_source=None), name)
+
     def tools(self, tools: Any) -> None:
         """Set the tools: functions, `BaseTool` classes or objects, dotted paths, entries as in YAML, mixed; or a file;
         an empty list for none."""
@@ -253,8 +259,8 @@ def _is_entry(value: Any) -> bool:
     return isinstance(value, Mapping) and "path" in value and set(value) <= {"path", "weight", "name"}
 
 
-def _rows(data: Any, key: str) -> Callable[..., Any]:
-    """Rows as the loader asks for them. They are read here, so that a change of the list later changes no run."""
+def _rows(data: Any, key: str, data_source: str | None = "data") -> Callable[..., Any]:
+    """Rows as the loader asks for them; those that do not say where they are from get `data_source`."""
     if callable(data) and not hasattr(data, "column_names"):
         return data
     if isinstance(data, Mapping):  # datasets.DatasetDict among them
@@ -262,20 +268,40 @@ def _rows(data: Any, key: str) -> Callable[..., Any]:
     if type(data).__module__.partition(".")[0] == "pandas":
         data = pyarrow.Table.from_pandas(data, preserve_index=False)
     if hasattr(data, "to_pylist"):
-        return _Rows(data.to_pylist(), key, is_table=True)
+        return _Rows(data.to_pylist(), _Reader(key, data_source, is_table=True))
     if isinstance(data, Iterator):
         raise DataError(f"{key}: got a {type(data).__name__}, which can be read only once; give list(...) of it")
     if not isinstance(data, Iterable):
         raise DataError(f"{key}: got {value_text(data, 80)}; expected rows (dicts), a data set, or a file's path")
-    is_table = hasattr(data, "column_names")
-    return (_Rows if hasattr(data, "__len__") else _Stream)(data, key, is_table=is_table)
+    reader = _Reader(key, data_source, is_table=hasattr(data, "column_names"))
+    return _Rows(data, reader) if hasattr(data, "__len__") else _Stream(data, reader)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Makes a row of a run out of one that was given."""
+
+    key: str
+    data_source: str | None
+    is_table: bool
+
+    def row(self, row: Any, index: int) -> dict[str, Any]:
+        """A copy, without what a table fills in."""
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{self.key}, row {index + 1}: expected a mapping column -> value, got {value_text(row, 80)}"
+            )
+        found = copy.deepcopy(dict(row))
+        if self.is_table:
+            found = {name: drop_nulls(value) for name, value in found.items()}
+        return found if self.data_source is None else {"data_source": self.data_source, **found}
 
 
 class _Rows:
     """Rows that are there. They are copied now: what becomes of the list later changes no run."""
 
-    def __init__(self, rows: Iterable[Any], key: str, *, is_table: bool):
-        self.rows = [_row(row, index, key, is_table) for index, row in enumerate(rows)]
+    def __init__(self, rows: Iterable[Any], reader: _Reader):
+        self.rows = [reader.row(row, index) for index, row in enumerate(rows)]
 
     def __call__(self, *, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
         return self.rows if num_rows < 0 else self.rows[:num_rows]
@@ -284,17 +310,9 @@ class _Rows:
 class _Stream:
     """A data set that is read row by row (`datasets.IterableDataset`); it may have no end."""
 
-    def __init__(self, rows: Iterable[Any], key: str, *, is_table: bool):
-        self.rows, self.key, self.is_table = rows, key, is_table
+    def __init__(self, rows: Iterable[Any], reader: _Reader):
+        self.rows, self.reader = rows, reader
 
     def __call__(self, *, num_rows: int, seed: int, split: str) -> Iterator[dict[str, Any]]:
         wanted = islice(self.rows, None if num_rows < 0 else num_rows)
-        return (_row(row, index, self.key, self.is_table) for index, row in enumerate(wanted))
-
-
-def _row(row: Any, index: int, key: str, is_table: bool) -> dict[str, Any]:
-    """A row of its own, without what a table fills in; one that does not say where it is from is from the call."""
-    if not isinstance(row, Mapping):
-        raise DataError(f"{key}, row {index + 1}: expected a mapping column -> value, got {value_text(row, 80)}")
-    found = copy.deepcopy(dict(row))
-    return {"data_source": "data", **({name: drop_nulls(v) for name, v in found.items()} if is_table else found)}
+        return (self.reader.row(row, index) for index, row in enumerate(wanted))
