@@ -278,7 +278,7 @@ def test_a_local_loss_goes_to_the_ranks_and_tools_with_locks_stay_here(tmp_path)
     def local_loss(log_probs, old_log_probs, advantages, mask, clip_low, clip_high):
         return -scale * advantages * (log_probs - old_log_probs).exp(), {}
 
-    keys = {**SMALL, "placement": "ray", "trainer__device": "cpu", "policy_loss__loss_mode": local_loss}
+    keys = {**SMALL, "trainer__placement": "ray", "trainer__device": "cpu", "policy_loss__loss_mode": local_loss}
     given = {"tools": [calculator], "reward": score, "trainer__n_workers_per_node": 2}
     run = verl_mt.train("verl_mt://tiny", rows(), default_local_dir=str(tmp_path / "run"), **given, **keys)
     assert run.finished and asked

@@ -87,7 +87,9 @@ def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
     shown, held_out = _load(config, plan, chat, say)
     total = total_steps(config, len(shown.trajectories))
     workers = undo.enter_context(closing(build.build_workers(config, total_steps=total)))
-    sampled = undo.enter_context(Sampled(config, workers, total)) if plan.rollouts else None
+    sampled = Sampled(config, workers, total) if plan.rollouts else None
+    if sampled is not None:
+        undo.enter_context(sampled)
     # Last, so that a mistake above leaves no folder that looks like an unfinished training.
     snapshot = yaml.safe_load(config_to_yaml(config))
     run = RunDirectory.open(place, snapshot, way_out="name a new folder with --out")
