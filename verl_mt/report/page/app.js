@@ -29,12 +29,10 @@ const App = (() => {
   function runCard(run) {
     const { runs } = Store.state;
     const of = (name) => run.metrics.map((m) => m[name]).filter(Number.isFinite);
-    const windows = (title, name) => {
-      const { k, text } = Charts.change(of(name));
-      return [k > 1 ? `${title}, first ${k} → last ${k}` : title, text];
-    };
+    const { k, text } = Charts.change(of("reward/mean"));
     const own = Store.state.rollouts.filter((r) => r.run === run.number);
-    const facts = [windows("reward", "reward/mean"), windows("validation", "val/accuracy"),
+    const facts = [[k > 1 ? `reward, first ${k} → last ${k}` : "reward", text],
+      ["validation", Charts.change(of("val/accuracy"), 1).text], // each is a mean over many prompts
       ["steps", `${run.metrics.at(-1)?.step ?? 0}${run.total_steps ? ` of ${run.total_steps}` : ""}`],
       ["rollouts shown", number(own.length)], ["model", run.model || "–"]];
     const worst = Store.worst(run.number);

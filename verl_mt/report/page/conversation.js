@@ -86,7 +86,7 @@ const Conversation = (() => {
     requestAnimationFrame(() => answer.lastChild.scrollTo(0, 1e6)); // an answer stands at the end of what was said
     return el("section", { class: "card asked", "aria-label": "What was asked, answered and right" },
       box("Asked", question(details) || el("span", { class: "quiet" }, "(no text)"), "question"), answer,
-      box("Right", details.truth ?? el("span", { class: "quiet" }, "(the row does not say)"), "truth"),
+      box("Truth", details.truth ?? el("span", { class: "quiet" }, "(the row does not say)"), "truth"),
       el("div", { class: "reward" }, el("h3", {}, "Reward ", el("strong", {}, number(rollout.reward))),
         el("dl", {}, parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))))));
   }

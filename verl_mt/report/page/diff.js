@@ -95,7 +95,7 @@ const Diff = (() => {
 
   // Two lists of messages, row by row; `names` are what the two sides are called, for those who do not see columns.
   function conversations(left, right, names) {
-    const way = edits(left, right, (x, y) => kindOf(x) === kindOf(y)) ?? [
+    const way = edits(left, right, (x, y) => x.role === y.role) ?? [
       ...left.map((_, i) => ["gone", i]), ...right.map((_, j) => ["new", j])];
     return el("div", { class: "sides" }, way.flatMap(([kind, i, j]) => {
       if (kind === "same") {

@@ -114,16 +114,15 @@ const Prompts = (() => {
   }
 
   function pair(rollouts, right = null) {
-    const last = (some) => some.filter((r) => r.step === Math.max(...some.map((o) => o.step)));
+    const last = (some) => some.filter((r) => r.step === Math.max(...some.map((o) => o.step)))[0];
     const runs = [...new Set(rollouts.map((r) => r.run))];
-    if (!right && runs.length > 1) return runs.slice(0, 2).map((run) => last(rollouts.filter((r) => r.run === run))[0]);
-    right ??= last(rollouts)[0];
-    const own = rollouts.filter((r) => r.run === right.run && r.split === right.split);
-    const first = Math.min(...own.map((r) => r.step));
-    const others = own.filter((r) => r.step === first && r !== right).sort((a, b) => (a.reward ?? 0) - (b.reward ?? 0));
-    if (first !== right.step) return [others.find((r) => r.number > -1), right];
-    const best = others.at(-1) ?? right;
-    return [(best.reward ?? 0) === (right.reward ?? 0) ? others[0] ?? right : best, right];
+    if (!right && runs.length > 1) return runs.slice(0, 2).map((run) => last(rollouts.filter((r) => r.run === run)));
+    right ??= last(rollouts);
+    const others = rollouts.filter((r) => r.run === right.run && r.split === right.split && r !== right);
+    const first = others.find((r) => r.step === Math.min(...others.map((o) => o.step)));
+    if (first && first.step < right.step) return [first, right];
+    const distance = (r) => Math.abs((r.reward ?? 0) - (right.reward ?? 0));
+    return [others.sort((a, b) => distance(b) - distance(a))[0] ?? right, right];
   }
 
   function controls() {
@@ -182,10 +181,11 @@ const Prompts = (() => {
       return;
     }
     let [left, right] = [given(query.get("left")), given(query.get("right"))];
-    if (!left || !right) [left, right] = right ? pair(prompt.rollouts, right) : pair(prompt.rollouts);
+    if (!left || !right) [left, right] = pair(prompt.rollouts, right);
     const go = (l, r) => { location.hash = App.promptLink(r, { left: l, right: r }); };
     const [a, b] = await Promise.all([Store.details(left), Store.details(right)]);
-    const names = ["left", "right"];
+    const own = (side, r) => (left.run === right.run ? side : `${side}, ${Store.state.runs[r.run].label}`);
+    const names = [own("left", left), own("right", right)];
     const opening = (d) => d.messages.slice(0, d.prompt_messages);
     const same = JSON.stringify(opening(a)) === JSON.stringify(opening(b));
     const question = opening(b).filter((m) => m.role === "user").at(-1)?.text ?? prompt.question;
@@ -193,11 +193,11 @@ const Prompts = (() => {
       el("div", { class: "titlebar" }, el("h2", {}, "One prompt"), el("span", { class: "steps" }, el("a", { class: "button", href: "#/prompts" }, "All prompts"))),
       el("section", { class: "card asked two", "aria-label": "The prompt" },
         el("div", {}, el("h3", {}, "Asked"), el("div", { class: "box", tabindex: 0, role: "group", "aria-label": "Asked" }, question)),
-        el("div", {}, el("h3", {}, "Right"), el("div", { class: "box", tabindex: 0, role: "group", "aria-label": "Right" },
+        el("div", {}, el("h3", {}, "Truth"), el("div", { class: "box", tabindex: 0, role: "group", "aria-label": "Truth" },
           b.truth ?? a.truth ?? el("span", { class: "quiet" }, "(the row does not say)")))),
       Dom.details(`Through the steps: ${Dom.count(prompt.rollouts.length, "rollout")}`, prompt.rollouts.length <= 60, history(prompt, left, right)),
       el("h3", {}, "Two samples"),
-      el("div", { class: "sides choose" }, choose(prompt, left, "left", (r) => go(r, right)), choose(prompt, right, "right", (r) => go(left, r))),
+      el("div", { class: "sides choose" }, choose(left, "left", (r) => go(r, right)), choose(right, "right", (r) => go(left, r))),
       el("p", { class: "actions" }, el("button", { onclick: () => go(right, left) }, "Swap left and right"),
         el("span", { class: "quiet" }, "Marked: ", el("del", {}, "only left"), " ", el("ins", {}, "only right"))),
       el("div", { class: "scroll" }, Diff.facts(compared(left, right, a, b), names)),
@@ -244,8 +244,8 @@ const Prompts = (() => {
       }))));
   }
 
-  function choose(prompt, chosen, side, go) {
-    const all = occasions(prompt);
+  function choose(chosen, side, go) {
+    const all = occasions(Store.promptOf(chosen)); // in a group of several roles, each has a prompt of its own
     const at = all.findIndex((time) => time.rollouts.includes(chosen));
     const place = all[at].rollouts.indexOf(chosen);
     const name = (time) => `${several() ? `${Store.state.runs[time.run].label}, ` : ""}${time.split}, step ${time.step}`;
