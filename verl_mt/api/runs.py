@@ -7,13 +7,13 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from verl_mt.api.given import Given
 from verl_mt.data.run_files import read_jsonl_tolerant
+from verl_mt.diagnostics.step_metrics import first_and_last
 from verl_mt.errors import CheckpointError, UserCodeError
 from verl_mt.evaluate import config_of
 from verl_mt.plugins import objects_given
@@ -120,14 +120,14 @@ class Run:
         return f"<table>{cells}</table>"
 
     def _changes(self) -> list[tuple[str, float, float]]:
-        """(name, at the beginning, at the end): the reward's means over the first and the last tenth of the steps, and
-        the first and the last validation."""
+        """(name, at the beginning, at the end): the reward's means as the command says them at its end, and the first
+        and the last validation."""
         found = []
         for name in ("reward/mean", "val/accuracy", "val/accuracy_greedy"):
             values = [line[name] for line in self.metrics if name in line]
-            window = max(1, len(values) // 10) if name == "reward/mean" else 1
             if values:
-                found.append((name, fmean(values[:window]), fmean(values[-window:])))
+                then, now, _ = first_and_last(values, *([] if name == "reward/mean" else [1]))
+                found.append((name, then, now))
         return found
 
 
