@@ -125,6 +125,8 @@ def test_a_bad_row_is_named_when_it_is_read_and_no_earlier(tmp_path, kind):
     for index in (3, 5):
         with pytest.raises(DataError, match=rf"a\.{kind}, row {index}"):
             source.rows[index]
+    assert [row.problem is not None for row in source.rows.take([2, 3, 4, 5])] == [False, True, False, True]
+    assert [row.index for row in ShuffledSampler([source], shuffle=False).next_batch(8)] == list(range(8))
     (kept,) = opened(path, replace(TRAIN, keeps_bad=True))
     assert [(row.index, row.problem is not None) for row in kept.rows] == [(k, k in (3, 5)) for k in range(8)]
     assert [row.file for row in kept.rows] == [path] * 8

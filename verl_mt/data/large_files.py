@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol, overload
 
@@ -72,7 +73,8 @@ class LargeRows(Sequence[DataRow]):
 
     def __init__(self, entry: Entry, reading: Reading, raw: RawRows):
         self.file = entry.path
-        self._entry, self._reading, self._raw = entry, reading, raw
+        self._entry, self._reading, self._raw = entry, replace(reading, keeps_bad=True), raw
+        self._keeps_bad = reading.keeps_bad
         self._size = raw.num_rows if reading.num_rows < 0 else min(raw.num_rows, reading.num_rows)
         self._open: IO[bytes] = open(Path(entry.path).expanduser(), "rb")  # noqa: SIM115 - while rows are read
         self._state = self._state_now()
@@ -86,11 +88,12 @@ class LargeRows(Sequence[DataRow]):
     def __getitem__(self, index: slice) -> list[DataRow]: ...
     def __getitem__(self, index: int | slice) -> DataRow | list[DataRow]:
         found = range(self._size)[index]
-        return self.take([found])[0] if isinstance(found, int) else self.take(found)
+        rows = [self._sound(row) for row in self.take([found] if isinstance(found, int) else found)]
+        return rows[0] if isinstance(found, int) else rows
 
     def __iter__(self) -> Iterator[DataRow]:
         for start in range(0, self._size, _LOOK_AHEAD):
-            yield from self.take(range(start, min(start + _LOOK_AHEAD, self._size)))
+            yield from map(self._sound, self.take(range(start, min(start + _LOOK_AHEAD, self._size))))
 
     @property
     def look_ahead(self) -> int:
@@ -98,10 +101,11 @@ class LargeRows(Sequence[DataRow]):
         return self._raw.look_ahead
 
     def take(self, indices: Sequence[int]) -> list[DataRow]:
-        """Rows by their numbers, in any order.
+        """Rows by their numbers, in any order. What is no row says so (`problem`): one that is read ahead may never
+        be drawn. Asked for by its number alone it is an error, unless bad rows are kept.
 
         Raises:
-            DataError: a row is none, and bad rows are not kept; or the file was written to since it was opened.
+            DataError: the file was written to since it was opened, or cannot be read.
         """
         if self._state_now() != self._state:
             raise DataError(
@@ -124,6 +128,11 @@ class LargeRows(Sequence[DataRow]):
         whole = hashlib.sha256(f"{size} {len(self)} ".encode() + b"".join(samples))
         whole.update(self._digest(max(0, size - self._raw.end_bytes), self._raw.end_bytes))
         return size, whole.hexdigest(), "".join(sample.hex()[:_SAMPLE_DIGITS] for sample in samples)
+
+    def _sound(self, row: DataRow) -> DataRow:
+        if row.problem is not None and not self._keeps_bad:
+            raise DataError(row.problem)
+        return row
 
     def _digest(self, start: int, size: int) -> bytes:
         return hashlib.sha256(os.pread(self._open.fileno(), size, start)).digest()

@@ -310,6 +310,11 @@ class PromptDraws:
                 try:
                     prompt = self._prompt_of(row)
                 except VerlMTError as error:
+                    if prompts.num_unseen and not prompts.skips_bad:
+                        raise DataError(
+                            f"{error}. Such rows are left out with data.on_bad_row=skip: the same command then goes on "
+                            "after the last finished step"
+                        ) from error
                     prompts.leave_out(row, error)
                     last = f". The last one that was left out: {error}"
                     continue
