@@ -1,6 +1,6 @@
 """Training without padding: tokens per second of packed passes over those of padded ones.
 
-    python benchmarks/packing.py [--threads 1] [--size tiny] [--repetitions 3] [--rollouts RUN/rollouts/step_*.jsonl]
+    python benchmarks/packing.py [--threads 1] [--size tiny] [--repetitions 3] [--rollouts RUN/rollouts/step_*]
 
 A pass is forward and backward of log-probs and entropies over all micro-batches of a batch, 16,384 tokens each. No
 prefix is shared, neither here nor there (prefix_sharing.py measures that). Batches:

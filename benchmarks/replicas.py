@@ -205,10 +205,11 @@ def judge_rows(folder: Path, steps: list[dict[str, Any]]) -> Iterator[bool]:
 
 def rows_by_step(folder: Path) -> Iterator[tuple[list[Any], list[float]]]:
     """Of each step: its trajectories, and |replica's log-prob - trainer's| of each sampled token that was trained."""
+    from verl_mt.data.row_files import read_rows, row_files
     from verl_mt.data.run_files import row_to_trajectory
 
-    for file in sorted((folder / "rollouts").glob("step_*.jsonl")):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for file in (file for file in row_files(folder) if file.split == "train"):
+        rows = list(read_rows(file.path))
         differences = [
             abs(by_engine - by_trainer)
             for row in rows

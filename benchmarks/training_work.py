@@ -16,7 +16,8 @@ from models import VOCAB
 from tensordict import TensorDict
 
 from verl_mt.data import batch as columns
-from verl_mt.data.run_files import read_jsonl_tolerant, row_to_trajectory
+from verl_mt.data.row_files import read_rows
+from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.passes import Passes, use_passes
 
@@ -29,12 +30,12 @@ def rollouts_of_the_default_task(overrides: Sequence[str] = ()) -> TensorDict:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode:
             sys.exit(f"the trainer ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-        return batch_of_rows(sorted(Path(folder).rglob("rollouts/step_*.jsonl")))
+        return batch_of_rows(sorted(Path(folder).rglob("rollouts/step_*")))
 
 
 def batch_of_rows(files: Iterable[Path]) -> TensorDict:
     """The training batch of rollouts that a run has written."""
-    trajectories = [row_to_trajectory(row) for file in files for row in read_jsonl_tolerant(file)]
+    trajectories = [row_to_trajectory(row) for file in files for row in read_rows(file)]
     batch = columns.build_batch(trajectories, pad_token_id=0)
     if batch is None:
         sys.exit("the rollout rows hold nothing that is trained")

@@ -73,8 +73,12 @@ def run_json(text: str) -> None:
     text = text.replace("[...]", "[]").strip()
     try:
         json.loads(text)
-    except json.JSONDecodeError:
-        json.loads("{" + text + "}")
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.startswith("{"):  # an object in each line
+            for line in text.splitlines():
+                json.loads(line)
+        else:
+            json.loads("{" + text + "}")
 
 
 def run_yaml(text: str) -> None:
@@ -89,6 +93,7 @@ def run_yaml(text: str) -> None:
         file.write_text(text)
         load_interactions(str(file))
     elif set(content) & {key.partition(".")[0] for key in sections()}:
+        content.pop("defaults", None)
         _, outcome = normalize_tree(content, "block")
         assert not outcome.problems, outcome.problems
 
@@ -112,6 +117,8 @@ def run_command(command: Command) -> None:
         check_pip(words)
     elif words[:2] == ["python", "-m"] and words[2].startswith("verl_mt."):
         check_module(words[2], words[3:])
+    elif words[0] == "python" and Path(words[1]).is_file():
+        compile(Path(words[1]).read_text(), words[1], "exec")  # a file of the page's, which ran as its own block
     elif words[0] in ("python", "bash", "sbatch") or words[0].startswith(("recipes/", "requirements/")):
         script = next(w for w in words if re.fullmatch(r"(?:recipes|examples|requirements|benchmarks)/\S+", w))
         source = (REPO / script).read_text()
@@ -142,7 +149,7 @@ def check_module(module: str, words: list[str]) -> None:
         assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).framework
         return
     if module in ("verl_mt.trainer", "verl_mt.doctor"):
-        compose_words(words)
+        compose_words([word for word in words if word != "--demos"])  # the doctor's own
         return
     text = help_of(module)
     flags = [w.partition("=")[0] for w in words if w.startswith("--")]

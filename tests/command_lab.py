@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from verl_mt.config.compose import compose
+from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
@@ -72,7 +73,9 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
     """The training rollouts of a step."""
-    return [json.loads(line) for line in (run / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    file = rows_of_step(run, step)
+    assert file is not None, f"{run} has no rows of step {step}"
+    return list(read_rows(file.path))
 
 
 def calculator_yaml(folder: Path, class_name: str) -> Path:

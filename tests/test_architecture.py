@@ -17,7 +17,7 @@ RINGS = {"core", "family", "side"}
 
 def rows() -> list[tuple[str, str]]:
     """(room, ring) of the page's table; a row may name several rooms."""
-    found = re.findall(r"^\| (?:\d|-) \| (.+?) \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    found = re.findall(r"^\| (?:\d+|-) \| (.+?) \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     return [(room, ring) for names, ring in found for room in re.findall(r"`([\w/]+)`", names)]
 
 

@@ -15,9 +15,11 @@ import pytest
 from verl_mt import evaluate
 from verl_mt.config.compose import compose
 from verl_mt.data.run_files import row_to_trajectory
+from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import pass_at_k
 from verl_mt.tiny.problems import rows
 from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.inference import start_for_groups
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
 
@@ -168,7 +170,7 @@ def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_
     file.write_text("".join(json.dumps(row) + "\n" for row in made))
     assert evaluate.main(["--model", "verl_mt://tiny", "--data", str(file), *QUICK]) == 2
     err = capsys.readouterr().err
-    assert f"{file}, row 1" in err and "'somebody/else'" in err and "reward.path" in err
+    assert f"{file}, row 2" in err and "'somebody/else'" in err and "reward.path" in err
 
 
 QUESTION = "Ben has 12 bags with 7 pens each. How many pens does Ben have?"
@@ -219,3 +221,27 @@ def test_the_command_talks_over_a_pipe(run):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "calculator(" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_start_is_measured_with_the_words_of_the_run_and_said_to_be_learnable_or_not(data, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [tiny, _self_]\nactor_rollout_ref: {rollout: {val_kwargs: {temperature: 1.0}}}\n")
+    words = ["--config-path", str(tmp_path), "--config-name", "mine", "--data", str(data), "--n", "4", *QUICK]
+    assert evaluate.main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "pass_at_4" in out and "of 8 prompts have samples of different reward" in out
+    assert "a start that GRPO can learn from" in out
+    assert evaluate.main([*words, "actor_rollout_ref.rollout.response_length=2"]) == 0
+    assert "all wrong: 8): too hard for GRPO" in " ".join(capsys.readouterr().out.split())
+    assert evaluate.main(["--config-path", str(tmp_path), "--n", "4"]) == 2
+    assert "name the file in it with --config-name" in capsys.readouterr().err
+
+
+def test_a_start_that_is_always_right_is_too_easy():
+    def group(*rewards: float) -> TrajectoryGroup:
+        made = [Trajectory("t", "p", "p", "t", reward=reward, reward_parts={"score": reward}) for reward in rewards]
+        return TrajectoryGroup("p", "p", made)
+
+    assert "too easy" in start_for_groups([group(1.0, 1.0)] * 10)
+    assert "can learn from" in start_for_groups([*[group(1.0, 1.0)] * 9, group(0.0, 1.0)])
+    assert "too hard" in start_for_groups([*[group(0.0, 0.0)] * 10, group(1.0, 1.0)])

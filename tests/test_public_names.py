@@ -38,6 +38,7 @@ def test_an_unknown_name_is_refused_as_python_does():
         ("import verl_mt", ("torch", "transformers", "pydantic", "hydra", "numpy")),
         ("from verl_mt import BaseTool, BaseInteraction, ToolResponse", ("torch", "transformers", "ray", "sglang")),
         ("from verl_mt import MultiTurnScheduler, Sample", ("ray", "sglang")),
+        ("from verl_mt import Run, evaluate_model, fine_tune, train", ("torch", "transformers", "ray", "sglang")),
     ],
 )
 def test_importing_costs_no_more_than_what_is_asked_for(words, absent):

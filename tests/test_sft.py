@@ -14,15 +14,17 @@ import pytest
 import torch
 import yaml
 
-from verl_mt import sft
+from verl_mt import export, sft
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config_paths import configs_root
 from verl_mt.data.run_files import read_jsonl_tolerant, trajectory_to_row, write_rows
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.modeling.load import load_causal_lm
+from verl_mt.report.rows import main as rows_command
 from verl_mt.tiny.problems import SYSTEM, generate
 from verl_mt.trainer import build, build_rollout, supervised
+from verl_mt.trainer.demonstration_rows import Demonstrations, load_demonstrations
 
 pytestmark = pytest.mark.slow  # trainings
 
@@ -53,14 +55,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTemplate:
-    return build_rollout.build_chat(sft._config("x.jsonl", []))
+    return build_rollout.build_chat(sft.config_of("x.jsonl", []))
 
 
-def trainer_of(overrides: list[str], num_rows: int) -> supervised.SupervisedTrainer:
-    config = sft._config("x.jsonl", overrides)
-    steps = supervised.total_steps(config, num_rows)
+def trainer_of(overrides: list[str], rows: list[Trajectory]) -> supervised.SupervisedTrainer:
+    config = sft.config_of("x.jsonl", overrides)
+    steps = supervised.total_steps(config, len(rows))
     workers = build.build_workers(config, total_steps=steps)
-    return supervised.SupervisedTrainer(workers, 0, steps, config.data, config.trainer.test_freq)
+    return supervised.SupervisedTrainer(config, workers, 0, steps, Demonstrations(rows))
 
 
 def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
@@ -77,18 +79,18 @@ def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
 
 def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(3, 6))
-    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
+    rows = load_demonstrations(file, chat, "--data").trajectories
     words = ["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"]
-    trainer = trainer_of(words, 6)
+    trainer = trainer_of(words, rows)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)
-    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
-    optim = sft._config("x.jsonl", words).actor_rollout_ref.actor.optim
+    optim = sft.config_of("x.jsonl", words).actor_rollout_ref.actor.optim
     torch.optim.AdamW(other.parameters(), lr=1e-3, betas=tuple(optim.betas), weight_decay=optim.weight_decay).step()
-    (metrics,) = trainer.fit(rows)
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    (metrics,) = trainer.steps()
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     ours = dict(trainer.workers.policy_module.named_parameters())
     for name, parameter in other.named_parameters():
@@ -99,15 +101,15 @@ def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
 
 def test_every_epoch_shows_every_row_once_and_steps_are_limited(chat, tmp_path):
     file = write(tmp_path / "rows.jsonl", conversations(4, 5))
-    rows = supervised.load_demonstrations(file, chat, "--data").trajectories
-    trainer = trainer_of(["data.train_batch_size=2", "trainer.total_epochs=2"], 5)
-    batches = [[t.trajectory_id for t in batch] for batch in trainer._batches(rows)]
+    rows = load_demonstrations(file, chat, "--data").trajectories
+    trainer = trainer_of(["data.train_batch_size=2", "trainer.total_epochs=2"], rows)
+    batches = [[t.trajectory_id for t in batch] for batch in trainer._batches()]
     assert [len(b) for b in batches] == [2, 2, 1, 2, 2, 1]
     everything = sorted(t.trajectory_id for t in rows)
     for epoch in (batches[:3], batches[3:]):
         assert sorted(name for batch in epoch for name in batch) == everything
     assert batches[:3] != batches[3:]
-    config = sft._config("x.jsonl", ["data.train_batch_size=2", "trainer.total_training_steps=3"])
+    config = sft.config_of("x.jsonl", ["data.train_batch_size=2", "trainer.total_training_steps=3"])
     assert supervised.total_steps(config, 5) == 3
 
 
@@ -121,8 +123,8 @@ def test_the_command_trains_validates_and_exports(tmp_path, capsys):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert lines[-1]["val/loss"] < 0.8 * lines[0]["val/loss"]
     assert "training on 16 conversations" in capsys.readouterr().out
-    config = sft._config("x.jsonl", [f"actor_rollout_ref.model.path={tmp_path}/out/hf"])
-    rows = supervised.load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
+    config = sft.config_of("x.jsonl", [f"actor_rollout_ref.model.path={tmp_path}/out/hf"])
+    rows = load_demonstrations(data, build_rollout.build_chat(config), "--data").trajectories
     module = load_causal_lm(str(tmp_path / "out" / "hf"))
     assert naive_loss(module, rows).item() == pytest.approx(lines[-1]["val/loss"], rel=1e-4)
 
@@ -143,12 +145,17 @@ def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
     failed = rollout(chat, "failed", None, StopReason.ERROR)
     (tmp_path / "rollouts").mkdir()
     write_rows(tmp_path / "rollouts" / "step_000001.jsonl", [trajectory_to_row(t, step=1) for t in (good, bad, failed)])
-    found = supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
+    found = load_demonstrations(tmp_path, chat, "--data", min_reward=0.5)
     assert (len(found.trajectories), found.num_low) == (1, 2)
     assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
-    assert len(supervised.load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    assert len(load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
+    assert rows_command([str(tmp_path), "--to", "parquet"]) == 0
+    for source in (tmp_path, tmp_path / "rollouts" / "step_000001.parquet"):
+        again = load_demonstrations(source, chat, "--data")
+        assert again.trajectories == load_demonstrations(tmp_path, chat, "--data").trajectories
+        assert again.trajectories[0].records[0].token_ids == good.records[0].token_ids
     with pytest.raises(DataError, match=r"leaves nothing to train on: 0 conversations.*3 below the reward"):
-        supervised.load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
+        load_demonstrations(tmp_path, chat, "--data", min_reward=2.0)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
@@ -156,13 +163,13 @@ def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
     strange.turn_texts = ["something else"]
     write_rows(tmp_path / "rows.jsonl", [trajectory_to_row(strange, step=1)])
     with pytest.raises(DataError, match=r"row 0: this rollout was sampled with another tokenizer.*'something else'"):
-        supervised.load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
+        load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
 
 
 def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
     rows = conversations(6, 2)
     rows[1]["messages"][1]["content"] *= 20
-    found = supervised.load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
+    found = load_demonstrations(write(tmp_path / "r.jsonl", rows), chat, "--data", max_tokens=400)
     assert (len(found.trajectories), found.num_long, "1 too long" in str(found)) == (1, 1, True)
 
 
@@ -179,26 +186,26 @@ def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
 )
 def test_a_row_without_anything_to_learn_is_named(chat, tmp_path, row, text):
     file = write(tmp_path / "rows.jsonl", [*conversations(1, 1), row])
-    with pytest.raises(DataError, match=f"rows.jsonl, row 1: .*{text}"):
-        supervised.load_demonstrations(file, chat, "--data")
+    with pytest.raises(DataError, match=f"rows.jsonl, row 2: .*{text}"):
+        load_demonstrations(file, chat, "--data")
 
 
 def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
     with pytest.raises(DataError, match="--min-reward needs rollouts"):
-        supervised.load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
+        load_demonstrations(write(tmp_path / "r.jsonl", conversations(1, 1)), chat, "--data", min_reward=1.0)
 
 
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
-    with pytest.raises(ConfigError, match=r"reads no reward.path, actor_rollout_ref.actor.ppo_epochs; it reads"):
-        sft._config("x.jsonl", ["reward.path=a.py", "actor_rollout_ref.actor.ppo_epochs=2"])
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref.actor.ppo_epochs, algorithm.gamma; it reads"):
+        sft.config_of("x.jsonl", ["actor_rollout_ref.actor.ppo_epochs=2", "algorithm.gamma=0.9"])
     with pytest.raises(ConfigError, match=r"lora_alpha is 64, which means something only with .*lora_rank \(it is 0"):
-        sft._config("x.jsonl", ["actor_rollout_ref.model.lora_alpha=64"])
+        sft.config_of("x.jsonl", ["actor_rollout_ref.model.lora_alpha=64"])
 
 
 def test_what_the_file_of_a_run_says_of_its_validation_is_left_alone(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text("defaults: [ppo_trainer, _self_]\ndata: {val_files: null, val_batch_size: 4, val_seed: 7}\n")
-    config = sft._config("x.jsonl", ["--config-name", str(own), "actor_rollout_ref.model.lora_rank=4"])
+    config = sft.config_of("x.jsonl", ["--config-name", str(own), "actor_rollout_ref.model.lora_rank=4"])
     assert config is not None and config.data.val_batch_size == 4
 
 
@@ -219,7 +226,7 @@ def test_a_parquet_file_does_as_well(chat, tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     write(tmp_path / "rows.jsonl", rows)
     files = (tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
-    ours, theirs = (supervised.load_demonstrations(file, chat, "--data").trajectories for file in files)
+    ours, theirs = (load_demonstrations(file, chat, "--data").trajectories for file in files)
     assert [t.records for t in ours] == [t.records for t in theirs]
 
 
@@ -228,17 +235,31 @@ TOOLS = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 
 @pytest.fixture(scope="module")
 def tools():
-    return build_rollout.build_tools(sft._config("x.jsonl", [f"{TOOLS}=tools_configs/calculator.yaml"]))
+    return build_rollout.build_tools(sft.config_of("x.jsonl", [f"{TOOLS}=tools_configs/calculator.yaml"]))
 
 
 def test_demonstrations_without_tools_are_shown_those_of_the_run(chat, tools, tmp_path):
     rows = conversations(7, 1)
     bare = [{"messages": row["messages"]} for row in rows]
     files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("bare", bare))]
-    own, shown = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    own, shown = (load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
     assert shown.records == own.records
     prompt = shown.records[0].token_ids[: shown.records[0].num_prompt_tokens]
     assert prompt == chat.prompt_ids(rows[0]["messages"][:2], tools.schemas())  # what a rollout of the run shows
+
+
+def test_a_conversation_without_a_system_message_begins_with_that_of_the_run(chat, tmp_path):
+    rows = conversations(7, 2)
+    bare = [{"messages": row["messages"][1:], "tools": row["tools"]} for row in rows[:1]] + rows[1:]
+    files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("whole", rows), ("bare", bare))]
+    (tmp_path / "system.txt").write_text(SYSTEM)
+    for given in (SYSTEM, str(tmp_path / "system.txt")):
+        data = replace(sft.config_of("x.jsonl", []).data, system=given)
+        whole, begun = (load_demonstrations(f, chat, "--data", data=data) for f in files)
+        assert begun.fingerprint() == whole.fingerprint()
+        assert [t.messages for t in begun.trajectories] == [row["messages"] for row in rows]
+        assert begun.rows == bare
+    assert load_demonstrations(files[1], chat, "--data").fingerprint() != whole.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -262,15 +283,15 @@ def test_demonstrations_with_other_tools_than_the_run_are_refused_with_the_diffe
     rows = conversations(7, 2)
     rows[1] = json.loads(json.dumps(rows[1]))
     change(rows[1]["tools"][0]["function"])
-    with pytest.raises(DataError, match=rf"rows.jsonl, row 1: its tools are not those.*{text}"):
-        supervised.load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
+    with pytest.raises(DataError, match=rf"rows.jsonl, row 2: its tools are not those.*{text}"):
+        load_demonstrations(write(tmp_path / "rows.jsonl", rows), chat, "--data", tools=tools)
 
 
 def test_the_order_of_keys_is_that_of_the_run(chat, tools, tmp_path):
     rows = conversations(7, 1)
     turned = [{**rows[0], "tools": [{k: t[k] for k in reversed(t)} for t in rows[0]["tools"]]}]
     files = [write(tmp_path / f"{name}.jsonl", made) for name, made in (("own", rows), ("turned", turned))]
-    own, other = (supervised.load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
+    own, other = (load_demonstrations(f, chat, "--data", tools=tools).trajectories[0] for f in files)
     assert own.records == other.records
 
 
@@ -282,13 +303,13 @@ def test_supervised_training_reads_the_configuration_of_the_run(tmp_path):
         "trainer: {total_training_steps: 2}\n"
     )
     words = ["--config-path", str(tmp_path), "--config-name", "my_run"]
-    config = sft._config("demos.jsonl", words)
+    config = sft.config_of("demos.jsonl", words)
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file == "tools_configs/calculator.yaml"
     assert config.actor_rollout_ref.actor.optim.weight_decay == 0.3
     assert (config.data.train_files, config.trainer.total_training_steps) == ("demos.jsonl", None)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5  # RL's learning rate and steps are not this command's
     with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.n;"):
-        sft._config("demos.jsonl", [*words, "actor_rollout_ref.rollout.n=4"])
+        sft.config_of("demos.jsonl", [*words, "actor_rollout_ref.rollout.n=4"])
 
 
 def test_the_command_takes_the_configuration_as_the_trainer_does(tmp_path, capsys):
@@ -302,7 +323,16 @@ def test_the_command_takes_the_configuration_as_the_trainer_does(tmp_path, capsy
 
 
 def words_of(data: Path, out: Path) -> list[str]:
-    words = ["--data", str(data), "--out", str(out), "--config-name", "tiny", "trainer.save_freq=2"]
+    words = [
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--config-name",
+        "tiny",
+        "trainer.save_freq=2",
+        "data.val_max_samples=10",
+    ]
     return [*words, "data.train_batch_size=4", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
 
 
@@ -330,8 +360,8 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
         assert sft.main(words_of(data, tmp_path / "cut")) == 130
         assert sft.main([*words_of(data, tmp_path / "none"), "trainer.save_freq=-1"]) == 130
     capsys.readouterr()
-    assert sft.main([*words_of(data, tmp_path / "none"), "trainer.save_freq=-1"]) == 2  # its model stays
-    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert sft.main([*words_of(data, tmp_path / "none"), "trainer.save_freq=-1"]) == 0  # there is a checkpoint, too
+    assert "after step 3" in capsys.readouterr().out
     assert sft.main([*words_of(data, tmp_path / "cut"), "actor_rollout_ref.actor.optim.lr=1e-3"]) == 2
     said = capsys.readouterr().err
     assert "lr: 0.001" in said and "or name a new folder with --out" in said and "experiment_name=<" not in said
@@ -348,7 +378,7 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     assert sft.main(words_of(data, tmp_path / "cut")) == 0
     assert "after step 3" in capsys.readouterr().out
     steps = [[line["step"] for line in read_jsonl_tolerant(tmp_path / n / "metrics.jsonl")] for n in ("whole", "cut")]
-    assert steps == [[1, 2, 3, 4, 5, 6]] * 2
+    assert steps == [[0, 1, 2, 3, 4, 5, 6]] * 2
     whole, cut = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
@@ -363,42 +393,105 @@ def test_what_a_run_says_of_its_policy_loss_is_not_supervised_trainings(tmp_path
         "data: {train_batch_size: 8}\nalgorithm: {adv_estimator: gae, use_kl_in_reward: true}\n"
     )
     words = ["--config-path", str(tmp_path), "--config-name", "rl"]
-    config = sft._config("demos.jsonl", words)
-    plain = sft._config("demos.jsonl", [])
+    config = sft.config_of("demos.jsonl", words)
+    plain = sft.config_of("demos.jsonl", [])
     actor, other = config.actor_rollout_ref.actor, plain.actor_rollout_ref.actor
     assert (actor.grad_clip, actor.optim.weight_decay) == (0.7, 0.3)
     assert replace(actor, grad_clip=other.grad_clip, optim=other.optim) == other
     assert config.algorithm == plain.algorithm and actor.loss_agg_mode == "token-mean"
     # Its mini-batches do not have to divide another batch.
-    assert sft._config("demos.jsonl", [*words, "data.train_batch_size=3"]).data.train_batch_size == 3
+    assert sft.config_of("demos.jsonl", [*words, "data.train_batch_size=3"]).data.train_batch_size == 3
     agg = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
-    assert sft._config("demos.jsonl", [*words, agg]).actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert sft.config_of("demos.jsonl", [*words, agg]).actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
 
 
 @pytest.mark.slow
-def test_rollouts_say_how_often_the_model_is_right_and_end_the_training(tmp_path, capsys):
+def test_a_run_is_validated_by_rollouts_as_the_trainer_does_and_may_end_at_an_accuracy(tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", conversations(5, 8))
-    words = [*words_of(data, tmp_path / "out"), "--rollouts", "--stop-at-accuracy", "0.05", "data.val_max_samples=40"]
-    assert sft.main([*words, "trainer.test_freq=1"]) == 0
+    words = [*words_of(data, tmp_path / "out"), "trainer.val_before_train=false", "trainer.test_freq=2"]
+    assert sft.main([*words, "--stop-at-accuracy", "0.05"]) == 0
     lines = read_jsonl_tolerant(tmp_path / "out" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0]  # the shipped model is right more often than that
-    assert lines[0]["val/accuracy"] > 0.2
-    assert "val/accuracy" in capsys.readouterr().out
+    assert [line["step"] for line in lines] == [1, 2]  # the shipped model is right more often than that
+    assert "val/accuracy" not in lines[0] and lines[1]["val/accuracy"] > 0.2
+    assert {"val/accuracy_greedy", "val/tool_calls_mean"} <= lines[1].keys()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "validation after step 2: accuracy" in said and "ended at accuracy" in said
+    rows = read_jsonl_tolerant(tmp_path / "out" / "rollouts" / "val_000002.jsonl")
+    assert len(rows) == 10 and any(row["tool_calls"] for row in rows)  # with the run's tools
+    assert list((tmp_path / "out" / "tensorboard").iterdir()) and (tmp_path / "out" / "FINISHED").exists()
+
+
+@pytest.mark.slow
+def test_a_validation_that_was_broken_off_is_made_by_the_command_that_goes_on(tmp_path, monkeypatch):
+    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    words = [*words_of(data, tmp_path / "cut"), "trainer.test_freq=3", "trainer.deterministic=true"]
+    assert sft.main([*words, "--out", str(tmp_path / "whole")]) == 0
+    measure = supervised.Sampled.measure
+
+    def broken_off(self: Any, step: int, while_waiting: Any) -> Any:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return measure(self, step, while_waiting)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised.Sampled, "measure", broken_off)
+        assert sft.main(words) == 130
+    assert read_jsonl_tolerant(tmp_path / "cut" / "metrics.jsonl")[-1]["step"] == 2
+    assert sft.main(words) == 0
+    whole, cut = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "cut"))
+    assert [json.loads(line) for line in cut.splitlines()] == [json.loads(line) for line in whole.splitlines()]
+    ours, theirs = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.slow
+def test_checkpoints_are_kept_by_number_and_become_models(tmp_path):
+    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    words = [word for word in words_of(data, tmp_path / "out") if not word.startswith("data.val_max_samples")]
+    words += ["--no-rollouts", "--val-data", str(data), "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    assert sft.main(words) == 0
+    kept = sorted(p.name for p in (tmp_path / "out" / "checkpoints").glob("step_*"))
+    assert kept == ["step_000005", "step_000006"]
+    assert (
+        export.main(
+            ["--checkpoint", str(tmp_path / "out" / "checkpoints" / "step_000006"), "--out", str(tmp_path / "model")]
+        )
+        == 0
+    )
+    last, exported = (load_causal_lm(str(f)).state_dict() for f in (tmp_path / "out" / "hf", tmp_path / "model"))
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
+
+
+def test_without_out_the_directory_is_beside_that_of_the_run(tmp_path):
+    (tmp_path / "my_run.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {experiment_name: mine}\n")
+    words = ["--config-path", str(tmp_path), "--config-name", "my_run"]
+    trainer = sft.config_of("x.jsonl", words).trainer
+    assert (trainer.experiment_name, trainer.default_local_dir) == ("mine-sft", None)
+    assert sft.config_of("x.jsonl", [*words, "trainer.experiment_name=cold"]).trainer.experiment_name == "cold"
+    (tmp_path / "my_run.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {default_local_dir: out/a/}\n")
+    assert sft.config_of("x.jsonl", words).trainer.default_local_dir == "out/a-sft"
+    moved = sft.config_of("x.jsonl", [*words, "trainer.default_local_dir=out/b"])
+    assert moved.trainer.default_local_dir == "out/b"
 
 
 def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, capsys):
-    for given in (["--stop-at-accuracy", "0.5"], ["--rollouts", "--stop-at-accuracy", "50"]):
-        assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), *given]) == 2
-        assert "a share in (0, 1], and it needs --rollouts" in capsys.readouterr().err
-    given = ["--rollouts", "--stop-at-accuracy", "0.5"]
-    assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path), *given]) == 2
-    assert "trainer.test_freq=N" in capsys.readouterr().err
-    for idle in ("actor_rollout_ref.rollout.n=4", "data.train_max_samples=3", "data.system=Hello"):
+    wanted = {
+        ("--stop-at-accuracy", "50", "--rollouts"): "must be a share above 0 and at most 1",
+        ("--stop-at-accuracy", "0.5"): "needs prompts to sample",
+        ("--stop-at-accuracy", "0.5", "--config-name", "tiny", "--no-rollouts"): "needs prompts to sample",
+        ("--stop-at-accuracy", "0.5", "--config-name", "tiny"): "trainer.test_freq=N",
+        ("--rollouts",): "has no data.val_files",
+    }
+    data = write(tmp_path / "rows.jsonl", conversations(1, 1))
+    for given, said in wanted.items():
+        assert sft.main(["--data", str(data), "--out", str(tmp_path / "out"), *given]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for idle in ("actor_rollout_ref.rollout.n=4", "data.train_max_samples=3"):
         with pytest.raises(ConfigError, match=f"reads no {idle.partition('=')[0]};"):
-            sft._config("demos.jsonl", [idle], rollouts=True)
-    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.response_length;"):
-        sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
-    config = sft._config("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
+            sft.config_of("demos.jsonl", [idle], rollouts=True)
+    with pytest.raises(ConfigError, match=r"without rollouts .* reads no actor_rollout_ref\.rollout\.response_length;"):
+        sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
+    config = sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
     assert config.actor_rollout_ref.rollout.response_length == 64
 
 
@@ -406,16 +499,16 @@ def test_where_engines_live_is_read_with_rollouts_only():
     rollout = "actor_rollout_ref.rollout."
     words = ["trainer.placement=ray", rollout + "name=sglang", rollout + "placement=separate", rollout + "nnodes=1"]
     words += [rollout + "n_workers_per_node=2"]
-    config = sft._config("demos.jsonl", words, rollouts=True)
+    config = sft.config_of("demos.jsonl", words, rollouts=True)
     assert (config.actor_rollout_ref.rollout.nnodes, config.actor_rollout_ref.rollout.n_workers_per_node) == (1, 2)
     with pytest.raises(ConfigError, match=r"reads no .*rollout\.nnodes"):
-        sft._config("demos.jsonl", words)
+        sft.config_of("demos.jsonl", words)
 
 
 def test_prompts_that_cannot_be_read_leave_no_engine_running(tmp_path):
     words = [f"data.val_files={tmp_path / 'no_such_file.jsonl'}"]
-    config = sft._config("demos.jsonl", words, rollouts=True)
+    config = sft.config_of("demos.jsonl", words, rollouts=True)
     workers = build.build_workers(config, total_steps=1)
     with pytest.raises(DataError, match="no_such_file"):
-        supervised.Sampled(config, workers, tmp_path / "weights")
+        supervised.Sampled(config, workers, 1)
     assert "rollout" not in {thread.name for thread in threading.enumerate()}

@@ -28,6 +28,12 @@ _HOMES = {
     "samplers": "data.sampler",
     "tool_parsers": "chat.parsers",
     # Run it.
+    "check_data": "data_check",
+    "train": "api.calls",
+    "evaluate_model": "api.calls",
+    "examine": "api.calls",
+    "fine_tune": "api.calls",
+    "Run": "api.runs",
     "Inference": "trainer.inference",
     "PPOTrainer": "trainer.ppo_trainer",
     "build_trainer": "trainer.build",

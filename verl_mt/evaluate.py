@@ -3,6 +3,7 @@
     python -m verl_mt.evaluate --run runs/tiny                       # a run's export, its own tools and data
     python -m verl_mt.evaluate --model PATH --data FILE.parquet --n 4 --out eval/ [Hydra overrides]
     python -m verl_mt.evaluate --config recipes/gsm8k/config/gsm8k_tool_grpo.yaml --model PATH
+    python -m verl_mt.evaluate --config-path . --config-name my_run --n 8    # before training: is it learnable?
     python -m verl_mt.evaluate --run runs/tiny --chat                # talk to it; its tools really run
 
 The same tools, interactions, limits and reward as in training: what counts is the config, not this command. Validation
@@ -37,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--run", help="run directory: its config.yaml and its hf/ export")
-    parser.add_argument("--config", help="YAML file to start from, instead of a run's")
+    parser.add_argument("--config", "--config-name", "-cn", help="YAML file to start from, instead of a run's")
+    parser.add_argument("--config-path", "-cp", help="folder of that file, as for the trainer")
     parser.add_argument("--model", help="local folder or hub name")
     parser.add_argument(
         "--data", help="parquet or JSONL file, or module:function; default: the config's data.val_files"
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--system", help="--chat: the system message; default: that of the first row of the data")
     args, overrides = parser.parse_known_args(argv)
     try:
-        config = _config(args, overrides)
+        config = config_of(args, overrides)
         from verl_mt.trainer import inference  # after the config is known to be right: torch takes seconds
 
         return inference.chat(config, args.system) if args.chat else inference.evaluate(config, args.out)
@@ -60,9 +62,16 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
+def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
+    """The configuration that the command's own arguments (run, config, model, data, n) and its overrides give.
+
+    Raises:
+        ConfigError: what they say cannot be.
+    """
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
+    if args.config_path and not args.config:
+        raise ConfigError(f"--config-path {args.config_path}: name the file in it with --config-name")
     if args.run and args.config:
         raise ConfigError("--run brings its own config.yaml: give it or --config, not both")
     if args.run:
@@ -83,7 +92,7 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> Config:
     }
     # Ours first: an override of the user's own wins.
     words = [*(f"{k}={_quoted(v)}" for k, v in named.items() if v is not None), *overrides]
-    config = compose(words, config_name=base)
+    config = compose(words, config_name=base, config_dir=args.config_path)
     refuse_idle_keys(config, among=_READ)
     return config
 

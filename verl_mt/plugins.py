@@ -5,6 +5,7 @@ Forms that `load_object` takes:
 - a registered name, where the caller passes a registry: `math_tip_trick`
 - a dotted path: `my_package.my_module.MyTool` or `my_package.my_module:MyTool`
 - a file and a name: `/path/to/my_tools.py:MyTool` (or relative to the working directory)
+- `object:name`: an object that a Python call was given (`objects_given`), which has no path
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import traceback
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -24,6 +26,9 @@ from typing import Any, Generic, TypeVar, cast
 from verl_mt.errors import PluginError, error_text
 
 T = TypeVar("T")
+
+OBJECT = "object:"
+"""Begins the name of what a Python call was given instead of a path."""
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +118,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+_FILE_MODULE = "verl_mt_plugin_"
+"""Begins the names of modules that are files of the user's."""
+
+
 class _NotOffered(ABCMeta):
     """Metaclass of stand-ins: they may be imported, subclassed and written into annotations; using one raises."""
 
@@ -138,11 +147,67 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "(none)"
 
 
+_given: dict[str, Any] = {}
+"""Name -> object, of the calls that go on in this process."""
+
+
+@contextmanager
+def objects_given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """While open, `load_object` finds these objects by their names, `object:name`.
+
+    Raises:
+        PluginError: another call that goes on in this process has given another object of one of these names.
+    """
+    taken = [name for name, value in objects.items() if _given.get(name, value) is not value]
+    if taken:
+        raise PluginError(f"another call that goes on in this process was given {listing(taken)}; wait for its end")
+    new = [name for name in objects if name not in _given]
+    _given.update(objects)
+    try:
+        yield
+    finally:
+        for name in new:
+            del _given[name]
+
+
+def objects_in(value: Any) -> dict[str, Any]:
+    """What the `object:name` in a value of the configuration stand for, at any depth.
+
+    Raises:
+        PluginError: nobody has given it here.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return {name: found for part in parts for name, found in objects_in(part).items()}
+    is_name = isinstance(value, str) and value.startswith(OBJECT)
+    return {value: given_object(value, "the configuration")} if is_name else {}
+
+
+def give_objects(objects: Mapping[str, Any]) -> None:
+    """The same for the rest of this process: of a rank, which is told what the call was given."""
+    _given.update(objects)
+
+
+def given_object(path: str, what: str) -> Any:
+    """The object `object:name` of a call that goes on.
+
+    Raises:
+        PluginError: none of that name was given here.
+    """
+    if path not in _given:
+        raise PluginError(
+            f"{what}: {path!r} stands for an object that a Python call was given, and nobody has given it here; "
+            "give the same call again with the same objects (docs/python_api.md). A command finds only what a module "
+            "or a file holds"
+        )
+    return _given[path]
+
+
 def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingNames[Any] | None = None) -> Any:
     """The object that a config names.
 
     Args:
-        path: registered name, dotted path, or `file.py:name`.
+        path: registered name, dotted path, `file.py:name`, or `object:name`.
         what: what is being loaded, for the error ("tool class of search in tools.yaml").
         registry: registered names tried first.
 
@@ -151,6 +216,8 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     """
     if not isinstance(path, str) or not path.strip():
         raise PluginError(f"{what}: expected a dotted path, got {path!r}")
+    if path.startswith(OBJECT):
+        return given_object(path, what)
     if registry is not None and path in registry:
         return registry.find(path)
     if registry is not None and "." not in path and ":" not in path:
@@ -161,7 +228,7 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name:
         raise PluginError(f"{what}: {path!r} is not a dotted path; write package.module.Name or file.py:Name")
-    module = import_file(module_name) if module_name.endswith(".py") else _import_module(module_name, what, path)
+    module = import_file(module_name, what) if module_name.endswith(".py") else _import_module(module_name, what, path)
     target: Any = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -171,16 +238,20 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
     return target
 
 
-def import_file(path: str | Path) -> ModuleType:
-    """Import a plug-in file once; the same file given twice is the same module.
+def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:
+    """Import a Python file once; the same file given twice is the same module.
+
+    Args:
+        path: the file.
+        what: the key or the YAML file that names it, for the error.
 
     Raises:
         PluginError: no such file, or it failed to import (names the file and line).
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise PluginError(f"plug-in file {str(path)!r} does not exist (looked at {file})")
-    name = "verl_mt_plugin_" + "_".join(file.with_suffix("").parts[1:])
+        raise PluginError(f"{what}: no file {str(path)!r} (looked at {file})")
+    name = _FILE_MODULE + "_".join(file.with_suffix("").parts[1:])
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -194,7 +265,7 @@ def import_file(path: str | Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         text = error_text(error, named=True) + _instead_of(error)
-        raise PluginError(f"plug-in file {file} failed to import at {_where(error, file)}: {text}") from error
+        raise PluginError(f"{what}: {file} failed to import at {_where(error, file)}: {text}") from error
     return module
 
 
@@ -225,7 +296,10 @@ def _instead_of(error: BaseException) -> str:
 
 def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
     """Import `external_plugins`: files or dotted module names, in order."""
-    return [import_file(p) if p.endswith(".py") else _import_module(p, "external_plugins", p) for p in paths]
+    return [
+        import_file(p, "external_plugins") if p.endswith(".py") else _import_module(p, "external_plugins", p)
+        for p in paths
+    ]
 
 
 def plugin_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -248,6 +322,14 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
         raise
     except BaseException as error:
         raise PluginError(f"{what}: importing {name} failed: {error_text(error, named=True)}") from error
+
+
+def code_place(function: Any) -> str:
+    """`file.py:name` of what came from a file that a configuration names, else `module.name`: for errors."""
+    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function))
+    if module.startswith(_FILE_MODULE):
+        return f"{getattr(sys.modules.get(module), '__file__', module)}:{name}"
+    return f"{module}.{name}"
 
 
 def _identity(value: Any) -> str:

@@ -117,12 +117,13 @@ def step(trainer: Any) -> Any:
     """One training step, and what it was."""
     from observe import observe_step
 
-    from verl_mt.data.run_files import read_jsonl_tolerant
+    from verl_mt.data.row_files import read_rows, rows_of_step
 
     metrics = trainer.step()
     trainer.step_number += 1
-    file = trainer.log.run.path / "rollouts" / f"step_{trainer.step_number:06d}.jsonl"
-    return observe_step(_config_of(trainer), metrics, read_jsonl_tolerant(file))
+    trainer.log.flush()
+    file = rows_of_step(trainer.log.run.path, trainer.step_number)
+    return observe_step(_config_of(trainer), metrics, list(read_rows(file.path)))
 
 
 def _config_of(trainer: Any) -> Any:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from verl_mt.config.compose import to_config
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.doctor.step_time import Model, Observed, StepTime, Work
 from verl_mt.modeling.packing import find_segments
@@ -33,7 +34,7 @@ def observe_run(run: Path) -> list[Observed]:
     """All steps of a run directory but the first, which warms up.
 
     Raises:
-        SystemExit: the run wrote no rollout rows (`trainer.rollout_rows=False`) or no times.
+        SystemExit: the run wrote no rollout rows (`trainer.rollout_rows=off`) or no times.
     """
     config = to_config(yaml.safe_load((run / "config.yaml").read_text()))
     lines = {line["step"]: line for line in read_jsonl_tolerant(run / "metrics.jsonl")}
@@ -42,9 +43,9 @@ def observe_run(run: Path) -> list[Observed]:
             lines[line["step"]] = lines.get(line["step"], {}) | line
     steps = []
     for number in sorted(lines)[1:]:
-        rows = run / "rollouts" / f"step_{number:06d}.jsonl"
-        if "time/step_s" in lines[number] and rows.exists():
-            steps.append(observe_step(config, lines[number], read_jsonl_tolerant(rows)))
+        rows = rows_of_step(run, number)
+        if "time/step_s" in lines[number] and rows is not None:
+            steps.append(observe_step(config, lines[number], list(read_rows(rows.path))))
     if not steps:
         raise SystemExit(f"{run}: no step with times and rollout rows but the first; the formula needs both")
     return steps

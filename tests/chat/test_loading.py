@@ -112,6 +112,14 @@ def test_a_broken_tokenizer_file_is_one_error(folder):
         load_tokenizer(str(folder))
 
 
+def test_a_name_that_is_no_folder_and_no_hub_name_asks_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        TemplateError, match=rf"'bas' is neither a folder \(looked at {tmp_path}/bas\) nor .*owner/name"
+    ):
+        load_tokenizer("bas")
+
+
 def test_an_unknown_hub_name_is_one_error():
     with pytest.raises(TemplateError, match=r"no tokenizer could be loaded from 'nobody/nothing' \(revision abc\)"):
         load_tokenizer("nobody/nothing", revision="abc")

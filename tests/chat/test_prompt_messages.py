@@ -36,7 +36,7 @@ def qwen3(shared_data) -> ChatTemplate:
 )
 def test_a_role_that_qwen3_passes_over_is_refused_with_the_one_that_was_meant(qwen3, role, meant):
     with pytest.raises(
-        TemplateError, match=f"message 1 .role '{role}'. leaves no trace .*'2 . 2'; did you mean '{meant}"
+        TemplateError, match=f"message 2 .role '{role}'. leaves no trace .*'2 . 2'; did you mean '{meant}"
     ):
         require_traces(qwen3, [user("q"), {"role": role, "content": "2 + 2"}, user("?")])
 
@@ -48,7 +48,7 @@ def test_a_role_that_was_passed_over_once_is_refused_again(qwen3):
 
 
 def test_a_demonstration_whose_question_the_template_passes_over_is_refused(qwen3):
-    with pytest.raises(TemplateError, match=r"message 1 \(role 'human'\) leaves no trace"):
+    with pytest.raises(TemplateError, match=r"message 2 \(role 'human'\) leaves no trace"):
         demonstration(qwen3, [system("s"), {"role": "human", "content": "2 + 2"}, assistant("four")])
 
 

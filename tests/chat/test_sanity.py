@@ -123,11 +123,11 @@ def test_an_empty_think_block_of_the_generation_prompt_has_its_own_cause_and_is_
     assert (finding.in_budget, finding.counted) == (False, ())
     assert finding.to_row()["counted"] == []
     monitor = SanityMonitor(mode, max_mismatch_rate=0.0)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         monitor.observe(finding)
         monitor.observe(finding)
-    (logged,) = caplog.messages
-    assert logged.startswith(WARNING) and "the template means this" in logged
+    (logged,) = caplog.records
+    assert logged.levelno == logging.INFO and "generation_prompt" in logged.getMessage()
     assert monitor.metrics() == {"sanity/mismatch_rate": 0.0, "sanity/generation_prompt": 2.0}
     assert run(ToyChat(empty_block_in_the_last_turn), TWO_TURNS[:2], NOT_THINKING[:2], mode) is None
 
@@ -482,7 +482,7 @@ def test_a_template_that_raises_is_a_finding_of_its_own(caplog):
 
 
 @pytest.mark.cap("V6", "V7")
-def test_the_documented_sentence_is_logged_once_per_cause_with_the_substring(caplog):
+def test_the_documented_sentence_is_logged_with_the_substring_and_each_later_cause_is_a_line(caplog):
     assert WARNING == (
         "Inconsistent training and inference tokenization detected. This may lead to unexpected behavior during "
         "training. Please review your chat template to determine if this is intentional. For more information, "
@@ -498,9 +498,9 @@ def test_the_documented_sentence_is_logged_once_per_cause_with_the_substring(cap
             monitor.observe(finding)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2
-    assert all(text.startswith(WARNING) for text in texts)
+    assert [text.startswith(WARNING) for text in texts] == [True, False]
     assert "stripped_reasoning" in texts[0] and "<think>r1</think>" in texts[0]
-    assert "turn_separator" in texts[1]
+    assert "turn_separator" in texts[1] and len(texts[1]) < 120 and "\n" not in texts[1]
     assert (
         monitor.metrics(False)
         == monitor.metrics(True)

@@ -40,6 +40,15 @@ def other_rows(num_rows, seed, split):
     return [{**row, "other_prompt": "Another question?", "other_label": "77"} for row in made]
 
 
+def rows_file(kind):
+    """JSON Lines whose row 1 is too long, or none."""
+    made = [{**row, "index": index} for index, row in enumerate(problems(num_rows=4, seed=0, split="train"))]
+    made[1]["prompt"] = [{"role": "user", "content": "9" * 3000}] if kind == "long" else 5
+    file = folder() / f"{kind}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return str(file)
+
+
 def few_shot(num_rows, seed, split):
     shots = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "#### 1"}]
     return [{**row, "prompt": [*shots, *row["prompt"]]} for row in problems(num_rows=num_rows, seed=seed, split=split)]

@@ -25,6 +25,7 @@ import effect_parts
 import torch
 
 from verl_mt.config.compose import compose
+from verl_mt.data.row_files import read_rows
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import VerlMTError
 from verl_mt.trainer import build
@@ -217,10 +218,9 @@ def _collect(place: Path, ran: Ran) -> None:
             ran.files.append(str(file.relative_to(place)))
     for file in place.rglob("metrics.jsonl"):
         ran.lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for file in sorted(place.rglob("rollouts/*.jsonl")):
+    for file in sorted(place.rglob("rollouts/*_*")):
         target = ran.val_rows if file.name.startswith("val") else ran.rows
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
+        for row in read_rows(file):
             advantages = [r["advantages"] for r in row["records"]]
             target.append(
                 (file.name, row["trajectory_id"], row["turn_texts"], row["reward"], row["reward_parts"], advantages)

@@ -38,6 +38,7 @@ ROLLOUT = {
     "request_timeout_s": Effect("0.1", "a slow request is given up", talk("answers", latency_s=0.3)),
     "max_concurrent": Effect("1", "one after the other", talk("answers", latency_s=0.05, n=3)),
     "max_retries": Effect("0", "an engine that fails once is not asked again", talk("answers", fail_at=(1,))),
+    "num_workers": Effect("2", "no lock step", probes.placed, (f"{RO}.mode=sync",), refused="in lock-step"),
     "max_num_seqs": Effect("3", "how many are decoded at once", sglang),
     "tensor_model_parallel_size": Effect("2", "ranks of the server", sglang),
     "gpu_memory_utilization": Effect("0.3", "memory of the server", sglang),

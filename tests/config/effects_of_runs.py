@@ -72,7 +72,7 @@ TRAINER = {
     "nnodes": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "n_workers_per_node": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "progress": Effect("on", "a live line", probes.live, ("trainer.logger=[console]", *NOT_VALIDATED)),
-    "rollout_rows": Effect("False", "no files of rollouts", probes.files, NOT_VALIDATED),
+    "rollout_rows": Effect("parquet", "files of another format", probes.files, NOT_VALIDATED),
     "debug_rollout_data": Effect("$RUN/{rollout_id}.pt", "a file for each step", probes.files, NOT_VALIDATED),
     "debug_mode": Effect(
         "rollout_only",

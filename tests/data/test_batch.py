@@ -131,7 +131,7 @@ def test_what_training_computed_goes_back_to_each_record_in_its_length():
     batch[col.ADVANTAGES] = col.expand_to_tokens(batch, torch.tensor([0.5]))
     batch[col.OLD_LOG_PROBS] = torch.full(batch[col.INPUT_IDS].shape, float("nan"))
     batch[col.OLD_LOG_PROBS][1] = -1.0
-    table = col.per_record(batch)
+    table = {key: {name: v.tolist() for name, v in found.items()} for key, found in col.per_record(batch).items()}
     assert table["a", 0] == {"advantages": [0.0] * 3 + [0.5] * 2 + [0.0] * 3 + [0.5]}
     assert table["a", 1] == {"advantages": [0.0, 0.5], "old_log_probs": [-1.0, -1.0]}
 

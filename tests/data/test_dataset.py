@@ -160,21 +160,21 @@ def test_a_generator_gets_number_seed_and_split(module):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ([{"data_source": "d", "promt": "x", "reward_model": {}}], ["row 0", "'prompt' is missing", "you mean 'promt'",
+        ([{"data_source": "d", "promt": "x", "reward_model": {}}], ["row 1", "'prompt' is missing", "you mean 'promt'",
          "columns present: data_source, promt, reward_model"]),
-        ([ROW, {k: v for k, v in ROW.items() if k != "data_source"}], ["row 1", "'data_source' is missing"]),
-        ([{k: v for k, v in ROW.items() if k != "reward_model"}], ["row 0", "'reward_model' is missing",
+        ([ROW, {k: v for k, v in ROW.items() if k != "data_source"}], ["row 2", "'data_source' is missing"]),
+        ([{k: v for k, v in ROW.items() if k != "reward_model"}], ["row 1", "'reward_model' is missing",
          "without labels", "ground_truth that is null"]),
-        ([ROW | {"reward_model": {"style": "rule"}}], ["row 0", "ground_truth"]),
-        ([ROW, ROW | {"prompt": 5}], ["row 1, column prompt", "messages", "int 5"]),
-        ([ROW | {"prompt": []}], ["row 0, column prompt", "no message"]),
+        ([ROW | {"reward_model": {"style": "rule"}}], ["row 1", "ground_truth"]),
+        ([ROW, ROW | {"prompt": 5}], ["row 2, column prompt", "messages", "int 5"]),
+        ([ROW | {"prompt": []}], ["row 1, column prompt", "no message"]),
         ([ROW | {"prompt": [{"role": "assistant", "content": "x"}]}], ["no message before the answer"]),
-        ([ROW | {"prompt": [{"content": "x"}]}], ["message 0", "role"]),
-        ([ROW | {"prompt": [{"role": "user", "content": 3}]}], ["message 0", "content must be text", "int 3"]),
+        ([ROW | {"prompt": [{"content": "x"}]}], ["message 1", "role"]),
+        ([ROW | {"prompt": [{"role": "user", "content": 3}]}], ["message 1", "content must be text", "int 3"]),
         ([ROW | {"prompt": None}], ["'prompt' is null"]),
         ([ROW | {"extra_info": "x"}], ["extra_info must be a mapping"]),
         ([ROW | {"data_source": 3}], ["data_source", "int 3"]),
-        ([[1]], ["row 0", "mapping"]),
+        ([[1]], ["row 1", "mapping"]),
         ([], ["no rows"]),
     ],
 )  # fmt: skip
@@ -189,8 +189,8 @@ def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, content, parts):
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
-        ("a.jsonl", b"\xff\xfe\n", "line 1: not"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "row 2: not JSON"),
+        ("a.jsonl", b"\xff\xfe\n", "row 1: not"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "line 2: not JSON: Extra data; one object per line is .jsonl"),
         ("a.json", b'{"a": 1}', "expected a list of rows, got dict"),
         ("a.parquet", b"PAR1 no", "not a readable parquet file"),
@@ -264,9 +264,9 @@ def test_renamed_columns_are_read_and_rows_with_a_label_need_no_data_source(tmp_
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"answer": "x"}, "row 1: column 'question' is missing"),
-        ({"question": "x", "anwser": "y"}, r"row 1: column 'answer' is missing; did you mean 'anwser'"),
-        ({"question": "x", "answer": "y", "metadata": [1]}, "row 1: column metadata must be a mapping, got list"),
+        ({"answer": "x"}, "row 2: column 'question' is missing"),
+        ({"question": "x", "anwser": "y"}, r"row 2: column 'answer' is missing; did you mean 'anwser'"),
+        ({"question": "x", "answer": "y", "metadata": [1]}, "row 2: column metadata must be a mapping, got list"),
     ],
 )
 def test_a_missing_column_is_named_with_its_row(tmp_path, row, text):

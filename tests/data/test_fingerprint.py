@@ -52,13 +52,13 @@ def test_the_first_row_that_differs_is_named(tmp_path):
     content[11]["ground_truth"] = "another"
     said = changed(tmp_path, content)
     assert said.startswith("data.train_files: data (") and "data.jsonl, 16 rows)" in said
-    assert said.endswith("row 11 is the first that differs")
+    assert said.endswith("row 12 is the first that differs")
 
 
 def test_rows_in_another_order_are_other_rows(tmp_path):
     content = rows(16)
     content[3], content[4] = content[4], content[3]
-    assert "row 3 is the first that differs" in changed(tmp_path, content)
+    assert "row 4 is the first that differs" in changed(tmp_path, content)
 
 
 @pytest.mark.parametrize(("count", "same"), [(20, 16), (9, 9)])
@@ -72,7 +72,7 @@ def test_of_many_rows_the_block_is_named(tmp_path):
     content = rows(9000)
     content[4711]["prompt"] = "another"
     said = difference("data.train_files", one, of(write(tmp_path / "data.jsonl", content)))
-    assert "the first difference is in rows 4710 to 4712" in said
+    assert "the first difference is in rows 4711 to 4713" in said
 
 
 def test_other_entries_are_named(tmp_path):
@@ -84,7 +84,7 @@ def test_a_file_of_another_name_with_the_same_rows_is_the_same(tmp_path):
     one, two, other = (write(tmp_path / f"{n}.jsonl", rows(4, s)) for n, s in (("a", 0), ("b", 0), ("c", 1)))
     assert difference("K", of(one), of(two)) is None
     said = difference("K", of(one), of(other))
-    assert f"had the entries a ({one}), now it has c ({other})" in said and "row 0 is the first" in said
+    assert f"had the entries a ({one}), now it has c ({other})" in said and "row 1 is the first" in said
 
 
 def test_a_name_that_says_what_scores_the_rows_counts(tmp_path):
@@ -108,14 +108,14 @@ def test_rows_of_a_generator_are_known_by_what_they_hold():
     name = f"{__name__}:made"
     first, again, other = (of(name, num_rows=8, seed=seed) for seed in (1, 1, 2))
     assert difference("K", first, again) is None
-    assert f"made ({name}, 8 rows): row 0" in difference("K", first, other)
+    assert f"made ({name}, 8 rows): row 1" in difference("K", first, other)
 
 
 def test_the_last_byte_of_an_image_counts(tmp_path):
     def table(end):
         content = [{**row, "images": [{"bytes": b"x" * 50_000 + end}]} for row in rows(2)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), tmp_path / "data.parquet")
-        return module._hash([DataRow([], "t", raw=row) for row in read_rows(tmp_path / "data.parquet", "K")])
+        return module._hash([DataRow([], "t", raw=row) for row in read_rows(tmp_path / "data.parquet", "K").values()])
 
     assert table(b"1") == table(b"1") != table(b"2")
 
@@ -151,7 +151,7 @@ class TestLargeFiles:
         write(tmp_path / "data.jsonl", rows(8, start=1))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-        assert "row 0" in difference("K", before, of(path)) and hashed == [8, 8]
+        assert "row 1" in difference("K", before, of(path)) and hashed == [8, 8]
 
     def test_a_file_that_has_just_been_written_is_not_believed_to_stay(self, tmp_path, hashed):
         path = write(tmp_path / "data.jsonl", rows(8))

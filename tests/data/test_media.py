@@ -55,5 +55,5 @@ def test_rows_of_a_file_get_their_images_beside_it_and_bytes_as_text(tmp_path):
     assert placed["content"][0]["image"]["bytes"] == "data:application/octet-stream;base64,cG5n"
     rows[0]["videos"] = [["x"], ["y"]]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(DataError, match=r"rows.jsonl, row 0: 0 places <video> in the text, but videos holds 2"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1: 0 places <video> in the text, but videos holds 2"):
         load_rows(str(tmp_path / "rows.jsonl"), split="train")

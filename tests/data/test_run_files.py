@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from verl_mt.data.run_files import (
     SCHEMA_VERSION,
+    TRUTH_CHARACTERS,
     append_metrics,
     append_token_texts,
     read_jsonl_tolerant,
@@ -72,6 +73,7 @@ def trajectories(draw):
         sanity=draw(st.none() | st.dictionaries(texts, json_values, max_size=2)),
         error=draw(st.none() | texts),
         info=draw(st.dictionaries(texts, json_values, max_size=2)),
+        ground_truth=draw(json_values),
     )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def one_record() -> Trajectory:
 
 def test_a_row_holds_everything_a_batch_is_made_of():
     row = trajectory_to_row(one_record(), step=4, advantages=[[0, 0, 1.5]], old_log_probs=[None])
-    assert (row["schema_version"], row["step"], row["status"], row["stop_reason"]) == (1, 4, "completed", "finished")
+    assert (row["schema_version"], row["step"], row["status"], row["stop_reason"]) == (2, 4, "completed", "finished")
     assert row["records"] == [
         {
             "token_ids": [1, 2, 3],
@@ -116,6 +118,17 @@ def test_a_row_holds_everything_a_batch_is_made_of():
 def test_a_column_of_another_length_is_refused():
     with pytest.raises(ValueError, match="advantages: 2 numbers for a record of 3 tokens"):
         trajectory_to_row(one_record(), step=1, advantages=[[1.0, 2.0]])
+
+
+@pytest.mark.parametrize("truth", ["x" * 20_000, {"tests": ["assert f(1) == 2"] * 1000}])
+def test_a_ground_truth_too_long_for_a_row_is_cut_and_says_so(truth):
+    trajectory = one_record()
+    trajectory.ground_truth = truth
+    row = trajectory_to_row(trajectory, step=1)
+    size = len(truth if isinstance(truth, str) else json.dumps(truth))
+    assert len(row["ground_truth"]) == TRUTH_CHARACTERS
+    assert row["ground_truth"].endswith(f" ... (cut: the ground truth has {size} characters)")
+    assert trajectory_to_row(row_to_trajectory(row), step=1) == row
 
 
 def test_nan_is_never_written(tmp_path):
@@ -152,8 +165,9 @@ def test_rows_of_other_versions_are_refused_and_new_keys_are_left_aside():
     row = trajectory_to_row(one_record(), step=1)
     assert row_to_trajectory(row | {"later": 1}) == one_record()
     assert row_to_trajectory({k: v for k, v in row.items() if k != "source"}) == one_record()
-    with pytest.raises(DataError, match=f"schema_version 9.*reads {SCHEMA_VERSION}"):
+    with pytest.raises(DataError, match=f"schema_version 9.*reads 1 and {SCHEMA_VERSION}"):
         row_to_trajectory(row | {"schema_version": 9})
+    assert row_to_trajectory(row | {"schema_version": 1}) == one_record()
     del row["messages"]
     with pytest.raises(DataError, match="messages missing"):
         row_to_trajectory(row)

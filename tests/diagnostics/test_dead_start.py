@@ -39,7 +39,7 @@ def test_failing_calls_and_no_reward_are_one_sentence_with_the_commonest_error()
     assert said == (
         "dead from the start: in the validation before training and the first 3 steps nothing was rewarded (0 of 8 "
         "rollouts; 8 of them ended with finished); each tool call failed (12 of 12; the commonest error, 8 times: "
-        "lookup: no such table: parts): there is nothing to learn from. Read rollouts/step_000003.jsonl, and "
+        "lookup: no such table: parts): there is nothing to learn from. Read rollouts/step_000003.*, and "
         "docs/cold_start.md"
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.diagnostics.step_metrics import (
+    first_and_last,
     pass_at_k,
     rollout_metrics,
     tool_metrics,
@@ -167,3 +168,16 @@ def test_an_engine_without_log_probs_leaves_the_entropy_out():
     silent.records[0].append_sampled([4, 5], None, [0, 0], turn=1)
     assert "rollout/entropy" not in rollout_metrics([group(silent)])
     assert rollout_metrics([group(silent, trajectory(0.0))])["rollout/entropy"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([3.0], (3, 3, 1)),
+        ([1.0, 2.0, 9.0], (1, 9, 1)),
+        (list(range(20)), (2, 17, 5)),
+        (list(range(60)), (4.5, 54.5, 10)),
+    ],
+)
+def test_a_run_is_summed_up_by_windows_that_do_not_overlap(values, expected):
+    assert first_and_last(values) == expected

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*(REPO / "config").glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")])
 NUM_ROWS = 4096
+RATE = "actor_rollout_ref.actor.optim.lr"
 
 
 def test_the_shipped_files_are_found():
@@ -72,17 +73,15 @@ def stand_ins(config: Path, folder: Path) -> list[str]:
         "solution": "#### 1",
         "extra_info": extra,
     }
-    rows = folder / "rows.jsonl"
+    rows, held_out = folder / "rows.jsonl", folder / "val.jsonl"
     rows.write_text((json.dumps(row) + "\n") * NUM_ROWS)
+    held_out.write_text(json.dumps({**row, "prompt": [{"role": "user", "content": "And what is 1, held out?"}]}) + "\n")
+    small = [f"actor_rollout_ref.model.path={tiny_copy(folder, max_position_embeddings=32768)}", f"{RATE}=3e-4"]
     return [
         f"data.train_files={rows}",
-        f"data.val_files={rows}",
+        f"data.val_files={held_out}",
         "trainer.device=auto",
-        *(
-            []
-            if "boxes" in name
-            else [f"actor_rollout_ref.model.path={tiny_copy(folder, max_position_embeddings=32768)}"]
-        ),
+        *([] if "boxes" in name else small),
     ]
 
 

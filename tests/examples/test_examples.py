@@ -21,6 +21,7 @@ SAYS = {
     "06_python_tool.py": "PermissionError",
     "07_image_tool.py": "are a picture of 12 x 18 patches",
     "08_your_own_agent.py": "step 1/1",
+    "09_own_task.py": "20 steps, reward/mean",
 }
 
 
@@ -32,3 +33,20 @@ def test_every_example_runs(example, tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert SAYS.get(example.name, "") in result.stdout
+    assert "trajectory failed" not in result.stderr + result.stdout
+    if example.name.startswith("03"):
+        assert result.stdout.count("(reward 1.0)") >= 2
+
+
+@pytest.mark.slow
+def test_the_quick_start_learns_its_task_and_stands_on_the_first_page(tmp_path):
+    """The example is what README.md shows, in at most 20 lines, and its accuracy rises."""
+    text = (EXAMPLES / "09_own_task.py").read_text()
+    code = text[text.index("import random") :]
+    assert f"```python\n{code}```" in (EXAMPLES.parent / "README.md").read_text()
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
+    program = (
+        f"{code}\nfirst, *_, last = run.curve('val/accuracy').values()\nassert last > first + 0.3, (first, last)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

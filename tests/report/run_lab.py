@@ -35,6 +35,7 @@ class Lab:
     folder: Path
     seed: int = 0
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    questions: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -59,11 +60,23 @@ class Lab:
     def say(self, words: int) -> str:
         return " ".join(self.random.choice(WORDS) for _ in range(words))
 
-    def trajectory(self, step: int, prompt: int, sample: int, *, answer: str = "", words: int = 20) -> Trajectory:
-        """Two assistant turns around one answer of a tool."""
+    def trajectory(
+        self,
+        step: int,
+        prompt: int,
+        sample: int,
+        *,
+        answer: str = "",
+        words: int = 20,
+        question: str = "",
+        said: str = "",
+    ) -> Trajectory:
+        """Two assistant turns around one answer of a tool; the last one is `said`."""
         name = f"s{step:06d}.{prompt:05d}"
         random, encode = self.random, self.vocabulary.encode
-        question, call, said = f"Question {prompt} {self.say(words)}?", self.say(words), self.say(words)
+        if not question:  # the same for all samples of a group
+            question = self.questions.setdefault((step, prompt), f"Question {prompt} {self.say(words)}?")
+        call, said = self.say(words), said or self.say(words)
         result = answer or self.say(words)
         record, clock = TrajectoryRecord(), 1000.0 * step + 0.01 * prompt
 
@@ -88,7 +101,8 @@ class Lab:
             TimeSpan("reward", clock + 3.0, clock + 3.1, 2),
         ]  # fmt: skip
         return Trajectory(
-            f"{name}.{sample:02d}", name, name, f"{name}.{sample:02d}",
+            f"{name}.{sample:02d}", name, name, f"{name}.{sample:02d}", "toy", prompt, source="rows.jsonl",
+            ground_truth=str(prompt), reward_parts={"score": float((prompt + sample) % 2), "form": 0.25 * sample},
             messages=[
                 {"role": "system", "content": "Be brief."}, {"role": "user", "content": question},
                 {"role": "assistant", "content": call, "tool_calls": [function]},
@@ -116,8 +130,8 @@ class Lab:
             columns["clipped"].append([0.0] * len(record.token_ids))
         return trajectory_to_row(trajectory, step=step, **columns)
 
-    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        write_rows(self.folder / "rollouts" / f"step_{step:06d}.jsonl", rows)
+    def write(self, step: int, rows: list[dict[str, Any]], split: str = "step") -> None:
+        write_rows(self.folder / "rollouts" / f"{split}_{step:06d}.jsonl", rows)
 
     def texts(self) -> None:
         append_token_texts(self.folder, {token_id: text for text, token_id in self.vocabulary.ids.items()})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from page_lab import UNLABELLED, WEAK_TEXT, Opened, address, planted_run, prompt_of
 from run_lab import Lab, small_run
 
 from verl_mt.report.__main__ import main
@@ -23,83 +22,9 @@ EVIL = (
 )
 
 
-WEAK_TEXT = """() => {
-    // What has less contrast to what is behind it than WCAG AA asks of text (4.5), colours with transparency mixed.
-    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
-    const mixed = (colour, under) => {
-        for (const style of [`rgb(${under})`, colour]) { canvas.fillStyle = style; canvas.fillRect(0, 0, 1, 1); }
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    const light = (c) => c.reduce((sum, v, k) => sum + linear(v / 255) * [0.2126, 0.7152, 0.0722][k], 0);
-    const behind = (node) => (
-        node ? mixed(getComputedStyle(node).backgroundColor, behind(node.parentElement)) : [0, 0, 0]);
-    const weak = new Set();
-    for (const node of document.querySelectorAll("main *, header *")) {
-        const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-        if (!own || node.closest("svg, .plot, option, :disabled") || !node.checkVisibility()) continue;
-        const under = behind(node);
-        const [a, b] = [light(mixed(getComputedStyle(node).color, under)), light(under)].sort((x, y) => y - x);
-        const contrast = (a + 0.05) / (b + 0.05);
-        if (contrast < 4.5) weak.add(`${node.tagName}.${node.className} ${contrast.toFixed(2)}`);
-    }
-    return [...weak];
-}"""
-
-
-class Opened:
-    """A page that must not raise, and must not load anything from anywhere."""
-
-    def __init__(self, browser, address: str, *, width: int = 1300, scheme: str = "light"):
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.errors: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda line: line.type == "error" and self.errors.append(line.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(address)
-        self.page.wait_for_selector("html[data-opened]")
-
-    def __enter__(self):
-        return self.page
-
-    def __exit__(self, kind, error, trace):
-        self.page.close()
-        if kind is None:
-            assert self.errors == []
-            allowed = re.compile(r"file:|data:|blob:|http://127\.0\.0\.1:")
-            assert [url for url in self.asked if not allowed.match(url)] == []
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Lab:
-    """Four steps; planted in the last one: a cut-off rollout, a mismatch, large ratios, a tool that failed."""
-    lab = small_run(tmp_path_factory.mktemp("runs") / "planted", steps=3, prompts=4, samples=4)
-    rows = [lab.row(lab.trajectory(4, p, s), 4) for p in range(4) for s in range(4)]
-    rows[1] |= {"status": "truncated", "stop_reason": "response_length", "reward": -1.0}
-    rows[2]["sanity"] = {
-        "cause": "retokenized", "causes": ["retokenized"], "recorded": "a|b", "rendered": "ab", "start": 9,
-        "spans": [{"cause": "retokenized", "start": 9, "end": 11, "recorded": "a|b", "rendered": "ab", "record": 0}],
-    }  # fmt: skip
-    turns = rows[3]["records"][0]["turns"]
-    edge = next(t["end"] for t in turns if t["kind"] == "observation")
-    record = rows[3]["records"][0]
-    record["old_log_probs"][edge] = record["rollout_log_probs"][edge] + math.log(4)
-    record["clipped"] = [edge]
-    rows[4]["tool_calls"][0] |= {"failure": "tool", "latency_s": 0.25}
-    rows[4]["counters"]["tools/search/errors"] = 1.0
-    lab.write(4, rows)
-    lab.metrics(4)
-    (lab.folder / "metrics.jsonl").write_text(
-        "".join(dict.fromkeys((lab.folder / "metrics.jsonl").read_text().splitlines(keepends=True)))
-    )
-    lab.texts()
-    main([str(lab.folder)])
-    return lab
-
-
-def address(lab: Lab) -> str:
-    return (lab.folder / "report.html").as_uri()
+    return planted_run(tmp_path_factory.mktemp("runs") / "planted")
 
 
 def facts(page) -> dict[str, str]:
@@ -172,6 +97,91 @@ def test_the_conversation_shows_the_finding_the_clip_and_the_call(browser, run):
         page.locator(".group li").last.get_by_text("read it here").click()
         beside = page.locator(".group li").last.locator("h5").all_text_contents()
         assert beside == ["assistant", "tool · search", "assistant"]
+
+
+def test_the_first_thing_of_a_rollout_is_what_was_asked_answered_and_right(browser, run):
+    row = json.loads((run.folder / "rollouts" / "step_000004.jsonl").read_text().splitlines()[7])
+    with Opened(browser, address(run) + "#/rollout/0/s000004.00001.03") as page:
+        page.wait_for_selector(".asked")
+        boxes = [box.inner_text() for box in page.locator(".asked .box").all()]
+        assert boxes == [row["messages"][1]["content"], row["messages"][-1]["content"], "1"]
+        reward = page.locator(".asked .reward").inner_text().split()
+        assert reward == ["Reward", "0", "score", "0", "form", "0.75"]
+        page.goto(address(run) + "#/rollout/0/s000004.00001.01")
+        page.wait_for_function("() => document.querySelector('.asked .truth').textContent.includes('does not say')")
+
+
+def test_the_question_is_in_view_and_the_tools_are_folded(browser, tmp_path):
+    lab = Lab(tmp_path / "run")
+    lab.config()
+    lab.metrics(1)
+    trajectory = lab.trajectory(1, 0, 0, question="How many of them " + "are there " * 60)
+    record, old = type(trajectory.records[0])(), trajectory.records[0]
+    tools = "<tools>\n" + '{"parameters": "one of many"}\n' * 40 + "</tools>"
+    question = trajectory.messages[1]["content"]
+    text = f"<|im_start|>system\n{tools}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    record.append_given(lab.vocabulary.encode(text), kind="prompt", turn=0)
+    ids = [i for i, bit in zip(old.token_ids, old.sampled) if bit]
+    record.append_sampled(ids, [-1.0] * len(ids), [0] * len(ids), turn=1)
+    del trajectory.messages[0]
+    trajectory.records = [record]
+    lab.write(1, [lab.row(trajectory, 1)])
+    lab.texts()
+    main([str(lab.folder)])
+    with Opened(browser, address(lab) + f"#/rollout/0/{trajectory.trajectory_id}") as page:
+        page.wait_for_selector(".stream")
+        folded = page.locator(".stream .block.folded h4").all_text_contents()
+        assert len(folded) == 1 and folded[0].startswith("tools, as the template writes them")
+        assert question.strip() in page.locator(".stream .block").nth(1).inner_text().replace("\n", " ")
+        page.locator(".folded .unfold").click()
+        assert page.locator(".folded").count() == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ({"row": "2"}, 16), ({"data": "other"}, 1), ({"stop": "response_length"}, 1), ({"tool": "(none)"}, 0),
+        ({"part": "form", "partlow": "0.7"}, 16),
+        ({"part": "form", "partlow": "0.2", "parthigh": "0.3", "row": "3"}, 4),
+    ],
+)  # fmt: skip
+def test_filters_narrow_to_a_row_a_source_or_a_part_of_the_reward(browser, run, chosen, count):
+    with Opened(browser, address(run) + "#/rollouts") as page:
+        assert page.locator("th.c-part").count() == 0
+        for name, value in chosen.items():
+            control = page.locator(f"#f-{name}")
+            if control.evaluate("node => node.tagName") == "SELECT":
+                control.select_option(value)
+            else:
+                control.fill(value)
+        assert page.locator(".count").inner_text() == f"{count} of 64 rollouts"
+        if "part" in chosen:
+            page.get_by_role("columnheader", name="form").get_by_role("button").click()
+            parts = [float(text) for text in page.locator("td.c-part").all_text_contents()]
+            assert parts == sorted(parts, reverse=True) and set(parts) <= {0.25, 0.75}
+
+
+def test_the_table_says_question_answer_and_truth(browser, run):
+    row = json.loads((run.folder / "rollouts" / "step_000004.jsonl").read_text().splitlines()[0])
+    with Opened(browser, address(run) + "#/rollouts") as page:
+        cells = [page.locator(f"td.c-{name}").first for name in ("question", "answer", "truth")]
+        question, answer = row["messages"][1]["content"], row["messages"][-1]["content"]
+        assert cells[0].inner_text().rstrip("…") == question[: 119 if len(question) > 120 else 120]
+        assert cells[1].inner_text().lstrip("…") == answer[-79:]
+        assert cells[2].inner_text() == "0"
+        page.fill("#search", row["messages"][3]["content"])
+        page.wait_for_function("() => document.getElementById('search-status').textContent.startsWith('1 ')")
+
+
+def test_the_first_screen_compares_windows_of_steps_and_not_single_ones(browser, tmp_path):
+    lab = Lab(tmp_path / "run")
+    lab.config()
+    lines = [{"step": step, "reward/mean": value} for step, value in enumerate([9, 0, 0, 1, 1, 1, 2, 4, 0], start=1)]
+    (lab.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main([str(lab.folder)])
+    with Opened(browser, address(lab)) as page:
+        assert "reward, first 2 → last 2\n4.5 → 2" in page.locator(".run .facts").inner_text()
+        assert page.locator(".chart .ends").inner_text() == "mean: 4.5 → 2 (means of 2 steps)"
 
 
 def test_every_record_of_a_rewritten_history_has_its_own_tokens(browser, tmp_path):
@@ -281,6 +291,8 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
     trajectory.messages[2]["tool_calls"][0]["function"]["name"] = EVIL
     trajectory.tool_calls[0] |= {"name": EVIL, "arguments": {EVIL: EVIL}}
     trajectory.counters = {f"tools/{EVIL.replace('/', '')}/calls": 1.0}
+    trajectory.ground_truth, trajectory.data_source, trajectory.reward_parts = {EVIL: EVIL}, EVIL, {EVIL: 1.0}
+    trajectory.messages[1]["content"] = trajectory.messages[4]["content"] = EVIL
     row = lab.row(trajectory, 1)
     row["stop_reason"] = EVIL
     row["time_spans"][0]["name"] = EVIL
@@ -306,6 +318,10 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
         assert page.locator(".stream script, .stream img, .stream iframe, .stream svg").count() == 0
         page.get_by_role("link", name="Timeline of the step").click()
         page.wait_for_selector("svg.timeline")
+        page.get_by_role("link", name="Prompts", exact=True).click()
+        page.locator("td.c-question a").click()
+        page.wait_for_selector(".sides")
+        assert EVIL in page.locator(".asked .box").first.inner_text()
         page.get_by_role("link", name="About", exact=True).click()
         assert EVIL in page.locator("pre").inner_text()
         page.wait_for_timeout(300)
@@ -313,7 +329,7 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1300])
+@pytest.mark.parametrize("width", [390, 1300])
 def test_every_view_fits_its_width_and_text_stands_out(browser, run, width, scheme):
     with Opened(browser, address(run), width=width, scheme=scheme) as page:
         for view in (
@@ -321,6 +337,8 @@ def test_every_view_fits_its_width_and_text_stands_out(browser, run, width, sche
             "rollouts",
             "rollout/0/s000004.00000.02",
             "rollout/0/s000004.00001.00",
+            "prompts",
+            f"prompt/{prompt_of(run, 4)}?left=0%2Fs000004.00001.00&right=0%2Fs000004.00001.01",
             "timeline/0/4",
             "about",
         ):
@@ -329,6 +347,7 @@ def test_every_view_fits_its_width_and_text_stands_out(browser, run, width, sche
             page.wait_for_timeout(100)
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
             assert page.evaluate(WEAK_TEXT) == [], view
+            assert page.evaluate(UNLABELLED) == [], view
 
 
 def test_a_served_report_follows_the_run_and_keeps_out_other_sites(browser, tmp_path):

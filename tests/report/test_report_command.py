@@ -74,6 +74,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert [run["label"] for run in contents.runs] == ["a/tiny", "b/tiny"]
 
 
+def test_a_run_from_before_the_truth_was_recorded_says_so_once(tmp_path):
+    lab = small_run(tmp_path / "run", steps=3)
+    for path in (lab.folder / "rollouts").iterdir():
+        path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
+    assert problems_of(lab.folder).count("without the ground truth") == 1
+
+
 @pytest.mark.parametrize("kind", ["absent", "file", "empty"])
 def test_a_path_that_is_no_run_is_one_line_of_error(tmp_path, capsys, kind):
     path = tmp_path / "x"
@@ -132,7 +139,7 @@ def test_rows_of_another_version_are_shown_as_far_as_they_go(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "[1, 2]\n")
     contents = collect([str(lab.folder)], max_rollouts=100)
     said = "\n".join(contents.runs[0]["problems"])
-    assert "schema version 0 (this verl_mt writes 1)" in said and "line 9: not a JSON object" in said
+    assert "schema version 0 (this verl_mt writes 2)" in said and "line 9: not a JSON object" in said
     lines = list(lines_of(contents))
     assert [line["id"] for line in lines[:2]] == ["old", rows[1]["trajectory_id"]]
     assert (lines[0]["reward"], lines[3]["reward"], len(lines)) == (0.5, None, 8)

@@ -88,6 +88,70 @@ def test_a_message_that_the_template_changed_leaves_its_span_to_the_others(lab):
     assert [b["role"] for b in blocks_of(row, messages, {})] == ["system"]  # no texts: the span as a whole
 
 
+TOOLS = '<tools>\n{"name": "look", "parameters": {' + '"x": "number", ' * 20 + "}}\n</tools>"
+TURN = "<|im_start|>%s\n%s<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "roles", "question"),
+    [
+        (TURN % ("system", TOOLS) + TURN % ("user", "Why so?"), ["tools", "user"], TURN % ("user", "Why so?")),
+        (
+            TURN % ("system", f"Be brief.\n{TOOLS}") + TURN % ("user", "Why so?"),
+            ["system", "tools", "user"],
+            TURN % ("user", "Why so?"),
+        ),
+        (TURN % ("user", f"{TOOLS}\nWhy so?"), ["tools", "user"], "Why so?<|im_end|>\n"),
+        (TURN % ("system", "I am Q.") + TURN % ("user", "Why so?"), ["template", "user"], TURN % ("user", "Why so?")),
+        (TURN % ("system", "Be brief.") + TURN % ("user", "Why so?"), ["system", "user"], TURN % ("user", "Why so?")),
+    ],
+    ids=["own turn", "behind the system message", "in the user's turn", "default system message", "none"],
+)
+def test_what_the_template_writes_is_no_part_of_the_question(text, roles, question):
+    ids = list(range(len(text)))
+    record = {"token_ids": ids, "turns": [{"kind": "prompt", "start": 0, "end": len(ids), "turn": 0}]}
+    messages = [{"role": "user", "content": "Why so?"}]
+    if "system" in roles:
+        messages.insert(0, {"role": "system", "content": "Be brief."})
+    blocks = blocks_of(record, messages, dict(enumerate(text)))
+    assert [b["role"] for b in blocks] == roles
+    assert text[blocks[-1]["start"] : blocks[-1]["end"]] == question
+    assert [b["start"] for b in blocks] == [0, *(b["end"] for b in blocks[:-1])]
+
+
+def test_the_table_says_what_was_asked_answered_and_right(lab):
+    trajectory = lab.trajectory(1, 0, 0)
+    trajectory.messages[1]["content"] = "Why?\n" + "so " * 60
+    trajectory.messages[-1]["content"] = "so " * 60 + "\n#### 7"
+    trajectory.ground_truth, trajectory.reward_parts = {"target": [7]}, {"score": 1.0, "form": 0.5}
+    trajectory.source, trajectory.data_source = "train.jsonl", "toy"
+    line, details = told(lab, lab.row(trajectory, 1))
+    assert line["question"].startswith("Why? so so") and len(line["question"]) == 120 and line["question"][-1] == "…"
+    assert line["answer"].endswith("so #### 7") and len(line["answer"]) == 80 and line["answer"][0] == "…"
+    assert (line["truth"], details["truth"]) == ('{ "target": [ 7 ] }', '{\n "target": [\n  7\n ]\n}')
+    assert (line["parts"], line["entry"], line["data"]) == (trajectory.reward_parts, "train.jsonl", "toy")
+
+
+def test_a_prompt_is_the_same_in_every_step_and_under_another_system_message_and_no_other(lab):
+    trajectory = lab.trajectory(1, 0, 0)
+    first, _ = told(lab, lab.row(trajectory, 1))
+    trajectory.messages[0]["content"] = "Be long."
+    trajectory.messages[-1]["content"] = "another answer"
+    again, _ = told(lab, lab.row(trajectory, 9))
+    other, _ = told(lab, lab.row(lab.trajectory(1, 1, 0), 1))
+    assert first["prompt"] == again["prompt"] != other["prompt"]
+
+
+def test_an_answer_that_is_a_call_and_a_truth_that_is_not_there_are_told_from_empty_ones(lab):
+    trajectory = lab.trajectory(1, 0, 0)
+    call = trajectory.messages[2]
+    trajectory.messages, trajectory.num_turns = [*trajectory.messages[:2], call | {"content": ""}], 1
+    line, details = told(lab, lab.row(trajectory, 1))
+    assert (line["answer"], line["truth"], "truth" in details) == ("calls search", None, False)
+    trajectory.ground_truth = ""
+    assert told(lab, lab.row(trajectory, 1))[0]["truth"] == ""
+
+
 def test_calls_keep_their_answers_whether_read_or_not(lab):
     trajectory = lab.trajectory(1, 0, 0)
     bad = {"turn": 1, "name": "search", "call_id": "", "arguments": None, "written": "{oops", "failure": "model"}

@@ -265,7 +265,7 @@ def test_what_an_agent_returns_must_be_writable(value, monkeypatch):
     monkeypatch.setattr(f"{__name__}.RETURNED", [value])
     trajectory = spoken([])
     assert trajectory.status == "failed" and "what it returned is nested more than 100 levels deep" in trajectory.error
-    assert "row 0" in trajectory.error and "agent" not in trajectory.info
+    assert "row 1" in trajectory.error and "agent" not in trajectory.info
 
 
 @pytest.mark.parametrize("value", ["text", 5, [1.5], {"answer": None}, Unshowable(), b"bytes", float("nan")])

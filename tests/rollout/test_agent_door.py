@@ -223,7 +223,7 @@ def test_a_cut_turn_is_told_as_such_and_ends_the_trajectory():
 )
 def test_an_agent_that_fails_loses_only_its_own_trajectory(name, text):
     trajectory, _ = through(name, [turn("x")])
-    assert trajectory.status == "failed" and text in trajectory.error and "row 0" in trajectory.error
+    assert trajectory.status == "failed" and text in trajectory.error and "row 1" in trajectory.error
 
 
 def test_an_agent_that_hangs_is_cut_by_the_clock():

@@ -119,9 +119,9 @@ def test_a_model_that_says_the_placeholder_itself_fails_its_trajectory_only():
 def test_a_prompt_is_refused_by_file_and_row(tmp_path):
     (bad := tmp_path / "bad.png").write_bytes(b"x")
     message = {"role": "user", "content": [{"type": "image", "image": str(bad)}]}
-    with pytest.raises(DataError, match=r"toy.jsonl, row 3: image '.*bad.png' is not in a format"):
+    with pytest.raises(DataError, match=r"toy.jsonl, row 4: image '.*bad.png' is not in a format"):
         prompt_of(chat=CHAT, prompt=[message], index=3)
-    with pytest.raises(DataError, match=r"toy.jsonl, row 3: the messages hold 1 image, but this model takes text only"):
+    with pytest.raises(DataError, match=r"toy.jsonl, row 4: the messages hold 1 image, but this model takes text only"):
         prompt_of(prompt=[message], index=3)
 
 

@@ -15,6 +15,7 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
@@ -23,8 +24,9 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward, RewardFailure, load_reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutRunner, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -146,6 +148,7 @@ def test_a_group_names_its_row_by_entry_and_index():
     groups = roll_out(make_runner(engine_saying({"q": ["yes"]})), prompts, n=2)
     assert [(g.source, g.row_index, g.data_source) for g in groups] == [("easy", 7, "toy"), ("hard", 7, "toy")]
     assert [t.source for g in groups for t in g.trajectories] == ["easy", "easy", "hard", "hard"]
+    assert [trajectory_to_row(t, step=1)["ground_truth"] for g in groups for t in g.trajectories] == ["yes"] * 4
 
 
 def test_a_tool_call_is_answered_and_the_stream_is_what_the_engine_saw():

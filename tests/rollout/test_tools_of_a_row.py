@@ -17,7 +17,7 @@ from verl_mt.rewards import Reward
 from verl_mt.rewards.adapters import adapt
 from verl_mt.rollout.doors import has_own_loop
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutStream
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 from verl_mt.tools.toolset import ToolSet
 
@@ -85,7 +85,7 @@ def test_a_row_without_a_selection_gets_all_tools_and_one_with_an_empty_selectio
 def test_a_row_that_selects_what_does_not_exist_fails_alone_and_says_so():
     failed = roll_out(["done"], tool_selection=["nroth"])
     assert failed.stop_reason is StopReason.ERROR
-    assert "toy.jsonl, row 3: extra_info.tool_selection: unknown tool 'nroth'; did you mean 'north'?" in failed.error
+    assert "toy.jsonl, row 4: extra_info.tool_selection: unknown tool 'nroth'; did you mean 'north'?" in failed.error
 
 
 @pytest.mark.cap("C88")
@@ -120,7 +120,7 @@ def test_a_row_chooses_the_tool_loop_or_one_answer_by_its_agent_name():
 def test_an_agent_name_that_is_no_loop_is_refused_with_file_and_row_unless_a_loop_of_the_users_runs(name):
     row = DataRow([{"role": "user", "content": "q"}], "toy", raw={"agent_name": name}, index=3, file="toy.jsonl")
     builder = PromptBuilder(CHAT, ToolSet([north]), 6000, True, "error")
-    with pytest.raises(DataError, match=r"toy\.jsonl, row 3: column agent_name is .*single_turn_agent, tool_agent"):
+    with pytest.raises(DataError, match=r"toy\.jsonl, row 4: column agent_name is .*single_turn_agent, tool_agent"):
         builder.keep([row])
     theirs = PromptBuilder(CHAT, ToolSet([north]), 6000, True, "error", reads_agent_name=False)
     assert theirs.keep([row]) == [row]

@@ -83,6 +83,17 @@ def test_a_tools_file_gives_one_object_per_entry_with_its_config(write):
     assert load_tools(None).names == []
 
 
+def test_a_file_that_is_not_there_and_a_function_without_hints_are_named_as_the_user_named_them(write):
+    with pytest.raises(PluginError, match=r"tools\.yaml.*: no file 'part_tools\.py' \(looked at "):
+        load_tools(write("tools: [{class_name: 'part_tools.py:count'}]"))
+    file = write("tools: [{class_name: '{mod}:untyped'}]")
+    module = file.with_name("my_tools.py")
+    module.write_text(module.read_text() + "\n\n@function_tool\ndef untyped(x):\n    return x\n")
+    with pytest.raises(PluginError) as caught:
+        load_tools(file)
+    assert f"{module}:untyped" in str(caught.value) and "verl_mt_plugin" not in str(caught.value)
+
+
 # mcp.yaml starts a server: tests/test_serve_tools.py.
 SHIPPED = [f for f in sorted((configs_root() / "tools_configs").glob("*.yaml")) if f.name != "mcp.yaml"]
 

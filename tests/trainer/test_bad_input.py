@@ -230,7 +230,7 @@ def test_a_prompt_with_half_of_a_surrogate_pair(refusal, tmp_path):
     rows = good_rows(2)
     rows[1]["prompt"][-1]["content"] = "How much is \ud800?"
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    says(refusal(f"data.train_files={file}"), f"{file}, row 1", "half of a surrogate pair", "How much is ")
+    says(refusal(f"data.train_files={file}"), f"{file}, row 2", "half of a surrogate pair", "How much is ")
 
 
 def test_a_message_of_a_role_that_the_template_passes_over(refusal, tmp_path):
@@ -240,7 +240,7 @@ def test_a_message_of_a_role_that_the_template_passes_over(refusal, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(CHATML.replace("for message in messages", "for message in messages if message.role != 'human'"))
     text = refusal(f"data.train_files={file}", f"{MODEL}.custom_chat_template={template}")
-    says(text, f"{file}, row 2", "(role 'human') leaves no trace", "Weight of seal in g?", "did you mean 'user'?")
+    says(text, f"{file}, row 3", "(role 'human') leaves no trace", "Weight of seal in g?", "did you mean 'user'?")
 
 
 @pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
@@ -248,7 +248,7 @@ def test_a_column_that_is_missing(refusal, tmp_path, column):
     rows = good_rows(3)
     rows[1][f"{column}_x"] = rows[1].pop(column)
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    says(refusal(f"data.train_files={file}"), f"{file}, row 1", f"column '{column}' is missing", f"{column}_x")
+    says(refusal(f"data.train_files={file}"), f"{file}, row 2", f"column '{column}' is missing", f"{column}_x")
 
 
 @pytest.mark.parametrize(
@@ -265,15 +265,15 @@ def test_a_column_of_the_wrong_type(refusal, tmp_path, column, value, part):
     rows = good_rows(3)
     rows[2][column] = value
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    says(refusal(f"data.train_files={file}"), f"{file}, row 2", column, part)
+    says(refusal(f"data.train_files={file}"), f"{file}, row 3", column, part)
 
 
 def test_arguments_of_a_tool_that_is_not_configured(refusal, tmp_path):
     rows = good_rows(3)
     rows[1]["extra_info"]["tools_kwargs"] = {"calculater": {"create_kwargs": {"x": 1}}}
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    says(refusal(f"data.train_files={file}"), f"{file}, row 1", "tools_kwargs.calculater", "did you mean 'calculator'?")
-    says(refusal(f"data.val_files={file}"), f"{file}, row 1")
+    says(refusal(f"data.train_files={file}"), f"{file}, row 2", "tools_kwargs.calculater", "did you mean 'calculator'?")
+    says(refusal(f"data.val_files={file}"), f"{file}, row 2")
 
 
 def test_a_selection_of_tools_that_is_a_text(refusal, tmp_path):
@@ -281,7 +281,7 @@ def test_a_selection_of_tools_that_is_a_text(refusal, tmp_path):
     rows[2]["extra_info"]["tool_selection"] = "calculator"
     file = jsonl(tmp_path / "rows.jsonl", rows)
     text = refusal(f"data.train_files={file}")
-    says(text, f"{file}, row 2", "must be a list of tool names", "got 'calculator'", "did you mean ['calculator']?")
+    says(text, f"{file}, row 3", "must be a list of tool names", "got 'calculator'", "did you mean ['calculator']?")
 
 
 def test_an_interaction_that_is_not_configured(refusal, tmp_path):
@@ -292,7 +292,7 @@ def test_an_interaction_that_is_not_configured(refusal, tmp_path):
     entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
     interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
     text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
-    says(text, f"{file}, row 1", "unknown interaction 'teecher'", "did you mean 'teacher'?")
+    says(text, f"{file}, row 2", "unknown interaction 'teecher'", "did you mean 'teacher'?")
 
 
 def test_an_interaction_without_what_it_needs_of_a_row(refusal, tmp_path):
@@ -303,7 +303,7 @@ def test_an_interaction_without_what_it_needs_of_a_row(refusal, tmp_path):
     entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
     interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
     text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
-    says(text, f"{file}, row 1", "interaction 'teacher' needs extra_info.interaction_kwargs.ground_truth")
+    says(text, f"{file}, row 2", "interaction 'teacher' needs extra_info.interaction_kwargs.ground_truth")
 
 
 def test_another_prompt_key(refusal):
@@ -315,8 +315,8 @@ def test_an_unknown_data_source_without_a_reward(refusal, tmp_path):
     rows[2]["data_source"] = "verl_mt/arithmetics"
     file = jsonl(tmp_path / "rows.jsonl", rows)
     text = refusal(f"data.train_files={file}")
-    says(text, f"{file}, row 2", "'verl_mt/arithmetics'", "did you mean 'verl_mt/arithmetic'", "reward.path")
-    says(refusal(f"data.val_files={file}", "data.val_max_samples=-1"), f"{file}, row 2", "reward.path")
+    says(text, f"{file}, row 3", "'verl_mt/arithmetics'", "did you mean 'verl_mt/arithmetic'", "reward.path")
+    says(refusal(f"data.val_files={file}", "data.val_max_samples=-1"), f"{file}, row 3", "reward.path")
 
 
 def test_a_generator_that_does_not_exist(refusal):
@@ -337,7 +337,7 @@ def test_a_prompt_over_the_limit_that_is_neither_filtered_nor_cut(refusal, tmp_p
     rows[1]["prompt"] = [{"role": "user", "content": "9" * 300}]
     file = jsonl(tmp_path / "rows.jsonl", rows)
     text = refusal(f"data.train_files={file}", "data.filter_overlong_prompts=False")
-    says(text, f"{file}, row 1", "tokens, data.max_prompt_length is 256", "data.truncation=left|right|middle")
+    says(text, f"{file}, row 2", "tokens, data.max_prompt_length is 256", "data.truncation=left|right|middle")
 
 
 @pytest.mark.parametrize("truncation", ["error", "left"])
@@ -349,7 +349,7 @@ def test_a_prompt_of_twenty_megabytes(refusal, tmp_path, truncation):
     cut = f"data.truncation={truncation}"
     text = refusal(f"data.train_files={file}", "data.filter_overlong_prompts=False", cut)
     assert time.process_time() - begun < 20
-    says(text, f"{file}, row 1", "characters, far more than data.max_prompt_length=256", "filter_overlong_prompts=True")
+    says(text, f"{file}, row 2", "characters, far more than data.max_prompt_length=256", "filter_overlong_prompts=True")
 
 
 def test_a_template_that_loops_for_ever(refusal, tmp_path):

@@ -126,7 +126,7 @@ def test_a_rollback_takes_the_newest_checkpoint_from_before_and_saves_at_once(tm
     assert "Rollback 1 of 2" in caplog.messages[-1]
     told = finding(tmp_path / "collapse" / "step_000008")
     assert (told["action"], told["rolled_back_to"]) == ("rollback", str(tmp_path / "checkpoints" / "step_000005"))
-    assert told["worst_rollouts"] == "not there: trainer.rollout_rows is False"
+    assert told["worst_rollouts"] == "not there: trainer.rollout_rows is off"
     assert run.steps(*[GOOD] * 8)[-1] == {"collapse/signs": 0.0}
 
 

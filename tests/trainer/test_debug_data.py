@@ -17,6 +17,7 @@ from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.trainer.debug_data import DebugData
+from verl_mt.trainer.rollout_files import RolloutFiles
 
 QUICK = (
     "data.train_batch_size=4",
@@ -108,12 +109,25 @@ def test_a_missing_file_and_a_foreign_one_are_named(tmp_path):
         replay.load(0)
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_run_directory_is_replayed_from_its_rows(tmp_path, form):
+    files = RolloutFiles(tmp_path, str, form)
+    files.training(1, groups(), None)
+    files.close()
+    replay = DebugData(str(tmp_path), str, replays=True)
+    before, after = batch_of(groups()), batch_of(replay.load(0))
+    assert all(torch.equal(before[name], after[name]) for name in ("input_ids", "rollout_log_probs", "rewards"))
+    with pytest.raises(DataError, match="has no rollout rows of step 2; it is a run of fewer steps"):
+        replay.load(1)
+
+
 def test_paths_and_modes_that_cannot_work_are_refused_and_braces_need_no_quotes():
     config = compose(["trainer.debug_rollout_data=/x/rollout_{rollout_id}.pt"])
     assert config.trainer.debug_rollout_data == "/x/rollout_{rollout_id}.pt"
     for changes, text in (
         ({"debug_rollout_data": "/x/rollout.pt"}, "write {rollout_id} into it"),
         ({"debug_rollout_data": None, "debug_mode": "train_only"}, "it needs trainer.debug_rollout_data"),
+        ({"debug_rollout_data": "/x/no_such_run", "debug_mode": "train_only"}, "name a run directory"),
     ):
         wrong = replace(config, trainer=replace(config.trainer, **changes))
         with pytest.raises(ConfigError, match=text):
@@ -148,6 +162,15 @@ def test_training_on_saved_rollouts_gives_the_weights_of_the_run_that_saved_them
     )
     replay.fit()
     assert torch.equal(weights_of(first), weights_of(replay)) and not torch.equal(start, weights_of(replay))
+    rows = small_trainer(
+        tmp_path / "c",
+        *QUICK,
+        *NO_VALIDATION,
+        f"trainer.debug_rollout_data={tmp_path / 'a'}",
+        "trainer.debug_mode=train_only",
+    )
+    rows.fit()
+    assert torch.equal(weights_of(first), weights_of(rows)), "its rollout rows say the same"
     losses = [[line["actor/pg_loss"] for line in metrics_of(tmp_path / run) if "actor/pg_loss" in line] for run in "ab"]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     assert not any("val/accuracy" in line for line in metrics_of(tmp_path / "b"))

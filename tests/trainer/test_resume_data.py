@@ -94,7 +94,7 @@ def _order(tmp_path):
 
 def test_other_rows_to_validate_on_are_refused_in_the_same_directory_only(start, tmp_path):
     write(tmp_path / "val.jsonl", of_seed(1, 4, "val"))
-    with pytest.raises(CheckpointError, match=r"data\.val_files: val .*row 0 is the first"):
+    with pytest.raises(CheckpointError, match=r"data\.val_files: val .*row 1 is the first"):
         start()
     saved = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/checkpoints/step_000001")
     start(*saved, run="other")
@@ -117,7 +117,7 @@ def test_a_generator_that_makes_other_rows_is_refused(tmp_path, monkeypatch):
     trainer.close()
     trainer.log.run.close()
     monkeypatch.setitem(_OFFSET, 0, 5)
-    with pytest.raises(CheckpointError, match=f"changing \\({__name__}:changing, 8 rows\\): row 0 is the first"):
+    with pytest.raises(CheckpointError, match=f"changing \\({__name__}:changing, 8 rows\\): row 1 is the first"):
         small_trainer(tmp_path / "run", *generator)
 
 

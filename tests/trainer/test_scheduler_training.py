@@ -10,9 +10,10 @@ from mixed_scheduler import Mixed
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.errors import ConfigError
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
 from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer.build import build_trainer, build_workers
 from verl_mt.trainer.build_data import build_prompts, load_val_prompts
 from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
@@ -140,7 +141,7 @@ def test_combinations_that_cannot_work_are_refused(words, text):
     [
         ([f"{MULTI_TURN}.scheduler=nope"], "unknown multi-turn scheduler 'nope'.*Registered: .*gym_scheduler"),
         ([f"{MULTI_TURN}.loss_scale=nope"], "unknown loss scale 'nope'.*Registered: all, default"),
-        (["external_plugins=nowhere.py"], "plug-in file 'nowhere.py' does not exist"),
+        (["external_plugins=nowhere.py"], "external_plugins: no file 'nowhere.py'"),
     ],
 )
 def test_what_does_not_exist_is_found_before_the_first_step(words, text, tmp_path):

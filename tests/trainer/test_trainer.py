@@ -144,7 +144,7 @@ def test_a_row_that_a_sampler_made_too_long_is_counted_and_another_drawn(tmp_pat
 
 def test_a_row_that_a_sampler_made_needs_a_reward(tmp_path):
     overrides = (*TINY_STEPS, *NO_VALIDATION, *with_sampler(words=1, data_source="nobody/knows"))
-    with pytest.raises(ConfigError, match=r"(?s)invented, row 0.*nobody/knows|nobody/knows.*invented, row 0"):
+    with pytest.raises(ConfigError, match=r"(?s)invented, row 1.*nobody/knows|nobody/knows.*invented, row 1"):
         fit(tmp_path / "run", *overrides)
 
 

@@ -14,7 +14,7 @@ from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, WorkerError
 from verl_mt.modeling.load import load_causal_lm
-from verl_mt.rollout.runner import RolloutStream
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.workers.weight_sync import Transport, WeightSync, weight_update_for
 from verl_mt.workers.worker_group import InlineWorkerGroup
 

@@ -54,6 +54,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
         tokenizer: of transformers.
         token_id: any id; models have more than their tokenizers name.
     """
+    token_id = int(token_id)  # numpy's integers are no ids to a tokenizer
     piece = tokenizer.convert_ids_to_tokens(token_id)
     if piece is None:
         return f"⟨id {token_id}⟩"

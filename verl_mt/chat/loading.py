@@ -43,8 +43,9 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         raise TemplateError(
             f"no tokenizer could be loaded from {str(path)!r}"
-            f"{f' (revision {revision})' if revision else ''}: {type(error).__name__}: {str(error)[:500]}. "
-            "Give a folder with tokenizer.json and tokenizer_config.json, or a hub name"
+            f"{f' (revision {revision})' if revision else ''}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:500].rstrip('.')}. {_what_it_is(where)}Give a folder with tokenizer.json "
+            "and tokenizer_config.json, or a hub name that is reachable or in the cache"
         ) from error
     _check_writes_text(tokenizer, str(path))
     file = _tokenizer_file(where, revision)
@@ -187,13 +188,24 @@ def _check_folder(where: str, given: str) -> None:
     """One clear error for a path that is meant as a folder."""
     folder = Path(where)
     looks_local = where.startswith((".", "/")) or where.count("/") > 1 or folder.exists()
-    if not looks_local:
+    if not looks_local and "/" in where:
         return
+    if not looks_local:
+        raise TemplateError(
+            f"model {given!r} is neither a folder (looked at {folder.absolute()}) nor a name of the hub, which is "
+            "owner/name; is actor_rollout_ref.model.path spelled right?"
+        )
     if not folder.is_dir():
         raise TemplateError(f"model folder {given!r} does not exist (looked at {folder.absolute()})")
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / n).is_file() for n in names):
         raise TemplateError(f"folder {given!r} holds no tokenizer: none of {', '.join(names)} is in it")
+
+
+def _what_it_is(where: str) -> str:
+    if Path(where).exists():
+        return ""
+    return f"(No folder {Path(where).absolute()} exists, so it was taken for the name of a model on the hub.) "
 
 
 def _tokenizer_file(where: str, revision: str | None) -> str | None:

@@ -47,9 +47,9 @@ def require_traces(chat: ChatTemplate, messages: Sequence[Message], tools: Seque
             role, text = str(messages[index].get("role")), _text(messages[index])
             hint = suggest(role, _ROLES) if role not in _MEANT else f"; did you mean {_MEANT[role]!r}?"
             raise TemplateError(
-                f"message {index} (role {role!r}) leaves no trace in the prompt: the chat template writes nothing for "
-                f"it, so the model would never see {text[:60]!r}{'' if role in _ROLES else hint}. Give it a role and a "
-                "place that the template shows, or give actor_rollout_ref.model.custom_chat_template",
+                f"message {index + 1} (role {role!r}) leaves no trace in the prompt: the chat template writes nothing "
+                f"for it, so the model would never see {text[:60]!r}{'' if role in _ROLES else hint}. Give it a role "
+                "and a place that the template shows, or give actor_rollout_ref.model.custom_chat_template",
                 cause="P16",
             )
     seen.add(shape)

@@ -67,6 +67,7 @@ WARNING = (
 _CONTEXT_TOKENS = 6
 _MAX_ROW_CHARS = 2000
 _MAX_LOG_CHARS = 300
+_MAX_BRIEF_CHARS = 10
 _MIN_KNOWN_CHARS = 4
 
 
@@ -465,7 +466,7 @@ def _short(text: str) -> str:
 
 
 class SanityMonitor:
-    """Counts findings over a run, warns once per cause, and holds the budget. One per run; thread-safe."""
+    """Counts findings over a run, says each cause once, and holds the budget. One per run; thread-safe."""
 
     def __init__(self, mode: SanityMode, max_mismatch_rate: float | None = None) -> None:
         """`max_mismatch_rate`: the share of a step's trajectories that may mismatch; None = only warn."""
@@ -495,9 +496,13 @@ class SanityMonitor:
             if finding.in_budget:
                 self._against_budget.append(finding)
             new = [cause for cause in finding.causes if cause not in self._warned]
+            said = self._warned - NOT_COUNTED
             self._warned.update(new)
         for cause in new:
-            logger.warning("%s", warning_text(finding, cause))
+            whole = cause is Cause.RENDER_FAILED or not (said or cause in NOT_COUNTED)
+            level = logging.INFO if cause is Cause.GENERATION_PROMPT else logging.WARNING
+            logger.log(level, "%s", warning_text(finding, cause) if whole else brief_text(finding, cause))
+            said = said | ({cause} - NOT_COUNTED)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
         """What was counted since the last reset; empty where the mode is off.
@@ -535,19 +540,25 @@ class SanityMonitor:
         return values
 
 
+def brief_text(finding: Finding, cause: Cause) -> str:
+    """One line for a cause that a run meets after its first one, or that the template means."""
+    span = next((span for span in finding.spans if span.cause is cause), None)
+    place = "" if span is None else f" at token {span.start}: {_cut(span.recorded)} for {_cut(span.rendered)}"
+    return f"sanity check, {cause.value}{place} (docs/multiturn.md)"
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _MAX_BRIEF_CHARS else text[:_MAX_BRIEF_CHARS] + "...")
+
+
 def warning_text(finding: Finding, cause: Cause) -> str:
-    """What is logged the first time that a run meets `cause`."""
+    """What is logged where a run meets its first cause, `cause`."""
     if cause is Cause.RENDER_FAILED:
         return (
             f"The tokenization sanity check could not render a conversation ({finding.rendered}). "
             "Such trajectories are trained on as recorded, unchecked (docs/multiturn.md)."
         )
     span = next(span for span in finding.spans if span.cause is cause)
-    if cause is Cause.GENERATION_PROMPT:
-        return (
-            f"{WARNING} ({describe(cause, span.start, span.recorded, span.rendered)}; the template means this: its "
-            "generation prompt writes it, nothing of it is trained, and no such trajectory counts as a mismatch)"
-        )
     if cause is finding.cause:
         return f"{WARNING} ({finding.describe()})"
     return f"{WARNING} ({describe(cause, span.start, span.recorded, span.rendered)})"

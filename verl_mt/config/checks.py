@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl_mt.config.knob import shown
@@ -44,7 +45,8 @@ def check(config: Config) -> None:
     """
     groups = (
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
-        _reward_placement, _critic, _losses, _corrections, _dapo, _engine, _placement, _run, _numbers,
+        _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
+        _rollout_workers, _placement, _run, _numbers,
     )  # fmt: skip
     _raise([text for group in groups for text in group(config)])
 
@@ -475,6 +477,23 @@ def _engine(config: Config) -> Iterator[str]:
         yield from _engines_placed(config)
 
 
+def _rollout_workers(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    asked, limit = f"{_ROLLOUT}.num_workers={rollout.num_workers}", rollout.max_concurrent
+    if not rollout.num_workers:
+        return
+    if rollout.mode == "sync":
+        yield (
+            f"{asked} with {_ROLLOUT}.mode=sync: conversations of several processes cannot take their turns in "
+            "lock-step; use mode=async, or num_workers=0"
+        )
+    if limit is not None and limit < rollout.num_workers:
+        yield (
+            f"{asked} with {_ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least; "
+            "raise it, or have fewer workers"
+        )
+
+
 def _sglang(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     for url in rollout.servers:
@@ -529,8 +548,13 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
     if trainer.val_only and config.data.val_files is None:
         yield "trainer.val_only needs data.val_files"
-    if trainer.debug_rollout_data is not None and "{rollout_id}" not in trainer.debug_rollout_data:
-        yield f"trainer.debug_rollout_data is {trainer.debug_rollout_data!r}: write {{rollout_id}} into it"
+    saved = trainer.debug_rollout_data
+    is_run = saved is not None and trainer.debug_mode == "train_only" and Path(saved).expanduser().is_dir()
+    if saved is not None and "{rollout_id}" not in saved and not is_run:
+        yield (
+            f"trainer.debug_rollout_data is {saved!r}: write {{rollout_id}} into it, or with "
+            "trainer.debug_mode=train_only name a run directory, whose rollout rows are read then"
+        )
     if trainer.debug_mode == "train_only" and (trainer.debug_rollout_data is None or trainer.val_only):
         yield (
             "trainer.debug_mode=train_only trains on saved rollouts and samples nothing: it needs "

@@ -166,7 +166,9 @@ def hydra_main(
         raise SystemExit(error.exit_status) from None
 
 
-def config_of_command(argv: list[str], config_name: str | None, module: str) -> Config | None:
+def config_of_command(
+    argv: list[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
+) -> Config | None:
     """What `hydra_main` hands to its task; None where printing it was all that was asked for (`--cfg job`).
 
     Raises:
@@ -178,7 +180,7 @@ def config_of_command(argv: list[str], config_name: str | None, module: str) -> 
         module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}" if "." in module else module,
-        usage="%(prog)s [flags] [key=value ...]",
+        usage=f"%(prog)s {usage}",
         description="Keys are dotted: actor_rollout_ref.rollout.n=4.",
         epilog="sections:\n"
         + "\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())

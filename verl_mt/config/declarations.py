@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.redact import redact
 from verl_mt.config_paths import find_config_file
 from verl_mt.errors import ConfigError, PluginError, UnknownKeyError, error_text
-from verl_mt.plugins import load_object, suggest
+from verl_mt.plugins import OBJECT, given_object, load_object, suggest
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def load_declarations(path: str | Path, *, key: str, config_key: str, fields: tu
     """Read the entries of a declaration file.
 
     Args:
-        path: the YAML file, as a user wrote it (see `find_config_file`).
+        path: the YAML file, as a user wrote it (see `find_config_file`), or `object:name`: a list of such entries.
         key: the top-level key of the list (`tools`, `interaction`).
         config_key: where the path came from, for the error.
         fields: keys that an entry may have beside `class_name` and `config`.
@@ -82,8 +82,11 @@ def load_declarations(path: str | Path, *, key: str, config_key: str, fields: tu
         ConfigError: no such file, not YAML, not the expected shape; names file, entry and what to write.
         UnknownKeyError: an entry has a key that nothing reads.
     """
-    file = find_config_file(path, key=config_key)
-    entries = _read(file, key)
+    if isinstance(path, str) and path.startswith(OBJECT):
+        file, entries = Path(path), given_object(path, config_key)
+    else:
+        file = find_config_file(path, key=config_key)
+        entries = _read(file, key)
     declarations = []
     for index, entry in enumerate(entries):
         where = f"{file}: {key}[{index}]"

@@ -201,6 +201,12 @@ class RolloutConfig(Section):
     max_seconds: float | None = knob(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
     request_timeout_s: float = knob(600.0, "Deadline of one engine request in seconds.", min=0.001)
     max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all of a step.", min=1)
+    num_workers: int | None = knob(
+        None,
+        "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "
+        "0 = that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
+        min=0,
+    )
     max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
     tensor_model_parallel_size: int = knob(

@@ -37,6 +37,18 @@ class DataConfig(Section):
     val_files: Any = knob(None, "Validation data, in the same forms without weights; null = no validation.")
     train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
     val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
+    eager_rows: int = knob(
+        100_000,
+        "Up to so many rows in all training files they are loaded, rendered and checked at start; of more, rows of "
+        "Parquet and JSON Lines files when they are drawn.",
+        min=0,
+    )
+    on_bad_row: str = knob(
+        "raise",
+        "A row that cannot be read, rendered or scored: raise = the run stops and names it; skip = it is left out, "
+        "named in the log and counted (data/bad_rows).",
+        choices=("raise", "skip"),
+    )
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
     val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES)
     max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)
@@ -267,14 +279,22 @@ class TrainerConfig(Section):
     nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
-    rollout_rows: bool = knob(True, "Write every trajectory to rollouts/step_*.jsonl.")
+    rollout_rows: Any = knob(
+        "auto",
+        "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): jsonl; parquet = "
+        "columns, compressed, written beside the training; auto (True) = parquet for files of 100,000 tokens or more "
+        "and with rollout workers, else jsonl; off (False).",
+        choices=("auto", "jsonl", "parquet", "off"),
+        also={True: "auto", False: "off"},
+    )
     debug_rollout_data: str | None = knob(
         None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
     )
     debug_mode: str = knob(
         "save",
         "What becomes of `debug_rollout_data`: save; rollout_only = saved, and nothing is trained; train_only = it is "
-        "trained on instead of sampling, without an engine.",
+        "trained on instead of sampling, without an engine; `debug_rollout_data` may be a run directory then, whose "
+        "rollout rows are read.",
         choices=("save", "rollout_only", "train_only"),
     )
     collapse_guard: Any = knob(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -139,6 +140,7 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
         return None
     records = [record for _, record in rows]
     owners = [trajectory for trajectory, _ in rows]
+    lengths = [len(record.token_ids) for record in records]
     ids: dict[str, list[str]] = {
         TRAJECTORY_ID: [t.trajectory_id for t in owners],
         GROUP_ID: [t.group_id for t in owners],
@@ -146,12 +148,12 @@ def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> Ten
         DATA_SOURCE: [t.data_source for t in owners],
     }
     columns: dict[str, Any] = {
-        INPUT_IDS: _pad([r.token_ids for r in records], torch.int64, pad_token_id),
-        ATTENTION_MASK: _pad([[1] * len(r.token_ids) for r in records], torch.bool, False),
-        SAMPLED: _pad([r.sampled for r in records], torch.bool, False),
-        LOSS_MASK: _pad([r.loss_mask for r in records], torch.bool, False),
-        ROLLOUT_LOG_PROBS: _pad([r.rollout_log_probs for r in records], torch.float32, 0.0),
-        POLICY_VERSIONS: _pad([r.policy_versions for r in records], torch.int64, -1),
+        INPUT_IDS: _pad([r.token_ids for r in records], np.int64, pad_token_id),
+        ATTENTION_MASK: torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None],
+        SAMPLED: _pad([r.sampled for r in records], np.bool_, False),
+        LOSS_MASK: _pad([r.loss_mask for r in records], np.bool_, False),
+        ROLLOUT_LOG_PROBS: _pad([r.rollout_log_probs for r in records], np.float32, 0.0),
+        POLICY_VERSIONS: _pad([r.policy_versions for r in records], np.int64, -1),
         REWARDS: torch.tensor([first[t.trajectory_id].reward for t in owners], dtype=torch.float32),
         TRAJECTORY_INDEX: _factorise(ids[TRAJECTORY_ID]),
         GROUP_INDEX: _factorise(ids[GROUP_ID]),
@@ -246,23 +248,22 @@ def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
     return values_N[place_B].unsqueeze(1) * batch[LOSS_MASK].to(values_N.dtype)
 
 
-def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, list[float]]]:
+def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, np.ndarray]]:
     """(trajectory id, record index) -> what training computed for each of the record's tokens.
 
-    The lists are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that was not
-    computed for a row (NaN), is absent.
+    The arrays (float32) are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that
+    was not computed for a row (NaN), is absent.
     """
-    lengths = batch[ATTENTION_MASK].sum(1).tolist()
-    places = batch[RECORD_INDEX].tolist()
-    result: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row, key in enumerate(zip(batch[TRAJECTORY_ID], places)):
-        values = {
-            name: batch[name][row, : lengths[row]]
-            for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED)
-            if name in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
-        }
-        result[key] = {name: v.tolist() for name, v in values.items() if not torch.isnan(v).any()}
-    return result
+    names = [name for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED) if name in batch.keys()]  # noqa: SIM118 - iterates over its rows
+    mask_BT = batch[ATTENTION_MASK]
+    lengths = mask_BT.sum(1).tolist()
+    values = {name: batch[name].cpu().numpy() for name in names}
+    computed = {name: (~(torch.isnan(batch[name]) & mask_BT).any(1)).tolist() for name in names}
+    keys = zip(batch[TRAJECTORY_ID], batch[RECORD_INDEX].tolist())
+    return {
+        key: {name: values[name][row, : lengths[row]] for name in names if computed[name][row]}
+        for row, key in enumerate(keys)
+    }
 
 
 def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_BT: Tensor) -> Tensor:
@@ -285,9 +286,11 @@ def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_B
     return placed
 
 
-def _pad(rows: list[list[Any]], dtype: torch.dtype, filler: float) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
+def _pad(rows: Sequence[Sequence[Any]], dtype: type, filler: float) -> Tensor:
+    padded: np.ndarray = np.full((len(rows), max(map(len, rows), default=0)), filler, dtype)
+    for place, row in zip(padded, rows):
+        place[: len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def _factorise(ids: Sequence[str]) -> Tensor:
@@ -320,5 +323,5 @@ def _check_record(record: TrajectoryRecord, where: str) -> None:
         record.check()
     except LedgerError as error:
         raise LedgerError(f"{where}: {error}") from error
-    if record.loss_mask[:1] == [1]:
+    if any(record.loss_mask[:1]):
         raise LedgerError(f"{where}: its first token is in the loss, but no token comes before it to predict it from")

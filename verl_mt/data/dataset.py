@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class DataRow:
     raw: dict[str, Any] = field(default_factory=dict)
     """The whole row as it was read, nulls that parquet filled in removed."""
     index: int = -1
-    """Position in its file, from 0."""
+    """Position in its file, from 0: of a .jsonl file the line, blank ones counted. Texts count rows from 1."""
     file: str = ""
     """The file or generator it came from, for error texts."""
     source: str = ""
@@ -51,6 +52,13 @@ class DataRow:
     """What a generate or reward function of slime's kind sees: the label column as it is, else the ground truth."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The same: the column `metadata`, else `extra_info`."""
+    problem: str | None = None
+    """Why there is no prompt: what was read is no row. `data.on_bad_row` says what becomes of it."""
+
+    @property
+    def place(self) -> str:
+        """File and row, as every text about a row names them: counted from 1, so that an editor's line is the row."""
+        return _place(self.file, self.index)
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
@@ -77,7 +85,8 @@ class DataSource:
     """The rows of one entry of `data.train_files` or `data.val_files`."""
 
     name: str
-    rows: list[DataRow]
+    rows: Sequence[DataRow]
+    """A list, or `large_files.LargeRows`, which reads a row when it is asked for."""
     weight: float | None = None
     """Share of the mix where `data.mixing` is `weights`; need not sum to 1."""
     read_at_s: float = 0.0
@@ -85,7 +94,9 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """One of those that `data.train_files` or `data.val_files` name."""
+
     name: str
     path: str
     weight: float | None = None
@@ -105,6 +116,43 @@ class Columns:
     """Name in the file -> name that everything else knows the column by."""
     system: str | None = None
     """System message, or a .txt file with it, of the rows whose prompt begins with none."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the entries of a split are read."""
+
+    split: str
+    """`train` or `val`; generators get it."""
+    num_rows: int = -1
+    """Rows taken from the beginning of each entry; -1 = all."""
+    seed: int = 0
+    """For generators."""
+    columns: Columns = Columns()
+    """Which of them are what."""
+    keeps_bad: bool = False
+    """What is no row becomes one with a `problem`; False = it is an error."""
+
+    @property
+    def key(self) -> str:
+        return f"data.{self.split}_files"
+
+    def row_of(self, raw: Any, index: int, entry: Entry) -> DataRow:
+        """Row `index` of an entry from what was read.
+
+        Raises:
+            DataError: it is none, and bad rows are not kept; names file, row and column.
+        """
+        try:
+            if not isinstance(raw, dict):
+                raise _no_row(raw, _place(entry.path, index))
+            names = self.columns.renamed
+            return _to_row(_renamed_row(raw, names) if names else raw, index, entry, self.columns)
+        except DataError as error:
+            if not self.keeps_bad:
+                raise
+            known = raw if isinstance(raw, dict) else {}
+            return DataRow([], "", raw=known, index=index, file=entry.path, source=entry.name, problem=str(error))
 
 
 def load_rows(
@@ -129,37 +177,63 @@ def load_rows(
     Raises:
         DataError: names the key, or the file, row and column; says what was got and what to do.
     """
-    key = f"data.{split}_files"
-    columns = columns or Columns()
-    columns = replace(columns, system=_system_text(columns.system))
-    sources = []
-    for entry in _entries(entry_spec, key):
-        if entry.weight is not None and split != "train":
-            raise DataError(
-                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
-            )
-        read_at_s = time.time()
-        raw_rows = _renamed(
-            _read(entry.path, key, num_rows=num_rows, seed=seed, split=split), columns.renamed, entry.path
-        )
-        rows = [_to_row(raw, index, entry, columns) for index, raw in enumerate(raw_rows)]
-        if not rows:
-            raise DataError(f"{key}: {entry.path} has no rows")
-        sources.append(DataSource(entry.name, rows, entry.weight, read_at_s))
-    return sources
+    reading = Reading(split, num_rows, seed, with_system_text(columns or Columns()))
+    return [load_entry(entry, reading) for entry in entries_of(entry_spec, split)]
 
 
-def read_rows(path: str | Path, key: str) -> list[dict[str, Any]]:
-    """Rows of a parquet, JSON or JSON Lines file as they are, of any schema.
+def load_entry(entry: Entry, reading: Reading) -> DataSource:
+    """All rows of one entry, in memory.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    read_at_s = time.time()
+    found = _read(entry.path, reading.key, reading)
+    check_renamed(_mappings(found), reading.columns.renamed, entry.path)
+    rows = [reading.row_of(raw, index, entry) for index, raw in found.items()]
+    if not rows:
+        raise DataError(f"{reading.key}: {entry.path} has no rows")
+    return DataSource(entry.name, rows, entry.weight, read_at_s)
+
+
+def read_rows(path: str | Path, key: str) -> dict[int, dict[str, Any]]:
+    """Rows of a parquet, JSON or JSON Lines file as they are, of any schema; position in the file, from 0 -> row.
 
     Args:
         path: the file.
         key: where the path came from, for the errors.
 
     Raises:
-        DataError: no such file, or one that cannot be read; names file and line.
+        DataError: no such file, or one that cannot be read; names file and row.
     """
-    return _read(str(path), key, num_rows=-1, seed=0, split="train")
+    return _read(str(path), key, Reading("train"))
+
+
+def examine_rows(
+    path: str, *, num_rows: int = -1, columns: Columns | None = None
+) -> tuple[dict[int, dict[str, Any]], list[DataRow], list[str]]:
+    """What `load_rows` would make of a file, where it would stop at the first mistake.
+
+    Args:
+        path: one entry of `data.train_files`.
+        num_rows, columns: as for `load_rows`.
+
+    Returns:
+        The rows as they are, their columns renamed (position -> row); those that can be used; what is wrong with the
+        others, a line each.
+
+    Raises:
+        DataError: the file cannot be read, or has no rows.
+    """
+    reading = Reading("train", num_rows, 0, with_system_text(columns or Columns()), keeps_bad=True)
+    entry, names = _entry(None, path, reading.key), reading.columns.renamed
+    found = _read(entry.path, reading.key, reading)
+    if not found:
+        raise DataError(f"{reading.key}: {entry.path} has no rows")
+    check_renamed(_mappings(found), names, entry.path)
+    raw_rows = {index: _renamed_row(raw, names) for index, raw in found.items() if isinstance(raw, dict)}
+    made = [reading.row_of(raw, index, entry) for index, raw in found.items()]
+    return raw_rows, [row for row in made if row.problem is None], [row.problem for row in made if row.problem]
 
 
 def drop_nulls(value: Any) -> Any:
@@ -176,7 +250,18 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def _entries(spec: Any, key: str) -> list[_Entry]:
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a Parquet file, as it was before it was written."""
+    return {column: drop_nulls(value) for column, value in row.items()}
+
+
+def entries_of(spec: Any, split: str) -> list[Entry]:
+    """What `data.train_files` or `data.val_files` names, in its order; their names differ.
+
+    Raises:
+        DataError: names the key, and says what was got.
+    """
+    key = f"data.{split}_files"
     if isinstance(spec, str):
         entries = [_entry(None, spec, key)]
     elif isinstance(spec, Sequence):
@@ -191,16 +276,21 @@ def _entries(spec: Any, key: str) -> list[_Entry]:
         raise DataError(f"{key}: no entry; name at least one file or generator")
     names = [e.name for e in entries]
     numbered = [
-        e if names.count(e.name) == 1 else _Entry(f"{e.name}_{position}", e.path, e.weight)
+        e if names.count(e.name) == 1 else Entry(f"{e.name}_{position}", e.path, e.weight)
         for position, e in enumerate(entries)
     ]
     names = [e.name for e in numbered]
     if len(set(names)) < len(names):
         raise DataError(f"{key}: two entries are named {max(names, key=names.count)!r}; give each its own name")
+    for entry in numbered:
+        if entry.weight is not None and split != "train":
+            raise DataError(
+                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
+            )
     return numbered
 
 
-def _entry(name: str | None, item: Any, key: str) -> _Entry:
+def _entry(name: str | None, item: Any, key: str) -> Entry:
     weight = None
     where = f"{key}.{name}" if name else key
     if isinstance(item, dict):
@@ -213,62 +303,85 @@ def _entry(name: str | None, item: Any, key: str) -> _Entry:
             raise DataError(f"{where}: weight must be a number above 0, got {weight!r}")
     if not isinstance(item, str) or not item.strip():
         raise DataError(f"{where}: expected a path or package.module:function, got {item!r}")
-    return _Entry(name or _default_name(item), item, None if weight is None else float(weight))
+    return Entry(name or _default_name(item), item, None if weight is None else float(weight))
 
 
 def _default_name(path: str) -> str:
     return Path(path).stem if path.endswith(SUFFIXES) else path
 
 
-def _read(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
+def _place(file: str, index: int) -> str:
+    return f"{file}, row {index + 1}"
+
+
+def _mappings(found: Mapping[int, Any]) -> list[dict[str, Any]]:
+    return [raw for raw in found.values() if isinstance(raw, dict)]
+
+
+def _read(path: str, key: str, reading: Reading) -> dict[int, Any]:
+    """Position in the file, from 0 -> mapping; where bad rows are kept, an error in the place of what is none."""
+    num_rows = reading.num_rows
     if path.endswith(SUFFIXES):
         file = Path(path).expanduser()
         if not file.is_file():
             raise DataError(f"{key}: no file {path!r} (looked at {file.absolute()})")
         reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
-        rows = list(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
+        rows = dict(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
     elif ":" in path and "://" not in path:
-        rows = _generate(path, key, num_rows=num_rows, seed=seed, split=split)
+        rows = dict(enumerate(_generate(path, key, reading)))
     else:
         raise DataError(
             f"{key}: {path!r} is neither a {', '.join(SUFFIXES)} file nor package.module:function. Hub names and URLs "
-            "are not read directly: prepare the data set as a file first (recipes/gsm8k shows how)"
+            "are not read directly: prepare the data set as a file first (docs/your_own_data.md shows how)"
         )
-    for index, row in enumerate(rows):
+    for index, row in rows.items():
         if not isinstance(row, dict):
-            raise DataError(
-                f"{path}, row {index}: expected a mapping column -> value, got {type(row).__name__} {_short(row)}"
-            )
+            rows[index] = _no_row(row, _place(path, index))
+            if not reading.keeps_bad:
+                raise rows[index]
     return rows
 
 
-def _read_parquet(file: Path, num_rows: int) -> Iterator[dict[str, Any]]:
+def _no_row(raw: Any, where: str) -> DataError:
+    if isinstance(raw, DataError):
+        return raw
+    return DataError(f"{where}: expected a mapping column -> value, got {type(raw).__name__} {_short(raw)}")
+
+
+def _read_parquet(file: Path, num_rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
     if num_rows >= 0:
         table = table.slice(0, num_rows)
-    for row in table.to_pylist():
-        yield {column: drop_nulls(value) for column, value in row.items()}
+    yield from enumerate(map(without_nulls, table.to_pylist()))
 
 
-def _read_jsonl(file: Path, num_rows: int) -> Iterator[Any]:
+def _read_jsonl(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}, line {number}: not JSON: {error.msg} at column {error.colno}") from error
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file}, line {number}: not UTF-8: {error}") from error
-            except RecursionError as error:
-                raise DataError(f"{file}, line {number}: {_TOO_DEEP}") from error
+        for index, line in enumerate(lines):
+            if line.strip():
+                yield index, read_line(line, file, partial(int, index))
 
 
-def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
+def read_line(line: bytes, file: Path, position: Callable[[], int]) -> Any:
+    """What a line of a JSON Lines file holds; where it is not one, a `DataError` that names its row.
+
+    Args:
+        position: of the line in the file, from 0.
+    """
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return DataError(f"{_place(str(file), position())}: not JSON: {error.msg} at column {error.colno}")
+    except UnicodeDecodeError as error:
+        return DataError(f"{_place(str(file), position())}: not UTF-8: {error}")
+    except RecursionError:
+        return DataError(f"{_place(str(file), position())}: {_TOO_DEEP}")
+
+
+def _read_json(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -280,10 +393,11 @@ def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
         raise DataError(f"{file}: {_TOO_DEEP}") from error
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a list of rows, got {type(content).__name__}")
-    yield from content
+    yield from enumerate(content)
 
 
-def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> list[Any]:
+def _generate(path: str, key: str, reading: Reading) -> list[Any]:
+    num_rows, seed, split = reading.num_rows, reading.seed, reading.split
     make = load_object(path, what=key)
     if not callable(make):
         raise DataError(
@@ -305,8 +419,8 @@ def _generate(path: str, key: str, *, num_rows: int, seed: int, split: str) -> l
         raise DataError(f"{key}: {called} raised {error_text(error, named=True)}") from error
 
 
-def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) -> DataRow:
-    where = f"{entry.path}, row {index}"
+def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> DataRow:
+    where = _place(entry.path, index)
     extra_info = raw.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(
@@ -318,8 +432,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
     prompt = _messages(shown, f"{where}, column {columns.prompt}")
-    if columns.system is not None and prompt[0]["role"] not in _INSTRUCTS:
-        prompt = [{"role": "system", "content": columns.system}, *prompt]
+    prompt = begun_by_system(prompt, columns.system)
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
     named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
@@ -338,15 +451,15 @@ def _to_row(raw: dict[str, Any], index: int, entry: _Entry, columns: Columns) ->
     )
 
 
-def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> Sequence[dict[str, Any]]:
-    """The rows under their columns' other names; a column whose name is taken by a renamed one is gone. A row that has
-    nothing to rename keeps what it has under the new name.
+def check_renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str) -> None:
+    """A column whose name is taken by a renamed one is gone. A row that has nothing to rename keeps what it has under
+    the new name.
 
     Raises:
         DataError: two columns get one name, or no row has a column of a name that is to be changed.
     """
     if not names or not rows:
-        return rows
+        return
     for new in names.values():
         if len(several := [old for old, other in names.items() if other == new]) > 1:
             raise DataError(f"data.columns renames {listing(several)} to one name, {new}: give one of them")
@@ -355,7 +468,6 @@ def _renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file: str
             f"{file}: data.columns renames {listing(missing)}, which no row has; the first has "
             f"{listing(map(str, rows[0]))}"
         )
-    return [_renamed_row(row, names) for row in rows]
 
 
 def _renamed_row(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -365,7 +477,23 @@ def _renamed_row(row: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
     return {name: value for name, value in stays.items() if name not in moves} | moves
 
 
-def _system_text(system: str | None) -> str | None:
+def begun_by_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The messages, behind a system message with this text where they begin with none; None = as they are."""
+    if system is None or (messages and messages[0].get("role") in _INSTRUCTS):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def with_system_text(columns: Columns) -> Columns:
+    """With the text of `system`, where that names a .txt file.
+
+    Raises:
+        DataError: as `system_text`.
+    """
+    return replace(columns, system=system_text(columns.system))
+
+
+def system_text(system: str | None) -> str | None:
     """The text, or what the .txt file holds.
 
     Raises:
@@ -434,7 +562,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise DataError(f"{where}: expected messages (a list) or a text, got {type(value).__name__} {_short(value)}")
-    messages = [_message(m, f"{where}, message {position}") for position, m in enumerate(value)]
+    messages = [_message(m, f"{where}, message {number}") for number, m in enumerate(value, 1)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:

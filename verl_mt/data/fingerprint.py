@@ -5,6 +5,9 @@ hash of all of them, and short ones of blocks of rows, by which the first row th
 are read, not as they are stored: the same rows in a file of another kind are the same. An image that a row names by its
 path counts by that path.
 
+A file that is not loaded (`data.eager_rows`) is known by its size and samples of its bytes instead
+(`LargeRows.known_by`): to know it by its rows they would all have to be read.
+
 Rows of a large file are hashed once. The result is kept in `$XDG_CACHE_HOME/verl_mt/rows` (else `~/.cache/...`) for as
 long as the file's path, size, times and inode stay what they are.
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.data.dataset import SUFFIXES, DataRow, DataSource
+from verl_mt.data.large_files import SAMPLE_ROWS, LargeRows
 from verl_mt.data.run_files import to_json_value, write_rows
 from verl_mt.errors import CheckpointError
 
@@ -47,9 +51,11 @@ class SourceFingerprint:
     num_rows: int
     digest: str
     blocks: str
-    """Hash of each block of rows, 16 hex digits each."""
+    """Hash of each block of rows, or of each sample of bytes, 16 hex digits each."""
     named_rows: bool = False
     """Rows have no `data_source` but the entry's name."""
+    num_bytes: int | None = None
+    """Of a file that is not loaded, whose hashes are of samples of its bytes; None = of its rows."""
 
     @property
     def rows_per_block(self) -> int:
@@ -84,6 +90,20 @@ def _names(sources: Sequence[SourceFingerprint]) -> str:
 def _source_difference(old: SourceFingerprint, new: SourceFingerprint) -> str:
     where = f"{new.name} ({new.path}, {new.num_rows} rows"
     where += ")" if old.num_rows == new.num_rows else f", then {old.num_rows})"
+    if old.num_bytes is None and new.num_bytes is None:
+        return _row_difference(where, old, new)
+    if old.num_bytes is None or new.num_bytes is None:
+        then, now = ("not loaded" if source.num_bytes is not None else "loaded" for source in (old, new))
+        return f"{where} was {then} then, and is {now} now: set data.eager_rows so that it is as it was"
+    if old.num_bytes != new.num_bytes:
+        return f"{where} has {new.num_bytes:,} bytes, then {old.num_bytes:,}"
+    pairs = enumerate(zip(_blocks(old), _blocks(new), strict=True))
+    first = next((k for k, (a, b) in pairs if a != b), None)
+    near = "in its footer" if first is None else f"about {first / len(_blocks(new)):.0%} into it"
+    return f"{where} has as many bytes, but others: the first difference that was found is {near}"
+
+
+def _row_difference(where: str, old: SourceFingerprint, new: SourceFingerprint) -> str:
     size = old.rows_per_block
     if size != new.rows_per_block:
         return f"{where} has other rows"
@@ -92,9 +112,9 @@ def _source_difference(old: SourceFingerprint, new: SourceFingerprint) -> str:
     if size == 1:
         common = min(old.num_rows, new.num_rows)
         return f"{where}: " + (
-            f"row {first} is the first that differs" if first < common else f"the first {common} are the same"
+            f"row {first + 1} is the first that differs" if first < common else f"the first {common} are the same"
         )
-    return f"{where}: the first difference is in rows {first * size} to {(first + 1) * size - 1}"
+    return f"{where}: the first difference is in rows {first * size + 1} to {(first + 1) * size}"
 
 
 def _blocks(source: SourceFingerprint) -> list[str]:
@@ -102,7 +122,12 @@ def _blocks(source: SourceFingerprint) -> list[str]:
 
 
 def _of_source(source: DataSource) -> SourceFingerprint:
-    path, num_rows = source.rows[0].file, len(source.rows)
+    num_rows = len(source.rows)
+    if isinstance(source.rows, LargeRows):
+        num_bytes, digest, samples = source.rows.known_by()
+        unnamed = any(row.raw.get("data_source") is None for row in source.rows[:SAMPLE_ROWS])
+        return SourceFingerprint(source.name, source.rows.file, num_rows, digest, samples, unnamed, num_bytes)
+    path = source.rows[0].file
     cached = _Cache.of(path, num_rows) if path.endswith(SUFFIXES) else None
     digests = (cached and cached.read()) or _hash(source.rows)
     if cached is not None:

@@ -12,9 +12,11 @@ sampled, E0 the tool's answer as the template renders it (the next generation pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from verl_mt.data.conversation import Message
 from verl_mt.data.media import MediaInput
@@ -24,6 +26,18 @@ SpanKind = Literal["prompt", "assistant", "observation"]
 
 _COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
 """What a record holds per token."""
+_SEALED = (np.int32, np.int8, np.int8, np.float64, np.int32)
+"""Their types, once nothing is appended any more."""
+
+
+def total(column: Sequence[int]) -> int:
+    """Sum of a record's column, sealed or not."""
+    return int(column.sum()) if isinstance(column, np.ndarray) else sum(column)
+
+
+def listed(column: Sequence[Any]) -> list[Any]:
+    """A record's column, or a part of it, as a list of Python's own numbers, sealed or not."""
+    return column.tolist() if isinstance(column, np.ndarray) else list(column)
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,10 @@ class TurnSpan:
 
 @dataclass
 class TrajectoryRecord:
-    """One token stream of a trajectory, with provenance and mask of equal length. See the module's picture."""
+    """One token stream of a trajectory, with provenance and mask of equal length. See the module's picture.
+
+    Of a record that came from a rollout worker the columns are arrays, and nothing can be appended (`seal`).
+    """
 
     token_ids: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
@@ -134,6 +151,12 @@ class TrajectoryRecord:
         second.turns += [span for span in self.turns if span.start >= start]
         return first, second
 
+    def seal(self) -> None:
+        """Nothing is appended any more: the columns become arrays, of which a process can send, count and copy millions
+        of tokens without touching one after the other. No value changes."""
+        for name, kind in zip(_COLUMNS, _SEALED):
+            setattr(self, name, np.asarray(getattr(self, name), kind))
+
     def check(self) -> None:
         """Verify the invariants of the module's picture.
 
@@ -143,9 +166,11 @@ class TrajectoryRecord:
         lengths = {name: len(getattr(self, name)) for name in _COLUMNS}
         if len(set(lengths.values())) != 1:
             raise LedgerError(f"columns of one record differ in length: {lengths}")
-        for p, (s, lp, v) in enumerate(zip(self.sampled, self.rollout_log_probs, self.policy_versions)):
-            if not s and (lp != 0.0 or v != -1):
-                raise LedgerError(f"position {p} was not sampled but has log-prob {lp} and version {v}")
+        log_probs, versions = np.asarray(self.rollout_log_probs), np.asarray(self.policy_versions)
+        wrong = np.flatnonzero((np.asarray(self.sampled) == 0) & ((log_probs != 0.0) | (versions != -1)))
+        if len(wrong):
+            p = int(wrong[0])
+            raise LedgerError(f"position {p} was not sampled but has log-prob {log_probs[p]} and version {versions[p]}")
         edge = 0
         for span in self.turns:
             if span.start != edge or span.end < span.start:

@@ -1,9 +1,10 @@
 """What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
 
-Row schema, version 1: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
+Row schema, version 2: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
 `status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
 `counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward),
+`ground_truth` (what the data row says is right; cut, and said so, beyond `TRUTH_CHARACTERS`),
 `greedy_reward`, `replicas` (of the engine: which sampled each turn), `execution_id` (rows that share it weigh in the
 loss as one) and `media` (images as data URIs, where a
 plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`,
@@ -11,7 +12,7 @@ plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic 
 `policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
 places of the tokens that its policy loss did not move though they have an advantage; besides `has_log_probs` and
 `turns` (kind, start, end, turn), and `messages` and `tools` where these were changed after the record.
-NaN and infinities are written as null.
+NaN and infinities are written as null. Version 1 had no `ground_truth`; it is still read.
 
 Beside the rows, `token_texts.jsonl` holds the text of every token id that occurs in them: lines of objects, id -> text.
 """
@@ -31,25 +32,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.data.user_values import MAX_DEPTH
 from verl_mt.errors import CheckpointError, DataError, key_text, value_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+
+TRUTH_CHARACTERS = 10_000
+"""Of a ground truth in a row: some are whole test suites, and every rollout of the group would hold it again."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What an OSError says where a disk, or a user's share of it, is full."""
 
 _TOKEN_TEXTS = "token_texts.jsonl"
-_TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
+TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions")
+"""Of a record, per token, known when it was sampled."""
+UPDATE_COLUMNS = ("advantages", "old_log_probs", "clipped")
+"""Of a record, per token, known once the step has trained it; the first two stand there as null until then."""
+LATE_FIELDS = ("step", "reward", "reward_parts", "counters")
+"""Of a row: what the trainer still decides, or changes, when a group has come to it. All else is as it was sampled."""
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
     "reward_parts", "tool_rewards", "turn_scores", "messages", "turn_texts", "tools", "counters", "sanity",
     "error", "info", "source",
 )  # fmt: skip
 _WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id", "replicas")
+ROW_ORDER = (
+    "schema_version", "step", *_PLAIN, *_WHERE_KNOWN, "status", "stop_reason", "media", "time_spans", "records",
+)  # fmt: skip
+RECORD_ORDER = (*TOKEN_COLUMNS, *UPDATE_COLUMNS, "has_log_probs", "messages", "tools", "turns")
+"""How `plain_row` orders them: rows that come from columns are the same JSON, byte for byte."""
 
 
 def trajectory_to_row(
@@ -71,19 +88,57 @@ def trajectory_to_row(
     Raises:
         ValueError: a column of another length than its record.
     """
+    late = [
+        update_columns(len(record.token_ids), *(_of_record(c, k) for c in (advantages, old_log_probs, clipped)))
+        for k, record in enumerate(trajectory.records)
+    ]
+    return to_json_value(plain_row(trajectory, step=step, late=late))
+
+
+def plain_row(
+    trajectory: Trajectory, *, step: int | None = None, late: Sequence[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """A row as it is described above, with values that are not yet plain JSON. The one place that says what a row has:
+    the JSON Lines and the columns (`verl_mt.data.columnar_rows`) are both made of this.
+
+    Args:
+        step: None where it is not known yet.
+        late: `update_columns` of each record; None where they are not known yet, and not part of the row then.
+    """
     row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
     row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {}, [])}
+    if trajectory.ground_truth is not None:
+        row["ground_truth"] = _short_truth(trajectory.ground_truth)
     row["status"] = trajectory.status
     row["stop_reason"] = trajectory.stop_reason
     if trajectory.media:
         row["media"] = {kind: [to_wire(item) for item in items] for kind, items in trajectory.media.items()}
     row["time_spans"] = [dataclasses.asdict(span) for span in trajectory.time_spans]
     row["records"] = [
-        _record_to_row(record, _of_record(advantages, k), _of_record(old_log_probs, k), _of_record(clipped, k))
-        for k, record in enumerate(trajectory.records)
+        _record_to_row(record, {} if late is None else late[k]) for k, record in enumerate(trajectory.records)
     ]
-    return to_json_value(row)
+    return row
+
+
+def update_columns(
+    num_tokens: int,
+    advantages: Sequence[float] | None = None,
+    old_log_probs: Sequence[float] | None = None,
+    clipped: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """What the update adds to the row of a record of so many tokens; lists, or arrays of numpy.
+
+    Raises:
+        ValueError: a column of another length.
+    """
+    found: dict[str, Any] = {"advantages": advantages, "old_log_probs": old_log_probs}
+    for name, column in found.items():
+        if column is not None and len(column) != num_tokens:
+            raise ValueError(f"{name}: {len(column)} numbers for a record of {num_tokens} tokens")
+    if clipped is not None:
+        found["clipped"] = np.flatnonzero(np.asarray(clipped) > 0).astype(np.int32)
+    return found
 
 
 def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
@@ -94,8 +149,9 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
         DataError: another schema version, or a missing key.
     """
     version = row.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {SCHEMA_VERSION}")
+    if version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
+        raise DataError(f"rollout row: schema_version {version!r}, this verl_mt reads {readable}")
     row = {"source": ""} | row  # the first rows of version 1 had none
     missing = [name for name in (*_PLAIN, "stop_reason", "time_spans", "records") if name not in row]
     if missing:
@@ -103,6 +159,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
     stop_reason = row["stop_reason"]
     return Trajectory(
         **{name: row[name] for name in _PLAIN},
+        ground_truth=row.get("ground_truth"),
         greedy_reward=row.get("greedy_reward"),
         execution_id=row.get("execution_id"),
         replicas=row.get("replicas", []),
@@ -148,9 +205,9 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
         CheckpointError: the disk refused.
     """
     count = 0
-    with writing(path), _atomic(Path(path)) as file:
+    with writing(path), atomic_file(Path(path)) as file:
         for row in rows:
-            file.write(_line(row))
+            file.write(json_text(row) + b"\n")
             count += 1
     return count
 
@@ -165,7 +222,7 @@ def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            file.write(_line(metrics))
+            file.write(json_text(metrics) + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -207,7 +264,7 @@ def truncate_metrics(path: str | Path, after_step: int) -> int:
     complete = _parse_lines(lines, path)
     kept = [line for line, row in zip(lines, complete) if row.get("step", -1) <= after_step]
     if len(kept) != len(lines):
-        with writing(path), _atomic(path) as file:
+        with writing(path), atomic_file(path) as file:
             file.writelines(kept)
     return len(lines) - len(kept)
 
@@ -254,19 +311,18 @@ def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
     return value_text(value, 10_000)
 
 
-def _record_to_row(
-    record: TrajectoryRecord,
-    advantages: Sequence[float] | None,
-    old_log_probs: Sequence[float] | None,
-    clipped: Sequence[float] | None,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(record, name) for name in _TOKEN_COLUMNS}
-    for name, column in (("advantages", advantages), ("old_log_probs", old_log_probs)):
-        if column is not None and len(column) != len(record.token_ids):
-            raise ValueError(f"{name}: {len(column)} numbers for a record of {len(record.token_ids)} tokens")
-        row[name] = None if column is None else list(column)
-    if clipped is not None:
-        row["clipped"] = [place for place, value in enumerate(clipped) if value > 0]
+def _short_truth(value: Any) -> Any:
+    """Plain data; a text of its beginning where it is too long for a row."""
+    plain = to_json_value(value)
+    text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+    if len(text) <= TRUTH_CHARACTERS:
+        return plain
+    note = f" ... (cut: the ground truth has {len(text)} characters)"
+    return text[: TRUTH_CHARACTERS - len(note)] + note
+
+
+def _record_to_row(record: TrajectoryRecord, late: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(record, name) for name in TOKEN_COLUMNS} | late
     row["has_log_probs"] = record.has_log_probs
     if record.messages:
         row["messages"] = record.messages
@@ -277,7 +333,7 @@ def _record_to_row(
 
 
 def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
-    columns = {name: list(row[name]) for name in _TOKEN_COLUMNS}
+    columns = {name: list(row[name]) for name in TOKEN_COLUMNS}
     columns["rollout_log_probs"] = [math.nan if p is None else float(p) for p in columns["rollout_log_probs"]]
     return TrajectoryRecord(
         **columns,
@@ -297,12 +353,13 @@ def _of_record(columns: Sequence[Sequence[float] | None] | None, k: int) -> Sequ
     return None if columns is None else columns[k]
 
 
-def _line(row: dict[str, Any]) -> bytes:
-    row = to_json_value(row)
+def json_text(value: Any) -> bytes:
+    """The value as JSON in UTF-8, whatever it is."""
+    plain = to_json_value(value)
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8: written as an escape
-        return json.dumps(row, allow_nan=False).encode() + b"\n"
+        return json.dumps(plain, allow_nan=False).encode()
 
 
 def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
@@ -322,7 +379,7 @@ def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class _atomic:
+class atomic_file:
     """A file that appears under its name when the block ends well, and not otherwise."""
 
     def __init__(self, path: Path):

@@ -2,23 +2,36 @@
 
 The built-in samplers are pure functions from a position (how many rows were drawn before) to a row. So a run that is
 resumed at any position goes on exactly as it would have, and prompts that were in flight are simply issued again.
+
+An epoch of at most a million rows, or of rows in memory, is a shuffled list of their numbers. Of more the number of
+each draw is computed when it is drawn (`permuted`): nothing is kept, and to resume costs nothing.
 """
 
 from __future__ import annotations
 
 import abc
+import hashlib
 import random
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from math import isqrt
+from typing import Any, Protocol, overload
+
+import numpy as np
 
 from verl_mt.data.dataset import DataRow, DataSource
+from verl_mt.data.large_files import LargeRows
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.errors import CheckpointError, DataError
 from verl_mt.plugins import Registry, load_object
 
 _GOLDEN = 0.6180339887498949
+_LISTED = 2**20
+"""An order of as many numbers takes a second to shuffle, and 40 MB."""
+_ROUNDS = 6
+_COUNTED_AT_ONCE = 2**20
 
 
 class SamplerOptions(Protocol):
@@ -76,8 +89,55 @@ class RowSampler(abc.ABC):
         """
 
 
+def permuted(key: str, size: int, offset: int) -> int:
+    """Item `offset` of the order of `range(size)` that `key` names, in constant time and memory.
+
+    A Feistel network over the smallest square that holds the range, walked again where it leads out of the range (Black
+    and Rogaway 2002, Ciphers with Arbitrary Finite Domains): a bijection whatever the rounds compute.
+    """
+    side, secret = isqrt(size - 1) + 1, hashlib.sha256(key.encode()).digest()
+    while True:
+        left, right = divmod(offset, side)
+        for number in range(_ROUNDS):
+            mixed = hashlib.blake2b(b"%d/%d" % (number, right), digest_size=8, key=secret).digest()
+            left, right = right, (left + int.from_bytes(mixed, "little")) % side
+        offset = left * side + right
+        if offset < size:
+            return offset
+
+
+class Joined(Sequence[DataRow]):
+    """The rows of all sources, one after the other; none is read before it is asked for."""
+
+    def __init__(self, sources: Sequence[DataSource]):
+        self._parts = [source.rows for source in sources]
+        self._ends = list(accumulate(map(len, self._parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> DataRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[DataRow]: ...
+    def __getitem__(self, index: int | slice) -> DataRow | list[DataRow]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[k] for k in found]
+        which, place = self.place_of(found)
+        return self._parts[which][place]
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """(number of the source, row in it)"""
+        which = bisect_right(self._ends, index)
+        return which, index - (self._ends[which - 1] if which else 0)
+
+
 class PositionSampler(RowSampler):
-    """A sampler whose row depends on nothing but the position."""
+    """A sampler whose row depends on nothing but the position.
+
+    A subclass overrides `row_at`, or `place_at`: then rows of large files are read many at a time.
+    """
 
     names_matter = True
     """The order depends on the entries' names; False: a run goes on though they have other names."""
@@ -91,19 +151,45 @@ class PositionSampler(RowSampler):
         self.shuffle = shuffle
         self.position = 0
         self._orders: dict[str, tuple[int, list[int]]] = {}
+        self._large = [s.rows for s in self.sources if isinstance(s.rows, LargeRows)]
+        self._ahead: dict[int, DataRow] = {}
 
     @property
     def num_rows(self) -> int:
         return sum(len(s.rows) for s in self.sources)
 
-    @abc.abstractmethod
     def row_at(self, position: int) -> DataRow:
         """The row that is drawn as number `position`, from 0."""
+        which, place = self.place_at(position)
+        return self.sources[which].rows[place]
+
+    def place_at(self, position: int) -> tuple[int, int]:
+        """Where that row is: (number of its source, its number there)."""
+        raise NotImplementedError(f"{type(self).__name__} overrides neither row_at nor place_at")
 
     def next_batch(self, n: int) -> list[DataRow]:
-        rows = [self.row_at(position) for position in range(self.position, self.position + n)]
+        wanted = range(self.position, self.position + n)
+        if self._large and type(self).row_at is PositionSampler.row_at:
+            rows = self._read(wanted)
+        else:
+            rows = [self.row_at(position) for position in wanted]
         self.position += n
         return rows
+
+    def _read(self, wanted: range) -> list[DataRow]:
+        """The rows of these positions, and with them those that come next, where it saves reading."""
+        missing = next((position for position in wanted if position not in self._ahead), None)
+        if missing is not None:
+            ahead = max(rows.look_ahead for rows in self._large)
+            positions = range(missing, max(wanted.stop, missing + ahead))
+            places = [self.place_at(position) for position in positions]
+            for which, source in enumerate(self.sources):
+                of_it = [(position, place[1]) for position, place in zip(positions, places) if place[0] == which]
+                indices = [index for _, index in of_it]
+                rows = source.rows
+                found = rows.take(indices) if isinstance(rows, LargeRows) else [rows[k] for k in indices]
+                self._ahead |= zip((position for position, _ in of_it), found)
+        return [self._ahead.pop(position) for position in wanted]
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         if not 0 <= in_flight <= self.position:
@@ -129,6 +215,8 @@ class PositionSampler(RowSampler):
         epoch, offset = divmod(position, size)
         if not self.shuffle:
             return offset
+        if self._large and size > _LISTED:
+            return permuted(f"{self.seed}/{name}/{epoch}", size, offset)
         known = self._orders.get(name)
         if known is None or known[0] != epoch or len(known[1]) != size:
             # Seeded by text: the same order in every process and version of Python.
@@ -145,10 +233,10 @@ class ShuffledSampler(PositionSampler):
 
     def __init__(self, sources: Sequence[DataSource], *, seed: int = 0, shuffle: bool = True):
         super().__init__(sources, seed=seed, shuffle=shuffle)
-        self._rows = [row for source in self.sources for row in source.rows]
+        self._rows = Joined(self.sources)
 
-    def row_at(self, position: int) -> DataRow:
-        return self._rows[self.ordered("all", len(self._rows), position)]
+    def place_at(self, position: int) -> tuple[int, int]:
+        return self._rows.place_of(self.ordered("all", len(self._rows), position))
 
 
 class WeightedSampler(PositionSampler):
@@ -175,18 +263,20 @@ class WeightedSampler(PositionSampler):
         self._counted = 0
         self._counts = [0] * len(self.sources)
 
-    def row_at(self, position: int) -> DataRow:
+    def place_at(self, position: int) -> tuple[int, int]:
         if position < self._counted:
             self._counted, self._counts = 0, [0] * len(self.sources)
         while self._counted < position:
-            self._counts[self._source_at(self._counted)] += 1
-            self._counted += 1
-        which = self._source_at(position)
+            end = min(position, self._counted + _COUNTED_AT_ONCE)
+            drawn = self._sources_at(np.arange(self._counted, end))
+            self._counts = (np.bincount(drawn, minlength=len(self.sources)) + self._counts).tolist()
+            self._counted = end
+        which = int(self._sources_at(np.array([position]))[0])
         source = self.sources[which]
-        return source.rows[self.ordered(source.name, len(source.rows), self._counts[which])]
+        return which, self.ordered(source.name, len(source.rows), self._counts[which])
 
-    def _source_at(self, position: int) -> int:
-        return bisect_right(self._edges, (self._offset + position * _GOLDEN) % 1.0)
+    def _sources_at(self, positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._edges, (self._offset + positions * _GOLDEN) % 1.0, side="right")
 
 
 class DifficultySampler(PositionSampler):
@@ -210,15 +300,16 @@ class DifficultySampler(PositionSampler):
         shuffle: bool = True,
     ):
         super().__init__(sources, seed=seed, shuffle=shuffle)
-        rows = [row for source in self.sources for row in source.rows]
-        difficulties = [_difficulty(row, key) for row in rows]
+        self._rows = Joined(self.sources)
+        # Of every row of a large file: it is read once at each start, a part at a time.
+        difficulties = array("d", (_difficulty(row, key) for source in self.sources for row in source.rows))
         self._starts: list[int] = []
-        self._stages: list[list[DataRow]] = []
+        self._stages: list[array[int]] = []
         for stage in schedule:
             start, limit = _stage(stage)
             if start <= (self._starts[-1] if self._starts else -1) or (not self._starts and start != 0):
                 raise DataError(f"data.sampler_kwargs.schedule: rows must grow from 0 on, got {list(schedule)!r}")
-            eligible = [r for r, d in zip(rows, difficulties, strict=True) if limit is None or d <= limit]
+            eligible = array("q", (k for k, d in enumerate(difficulties) if limit is None or d <= limit))
             if not eligible:
                 raise DataError(
                     f"data.sampler_kwargs.schedule: no row has {key} <= {limit}; the smallest is {min(difficulties)}"
@@ -230,10 +321,10 @@ class DifficultySampler(PositionSampler):
                 "data.sampler_kwargs.schedule: no stage; write [{rows: 0, max: 1}, {rows: 1000, max: null}]"
             )
 
-    def row_at(self, position: int) -> DataRow:
+    def place_at(self, position: int) -> tuple[int, int]:
         number = bisect_right(self._starts, position) - 1
         stage = self._stages[number]
-        return stage[self.ordered(f"stage_{number}", len(stage), position - self._starts[number])]
+        return self._rows.place_of(stage[self.ordered(f"stage_{number}", len(stage), position - self._starts[number])])
 
 
 samplers: Registry[type[RowSampler]] = Registry("sampler", {"difficulty": DifficultySampler})
@@ -282,9 +373,7 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
 def _difficulty(row: DataRow, key: str) -> float:
     value = row.raw.get(key, row.extra_info.get(key))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(
-            f"{row.file}, row {row.index}: data.sampler_kwargs.key names {key!r}, got {value!r}, not a number"
-        )
+        raise DataError(f"{row.place}: data.sampler_kwargs.key names {key!r}, got {value!r}, not a number")
     return value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.ledger import TrajectoryRecord, listed
 from verl_mt.data.trajectory import Status as _Status
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.data.user_values import MAX_DEPTH, WrongValue, bits_of, bool_of, ids_of, numbers_of, plain_of, text_of
@@ -294,10 +294,10 @@ def fill_from_record(sample: Sample, record: TrajectoryRecord) -> None:
     """Set what the ledger knows better: tokens, lengths, mask, log-probs and weight versions."""
     start = record.num_prompt_tokens
     versions = [str(v) for v in record.policy_versions if v >= 0]
-    sample.tokens = list(record.token_ids)
+    sample.tokens = listed(record.token_ids)
     sample.response_length = len(record.token_ids) - start
-    sample.loss_mask = list(record.loss_mask[start:])
-    sample.rollout_log_probs = list(record.rollout_log_probs[start:]) if record.has_log_probs else None
+    sample.loss_mask = listed(record.loss_mask[start:])
+    sample.rollout_log_probs = listed(record.rollout_log_probs[start:]) if record.has_log_probs else None
     sample.weight_versions = list(dict.fromkeys(versions))
 
 
@@ -323,8 +323,8 @@ def _from_records(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]
     for record in trajectory.records:
         start = record.num_prompt_tokens
         sample = Sample(
-            prompt=decode(record.token_ids[:start]),
-            response=decode(record.token_ids[start:]),
+            prompt=decode(listed(record.token_ids[:start])),
+            response=decode(listed(record.token_ids[start:])),
             reward=trajectory.reward,
             status=trajectory.status,
             session_id=trajectory.trajectory_id,

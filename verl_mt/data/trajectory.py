@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.ledger import TrajectoryRecord
+from verl_mt.data.ledger import TrajectoryRecord, total
 
 MAX_REWARD = 1e15
 """Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
@@ -158,6 +158,8 @@ class Trajectory:
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
     """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
+    ground_truth: Any = None
+    """What the row says is right, for whoever reads the rollout; the reward asks the row itself."""
     execution_id: str | None = None
     """Trajectories of a batch that share it weigh in the loss as one; None = this one weighs by itself."""
     sample: Any = None
@@ -170,11 +172,11 @@ class Trajectory:
     @property
     def trainable(self) -> bool:
         """Completed or truncated, with at least one token in the loss."""
-        return self.status in (Status.COMPLETED, Status.TRUNCATED) and any(any(r.loss_mask) for r in self.records)
+        return self.status in (Status.COMPLETED, Status.TRUNCATED) and any(total(r.loss_mask) for r in self.records)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(sum(r.sampled) for r in self.records)
+        return sum(total(r.sampled) for r in self.records)
 
 
 FILTERED = "filtered"
@@ -192,6 +194,9 @@ class TrajectoryGroup:
     row_index: int = -1
     source: str = ""
     """The row's entry; with `row_index` it names the row."""
+    sealed: bytes | None = field(default=None, repr=False, compare=False)
+    """Rollout rows of its trajectories, in their order, as `data.columnar_rows.seal` made them where they were sampled;
+    None = whoever writes them makes them."""
 
     @property
     def filtered(self) -> bool:

@@ -87,7 +87,7 @@ class DeadStart:
         since = "the validation before training and " if _VALIDATION in self._passes else ""
         return (
             f"dead from the start: in {since}the first {FIRST_STEPS} steps {'; '.join(found)}: there is nothing to "
-            f"learn from. Read rollouts/step_{step:06d}.jsonl, and docs/cold_start.md"
+            f"learn from. Read rollouts/step_{step:06d}.*, and docs/cold_start.md"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from verl_mt.data.ledger import listed, total
 from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGroup
 from verl_mt.tools.results import EVENTS
 
@@ -132,7 +133,7 @@ def tokens_by_replica(trajectories: Iterable[Trajectory]) -> Counter[str]:
             for span in record.turns:
                 name = trajectory.replicas[span.turn - 1] if 0 < span.turn <= len(trajectory.replicas) else None
                 if name is not None:
-                    tokens[name] += sum(record.sampled[span.start : span.end])
+                    tokens[name] += total(record.sampled[span.start : span.end])
     return tokens
 
 
@@ -265,11 +266,11 @@ def _sampler_entropy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`rollout/entropy`: the mean of -log p, by the sampler, over ALL tokens that it sampled, whatever is trained of
     them. Absent where the engine gave no log-probs; trajectories without them do not count."""
     known = [r for t in trajectories for r in t.records if r.has_log_probs]
-    num_tokens = sum(sum(r.sampled) for r in known)
+    num_tokens = sum(total(r.sampled) for r in known)
     if not num_tokens:
         return {}
     # What was not sampled has log-prob 0.
-    return {"rollout/entropy": -fsum(fsum(r.rollout_log_probs) for r in known) / num_tokens}
+    return {"rollout/entropy": -fsum(fsum(listed(r.rollout_log_probs)) for r in known) / num_tokens}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -332,3 +333,13 @@ def _reason(trajectory: Trajectory) -> str:
     lines = (trajectory.error or "no error was recorded").strip().splitlines()
     last_frame = max((k for k, line in enumerate(lines) if line.startswith("  ")), default=-1)
     return "\n".join(lines[last_frame + 1 :] or lines[-1:])
+
+
+def first_and_last(values: Sequence[float], most: int = 10) -> tuple[float, float, int]:
+    """(mean of the first `k` values, mean of the last `k`, `k`): what a run began and ended with.
+
+    One step is noise. `k` is a quarter of the values, at least 1 and at most `most`, so that the two never overlap
+    where there are two values or more.
+    """
+    k = max(1, min(most, len(values) // 4))
+    return fmean(values[:k]), fmean(values[-k:]), k

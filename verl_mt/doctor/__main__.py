@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -> int:
-    """The same as `python -m verl_mt.trainer trainer.dry_run=True [overrides]`: prints the list. Returns the exit
-    status: 0, or 2 where something is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """The same as `python -m verl_mt.trainer trainer.dry_run=True [overrides]`: prints the list. `--demos FILE`:
+    finished conversations go through the run's tools, limits and reward, too. Returns the exit status: 0, or 2 where
+    something is wrong."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--demos")
+    own, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        config = config_of_command(words, None, "verl_mt.doctor")
+        config = config_of_command(words, None, "verl_mt.doctor", usage="[--demos FILE] [flags] [key=value ...]")
     except VerlMTError as error:
         from verl_mt.doctor.checks import report_uncomposed  # torch and transformers take seconds
 
@@ -27,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
         return 0
     from verl_mt.doctor.checks import report
 
-    return report(config, console)
+    return report(config, console, own.demos)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 from rich.console import Console
 
 from verl_mt.config.schema import Config
-from verl_mt.doctor import conversation, resources, settings
+from verl_mt.doctor import conversation, demonstrations, meaning, oversights, resources, settings
 from verl_mt.doctor.findings import Check, Finding, Subject, run_checks, show
 from verl_mt.errors import VerlMTError
 from verl_mt.trainer import build
@@ -15,6 +16,7 @@ from verl_mt.trainer import build
 CHECKS: tuple[Check, ...] = (
     Check("keys", settings.keys),
     Check("plug-ins and trackers", settings.plugins),
+    Check("forgotten keys", oversights.forgotten),
     Check("model", resources.model),
     Check("chat template", conversation.template, ("model",)),
     Check("vocabulary", resources.vocabulary, ("chat template",)),
@@ -24,9 +26,14 @@ CHECKS: tuple[Check, ...] = (
     Check("tool calls", conversation.tool_calls, ("plug-ins and trackers", "chat template", "tools")),
     Check("interactions", conversation.interactions, ("plug-ins and trackers",)),
     Check("reward", conversation.reward, ("plug-ins and trackers",)),
-    Check("rows", conversation.rows, ("plug-ins and trackers",)),
+    Check("rows", conversation.rows, ("plug-ins and trackers", "forgotten keys")),
+    Check("validation rows", oversights.validation_rows, ("rows",)),
     Check("prompts", conversation.prompts, ("chat template", "tools", "reward", "rows")),
+    Check("prompts' words", oversights.prompt_words, ("prompts",)),
     Check("rollout", conversation.rollout, ("stop tokens", "tool calls", "interactions", "prompts")),
+    Check("demonstrations", demonstrations.demonstrations, ("rollout",)),
+    Check("reward's meaning", meaning.truths, ("rollout",)),
+    Check("learning rate", oversights.learning_rate, ("model",)),
     Check("sampling and ratios", settings.ratios),
     Check("records", settings.splits, ("chat template",)),
     Check("steps", conversation.schedule, ("rows",)),
@@ -38,18 +45,22 @@ CHECKS: tuple[Check, ...] = (
 """In the order of the list; a check needs only earlier ones."""
 
 
-def examine(config: Config, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """All findings for one configuration. Makes no files."""
+def examine(config: Config, checks: Sequence[Check] = CHECKS, demos: str | None = None) -> list[Finding]:
+    """All findings for one configuration. Makes no files.
+
+    Args:
+        demos: a file of finished conversations, which are looked at as well.
+    """
     build.prepare_process(config)
-    return list(run_checks(checks, Subject(config)))
+    with closing(Subject(config, demos=demos)) as subject:
+        return list(run_checks(checks, subject))
 
 
-def report(config: Config, console: Console | None = None) -> int:
+def report(config: Config, console: Console | None = None, demos: str | None = None) -> int:
     """Examine and print. Returns the exit status: 0, or 2 where something is wrong."""
-    return show([Finding("ok", "composes", check="configuration"), *examine(config)], console)
+    return show([Finding("ok", "composes", check="configuration"), *examine(config, demos=demos)], console)
 
 
 def report_uncomposed(error: VerlMTError, console: Console | None = None) -> int:
     """Print the list of a configuration that does not compose. Returns the exit status, 2."""
-    skipped = [Finding("skipped", "needs configuration", check=check.name) for check in CHECKS]
-    return show([Finding("error", str(error), check="configuration"), *skipped], console)
+    return show([Finding("error", f"{error}\nNothing else was looked at.", check="configuration")], console)

@@ -1,28 +1,25 @@
 """What a conversation meets on its way: template, end of turn, tools and calls that are read back, interactions; rows,
-prompts, reward and the steps they make; and a whole rollout on an engine whose turns are a script: one tool call with
-made-up arguments, then an answer."""
+prompts, reward and the steps they make; and a whole scripted conversation: one tool call with made-up arguments, then
+an answer."""
 
 from __future__ import annotations
 
-import copy
-import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from verl_mt.chat.differences import Cause, closed_opening
 from verl_mt.chat.parser_fit import require_parser, written_call
 from verl_mt.chat.parsers import get_parser
-from verl_mt.data.dataset import load_rows
-from verl_mt.data.requests import GenerationRequest
-from verl_mt.data.trajectory import Status, Trajectory
+from verl_mt.data.conversation import Message
+from verl_mt.data.large_files import LargeRows
+from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
-from verl_mt.errors import DataError, EngineError
+from verl_mt.doctor.scripted import Talk, called, said
+from verl_mt.errors import DataError
 from verl_mt.interactions.session import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import is_multi_turn
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data, build_rollout
 from verl_mt.workers.optimizer import warmup_steps_of
 from verl_mt.workers.trainable import steps_of_actor, updates_per_step
@@ -30,10 +27,13 @@ from verl_mt.workers.trainable import steps_of_actor, updates_per_step
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
 """Rows of each entry whose prompts are rendered."""
-_MAX_PROMPTS, _SAMPLES = 2, 2
-_MAX_TURNS_WITH_CALLS = 1
-_LIMIT_S = 120.0
+_MAX_PROMPTS = 2
 _ANSWER = "The answer is 1.\n#### 1"
+_LIMITS: dict[StopReason | None, Callable[[Subject], object]] = {
+    StopReason.MAX_TOKENS_PER_TURN: lambda subject: subject.rollout.max_tokens_per_turn,
+    StopReason.RESPONSE_LENGTH: lambda subject: subject.rollout.response_length,
+    StopReason.MAX_MODEL_LEN: lambda subject: subject.max_model_len,
+}
 
 
 def template(subject: Subject) -> Iterator[Finding]:
@@ -73,6 +73,13 @@ def stop_tokens(subject: Subject) -> Iterator[Finding]:
                 f"{_ROLLOUT}.stop holds {text!r}, which is the text of a token that ends turns anyway",
                 "leave it out: looking for strings costs time at every token",
             )
+    asked: list[Message] = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": _ANSWER}]
+    if not set(chat.full_ids(asked)[len(chat.full_ids(asked[:1])) :]) & chat.end_token_ids:
+        yield warning(
+            "the chat template writes no end behind what an assistant said, so a model sees turns that never end and "
+            "learns from a cold start to write none",
+            "repair the end of turn in actor_rollout_ref.model.custom_chat_template (or the model's chat_template)",
+        )
     written = ", ".join(f"{chat.decode([i])!r} ({i})" for i in sorted(ends)[:4])
     yield ok(f"a turn ends at {written}")
 
@@ -118,16 +125,24 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 def rows(subject: Subject) -> Iterator[Finding]:
-    """The files are there and every row has the columns that it needs."""
-    data = subject.config.data
-    columns = build_data.columns_of(data)
-    subject.train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns
+    """The files are there and every row has the columns that it needs; of files that a run does not load, the first."""
+    subject.train = build_data.open_train_rows(subject.config)
+    found = f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}"
+    large = [s.name for s in subject.train if isinstance(s.rows, LargeRows)]
+    if large:
+        found += f"; of {', '.join(large)} only the first {_MAX_ROWS} are looked at (data.eager_rows)"
+    yield ok(found)
+    if subject.config.data.val_files is None:
+        return
+    if not build_data.many_val_rows(subject.config):
+        subject.val = build_data.load_val_rows(subject.config)
+        yield ok(f"{sum(len(s.rows) for s in subject.val)} validation rows")
+        return
+    yield warning(
+        "data.val_files hold more rows than data.eager_rows, and were not looked at: a run loads and renders all of "
+        "them before its first step, and samples all at each validation",
+        "take fewer with data.val_max_samples",
     )
-    yield ok(f"{subject.num_rows} training rows of {', '.join(s.name for s in subject.train)}")
-    if data.val_files is not None:
-        found = build_data.load_val_rows(subject.config)
-        yield ok(f"{sum(len(s.rows) for s in found)} validation rows")
 
 
 def prompts(subject: Subject) -> Iterator[Finding]:
@@ -199,7 +214,7 @@ def schedule(subject: Subject) -> Iterator[Finding]:
 
 def rollout(subject: Subject) -> Iterator[Finding]:
     """Rows go through tools, interaction, limits, masks and reward as in a run; only the model is a script."""
-    found = _roll_out(subject)
+    found = subject.open_stage().play([_talk(subject, prompt) for prompt in subject.prompts[:_MAX_PROMPTS]], samples=2)
     failed = [t for t in found if t.status in (Status.FAILED, Status.ABORTED)]
     if failed:
         reason = (failed[0].error or "no error was recorded").strip().splitlines()[-1]
@@ -226,6 +241,14 @@ def rollout(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"the sanity check finds a mismatch: {counted[0]}",
             "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
+        )
+    cut = Counter(t.stop_reason for t in found if t.stop_reason in _LIMITS)
+    if cut.total() == len(found):
+        yield warning(
+            f"all {len(found)} scripted conversations (a call, where there is a tool, and one short line) were cut: "
+            f"{', '.join(f'{reason}={_LIMITS[reason](subject)}' for reason in cut)}",
+            "raise what cut them (actor_rollout_ref.rollout.response_length, max_tokens_per_turn, max_model_len): a "
+            "model that never comes to its answer is never rewarded",
         )
     stops = Counter(str(t.stop_reason) for t in found)
     rewards = sorted({f"{t.reward:.4g}" for t in found if t.reward is not None})
@@ -257,73 +280,8 @@ def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding
         )
 
 
-def _roll_out(subject: Subject) -> list[Trajectory]:
-    config = copy.deepcopy(subject.config)
-    config.trainer.debug_mode = "save"
-    if config.actor_rollout_ref.rollout.response_length < 1024:
-        # The script is not the model: its answer is short, its call has the length that the arguments have.
-        config.actor_rollout_ref.rollout.max_tokens_per_turn = None
-    engine = ScriptedEngine(_Script(subject), decode=subject.known_chat.decode)
-    runner = build_rollout.build_runner(config, subject.known_chat, subject.tools, None, engine)
-    stream = RolloutStream(runner)
-    begun = time.monotonic()
-
-    def watch() -> None:
-        if time.monotonic() - begun > _LIMIT_S:
-            raise EngineError(f"the rollout on the scripted engine was not over after {_LIMIT_S:.0f} s")
-
-    try:
-        stream.start(RolloutPlan(subject.prompts[:_MAX_PROMPTS], _SAMPLES, "doctor"))
-        groups = stream.collect("doctor", watch)
-    finally:
-        stream.close(runner.context.engine.close)
-    return [t for group in groups for t in group.trajectories]
-
-
-class _Script:
-    """The first turn of each conversation calls a tool, where there is one; later ones answer."""
-
-    def __init__(self, subject: Subject):
-        self._chat = subject.known_chat
-        self._turns: Counter[str] = Counter()
-        self._end = min(self._chat.stop_token_ids)
-        self._call: str | None = None
-        if subject.tools is not None and subject.rollout.agent_function_path is None:
-            schema = subject.tools.schemas()[0]
-            written = written_call(self._chat, tool=schema, arguments=example_arguments(schema))
-            self._call = None if written is None else written.text
-            if written is not None and not written.in_reasoning and self._chat.prefilled_reasoning:
-                self._call = f"\n</think>\n\n{written.text}"
-
-    def __call__(self, request: GenerationRequest) -> ScriptedTurn:
-        self._turns[request.session_id] += 1
-        text = self._call if self._turns[request.session_id] <= _MAX_TURNS_WITH_CALLS else None
-        if text is None:
-            text = f"{'1</think>' if self._chat.prefilled_reasoning else ''}{_ANSWER}"
-        ids = [*self._chat.encode_text(text, neutral=False), self._end]
-        return ScriptedTurn(ids, None, "stop", [-0.1] * len(ids))
-
-
-def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Some arguments that fit a tool's schema."""
-    parameters = schema["function"].get("parameters") or {}
-    required = parameters.get("required") or list(parameters.get("properties") or {})
-    return {name: _example(parameters["properties"][name]) for name in required if name in parameters["properties"]}
-
-
-def _example(schema: dict[str, Any]) -> Any:
-    for key in ("const", "default"):
-        if schema.get(key) is not None:
-            return schema[key]
-    if schema.get("enum"):
-        return schema["enum"][0]
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return _example(schema[key][0])
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind == "array":
-        return [_example(schema.get("items") or {})] * max(1, schema.get("minItems", 1))
-    if kind == "object":
-        return {name: _example(schema["properties"][name]) for name in schema.get("required") or ()}
-    return {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1.0), "boolean": True}.get(kind, "1")
+def _talk(subject: Subject, prompt: Prompt) -> Talk:
+    """A call, where there is a tool, and then an answer."""
+    chat = subject.known_chat
+    call = called(chat, prompt.tools[0]) if prompt.tools and subject.rollout.agent_function_path is None else None
+    return Talk(prompt, [*([call] if call else []), said(chat, _ANSWER)])

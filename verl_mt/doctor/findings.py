@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from rich.console import Console
@@ -16,7 +16,8 @@ from rich.text import Text
 from verl_mt import engines
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
-from verl_mt.data.dataset import DataSource
+from verl_mt.data.dataset import DataRow, DataSource
+from verl_mt.doctor.scripted import Stage
 from verl_mt.errors import PluginError, VerlMTError, error_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward
@@ -44,8 +45,29 @@ class Subject:
     module: Any = None
     """The model without weights (`meta` device)."""
     train: list[DataSource] = field(default_factory=list)
+    val: list[DataSource] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     """Rendered from the first rows of each training entry."""
+    demos: str | None = None
+    """A file of finished conversations to look at."""
+    rewarded_demos: bool = False
+    """The reward gives some of them more than the others, or than a wrong answer."""
+    _stage: Stage | None = None
+
+    def train_rows(self) -> Iterator[DataRow]:
+        """All of those that are loaded; of files that are not, the first."""
+        for source in self.train:
+            yield from islice(source.rows, self.config.data.eager_rows or None)
+
+    def open_stage(self) -> Stage:
+        """Where scripted conversations are played; `close` closes it."""
+        if self._stage is None:
+            self._stage = Stage(self.config, self.known_chat, self.tools)
+        return self._stage
+
+    def close(self) -> None:
+        if self._stage is not None:
+            self._stage.close()
 
     @property
     def rollout(self) -> Any:
@@ -150,8 +172,13 @@ def _look(check: Check, subject: Subject) -> Iterator[Finding]:
 
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> int:
-    """Print them. Returns the exit status: 2 with errors, else 0."""
-    console = console or (Console() if sys.stdout.isatty() else Console(width=160))
+    """Print them; what could not be looked at is one line. Returns the exit status: 2 with errors, else 0."""
+    console = console or Console()
+    skipped = [found for found in findings if found.status == "skipped"]
+    findings = [found for found in findings if found.status != "skipped"]
+    if skipped:
+        names, needed = (list(dict.fromkeys(words)) for words in zip(*((f.check, f.text) for f in skipped)))
+        findings.append(Finding("skipped", f"{', '.join(names)} ({'; '.join(needed)})", check="not looked at"))
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -164,6 +191,7 @@ def show(findings: Sequence[Finding], console: Console | None = None) -> int:
         table.add_row(Text(word, style=style), found.check, text)
     console.print(table)
     counts = Counter(found.status for found in findings)
+    counts["skipped"] = len(skipped)
     console.print(
         f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['skipped']} skipped, {counts['ok']} ok"
     )

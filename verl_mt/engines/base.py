@@ -269,6 +269,16 @@ class EngineSetup:
     """For an engine that `lives_beside_ranks`: one place for each of its replicas; none = in or beside this process."""
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What a rollout worker makes, in its own process, to ask an engine of the trainer's for tokens. It is pickled."""
+
+    path: str
+    """Dotted path of the class, or of a function that makes it."""
+    args: tuple[Any, ...] = ()
+    """Its arguments; the worker's number follows them."""
+
+
 class InferenceEngine(abc.ABC):
     """One inference engine. Methods are awaited on the rollout's event loop; it may work in threads or processes."""
 
@@ -277,6 +287,8 @@ class InferenceEngine(abc.ABC):
     """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
     lives_beside_ranks: ClassVar[bool] = False
     """Where the worker group is spread over devices, so is this engine: it takes `EngineSetup.hosts`."""
+    say: Callable[[Any], None] | None = None
+    """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions that it imports where it `lives_beside_ranks`: all machines must have one version of each."""
 
@@ -349,6 +361,19 @@ class InferenceEngine(abc.ABC):
     def metrics(self) -> dict[str, float]:
         """`engine/*`, for the metrics of a step."""
         return {}
+
+    def branch(self) -> Branch | None:
+        """For rollout workers (`rollout.num_workers`), each of which gets its own; None = the requests of their
+        conversations come to this process."""
+        return None
+
+    def news(self) -> Any:
+        """What branches have to know of what changes: pickled, compared, and sent to `hear` of each branch before it
+        samples, and whenever it is another one."""
+        return self.version
+
+    def hear(self, news: Any) -> None:  # noqa: B027 - most have nothing to hear
+        """In a branch: the engine's `news`. In the trainer's process: what a branch said by its `say`."""
 
     @abc.abstractmethod
     async def close(self) -> None:

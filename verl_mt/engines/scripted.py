@@ -7,14 +7,18 @@ nothing, where saved rollouts are trained on.
 from __future__ import annotations
 
 import asyncio
+import logging
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
-from verl_mt.engines.base import Capabilities, InferenceEngine, PauseMode, WeightUpdate
+from verl_mt.engines.base import Branch, Capabilities, InferenceEngine, PauseMode, WeightUpdate
 from verl_mt.engines.stop_strings import Decode, StopStrings
-from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
+
+log = logging.getLogger(__name__)
 
 
 class ScriptedTurn(NamedTuple):
@@ -133,6 +137,27 @@ class ScriptedEngine(InferenceEngine):
     def close_session(self, session_id: str) -> None:
         self.closed.append(session_id)
         self._streams.pop(session_id, None)
+
+    def branch(self) -> Branch | None:
+        """A script that is told by session, prompt or request is replayed where the conversation is; one that counts
+        arrivals, or cannot be pickled, here."""
+        if self._fail_at or isinstance(self._turns, Sequence):
+            return None
+        script = {
+            "turns": self._turns,
+            "returns_token_ids": self.capabilities.returns_token_ids,
+            "latency_s": self._latency_s,
+            "decode": self._decode,
+        }
+        try:
+            pickle.dumps(script)
+        except Exception as error:
+            log.info("the script stays in this process: %s", error_text(error, named=True))
+            return None
+        return Branch(f"{__name__}:scripted_branch", (script,))
+
+    def hear(self, news: Any) -> None:
+        self._version = news
 
     async def close(self) -> None:
         self._is_closed = True
@@ -262,6 +287,11 @@ class ScriptedEngine(InferenceEngine):
             timings=timings,
             text=turn.text,
         )
+
+
+def scripted_branch(script: dict[str, Any], worker: int) -> ScriptedEngine:
+    """In a rollout worker."""
+    return ScriptedEngine(script.pop("turns"), **script)
 
 
 def _as_turn(turn: Turn, request: GenerationRequest) -> ScriptedTurn:

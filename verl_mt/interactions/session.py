@@ -48,14 +48,17 @@ def load_interactions(path: str | Path | None, *, config_key: str = CONFIG_KEY) 
         name = declaration.values.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
             raise ConfigError(f"{declaration.where}: name must be a text, got {name!r}; leave it out for the default")
-        kind = declaration.load_class(BaseInteraction)
+        made = declaration.load()
+        kind = type(made) if isinstance(made, BaseInteraction) else declaration.load_class(BaseInteraction)
         name = name or default_name(kind.__name__)
         if name in found:
             raise PluginError(
                 f"{declaration.where}: an interaction named {name!r} exists already ({places[name]}); "
                 "give one of them another `name`"
             )
-        found[name] = declaration.build(kind, config={**declaration.config, "name": name})
+        if made is not kind and declaration.config:
+            raise ConfigError(f"{declaration.where}: an interaction that is made already takes no config")
+        found[name] = made if made is not kind else declaration.build(kind, config={**declaration.config, "name": name})
         places[name] = declaration.where
     return found
 

@@ -17,6 +17,8 @@ from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.report.collect import collect
 from verl_mt.report.html_page import build_page, charting_library, serve
 
+MAX_ROLLOUTS = 20_000
+
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for bad input (one line on stderr)."""
@@ -26,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="serve it on loopback and follow runs that are written")
     parser.add_argument("--port", type=int, default=0, help="--serve: the port; default: a free one")
     parser.add_argument(
-        "--max-rollouts", type=int, default=20_000, help="of each run; of more, whole steps are left out evenly"
+        "--max-rollouts", type=int, default=MAX_ROLLOUTS, help="of each run; of more, whole steps are left out evenly"
     )
     args = parser.parse_args(argv)
     try:
@@ -35,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         charting_library()
         if args.serve:
             return serve(args.runs, port=args.port, max_rollouts=args.max_rollouts)
-        return _write(args.runs, args.out, args.max_rollouts)
+        path, count = write(args.runs, args.out, args.max_rollouts)
+        print(f"{path}: {count} rollouts, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+        return 0
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,7 +47,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _write(runs: Sequence[str], out: str | None, max_rollouts: int) -> int:
+def write(runs: Sequence[str], out: str | None = None, max_rollouts: int = MAX_ROLLOUTS) -> tuple[Path, int]:
+    """Write the page. Returns the file and the number of its rollouts.
+
+    Args:
+        out: the file; None = `report.html` in the first run's directory.
+
+    Raises:
+        VerlMTError: no run there, or a file that cannot be written.
+    """
     contents = collect(runs, max_rollouts=max_rollouts)
     path = Path(out).expanduser() if out else Path(runs[0]).expanduser() / "report.html"
     partial = path.with_name(f".{path.name}.tmp")
@@ -57,9 +69,7 @@ def _write(runs: Sequence[str], out: str | None, max_rollouts: int) -> int:
     for run in contents.runs:
         for problem in run["problems"]:
             print(f"{run['label']}: {problem}", file=sys.stderr)
-    count = sum(part["count"] for run in contents.runs for part in run["parts"])
-    print(f"{path}: {count} rollouts, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
-    return 0
+    return path, sum(part["count"] for run in contents.runs for part in run["parts"])
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ from typing import Any
 
 import yaml
 
+from verl_mt.data.row_files import RowFile, count_rows, row_files
 from verl_mt.data.run_files import to_json_value
 from verl_mt.diagnostics.critical_path import critical_path_of_rows
-from verl_mt.report.run_reader import RolloutFile, Run, open_run, read_rollouts, rollout_files, section
+from verl_mt.errors import DataError
+from verl_mt.report.run_reader import Run, open_run, read_rollouts, section
 from verl_mt.report.summary import describe
 from verl_mt.report.token_columns import TokenColumns
 
@@ -60,7 +62,9 @@ class Contents:
                 "label": label,
                 "path": str(run.path),
                 "finished": run.finished,
-                "problems": [*run.problems, *problems, *(p for file in files for p in file.problems)],
+                "problems": list(
+                    dict.fromkeys([*run.problems, *problems, *(p for file in files for p in file.problems)])
+                ),
                 "total_steps": trainer.get("total_training_steps"),
                 "model": model,
                 "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",
@@ -107,7 +111,7 @@ class Collector:
         return contents
 
     def _files(self, run: Run) -> tuple[list[EncodedFile], list[str]]:
-        files = rollout_files(run.path)
+        files = row_files(run.path)
         counts = [self._count(file) for file in files]
         chosen = list(spread(files, counts, self._max_rollouts))
         left_out = len(files) - len(chosen)
@@ -119,13 +123,16 @@ class Collector:
             )
         return [self._encode(file, run) for file in chosen], problems
 
-    def _count(self, file: RolloutFile) -> int:
+    def _count(self, file: RowFile) -> int:
         key = file.path, file.stamp
         if key not in self._counts:
-            self._counts[key] = _num_lines(file.path)
+            try:
+                self._counts[key] = count_rows(file.path)
+            except DataError:  # whoever reads it says what is wrong with it
+                self._counts[key] = 0
         return self._counts[key]
 
-    def _encode(self, file: RolloutFile, run: Run) -> EncodedFile:
+    def _encode(self, file: RowFile, run: Run) -> EncodedFile:
         known = self._encoded.get(file.path)
         if known is None or known[0] != file.stamp:
             stamp = file.stamp  # before it is read: what is appended meanwhile is read the next time
@@ -144,11 +151,6 @@ def labels(runs: Sequence[Run]) -> list[str]:
     found = [run.name if names[run.name] == 1 else "/".join(run.path.resolve().parts[-2:]) for run in runs]
     again = Counter(found)
     return [name if again[name] == 1 else f"{name} ({k + 1})" for k, name in enumerate(found)]
-
-
-def _num_lines(path: Path) -> int:
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class EncodedFile:
         return sum(part.count for part in self.parts)
 
 
-def encode_file(file: RolloutFile, run: Run) -> EncodedFile:
+def encode_file(file: RowFile, run: Run) -> EncodedFile:
     """Read and encode one file; what cannot be read is in `problems`."""
     rows, problems = read_rollouts(file)
     parts = tuple(
@@ -196,7 +198,7 @@ def pack(value: Any) -> bytes:
     return gzip.compress(text.encode(errors="replace"), 6, mtime=0)
 
 
-def _part(rows: Sequence[Mapping[str, Any]], file: RolloutFile, texts: Mapping[int, str]) -> Part:
+def _part(rows: Sequence[Mapping[str, Any]], file: RowFile, texts: Mapping[int, str]) -> Part:
     columns = TokenColumns()
     described = [_described(row, columns, texts) for row in rows]
     lines = [line for line, _ in described]
@@ -226,7 +228,7 @@ def _described(
     return found
 
 
-def spread(files: Sequence[RolloutFile], counts: Sequence[int], limit: int) -> Iterator[RolloutFile]:
+def spread(files: Sequence[RowFile], counts: Sequence[int], limit: int) -> Iterator[RowFile]:
     """Whole files, evenly over the run, of at most about `limit` rollouts; the first and the last are among them."""
     total = sum(counts)
     if total <= limit or len(files) < 2:

@@ -25,7 +25,10 @@ from verl_mt.report.collect import Collector, Contents
 logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
-_SCRIPTS = ("dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "app.js")
+_SCRIPTS = (
+    "dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "diff.js",
+    "prompts.js", "app.js",
+)  # fmt: skip
 _HOST = "127.0.0.1"
 _MAX_AGE_S = 2.0
 """A manifest younger than this is served again."""

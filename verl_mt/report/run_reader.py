@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,29 +10,14 @@ from typing import Any
 
 import yaml
 
-from verl_mt.data.run_files import SCHEMA_VERSION, read_token_texts
+from verl_mt.data.row_files import PARQUET, RowFile, row_files
+from verl_mt.data.row_files import read_rows as read_rollout_rows
+from verl_mt.data.run_files import READABLE_VERSIONS, SCHEMA_VERSION, read_token_texts
 from verl_mt.errors import DataError
 
-_ROLLOUT_FILE = re.compile(r"(?P<pass>.+)_(?P<step>\d+)\.jsonl")
 _SECTIONS = ("actor_rollout_ref", "actor_rollout_ref.model", "trainer")
 """Of `config.yaml`, which the page reads."""
 _TRACES = ("config.yaml", "metrics.jsonl", "rollouts")
-
-
-@dataclass(frozen=True)
-class RolloutFile:
-    """One file of rollout rows."""
-
-    path: Path
-    split: str
-    """`train`, or the validation pass: `val`, `val_greedy`."""
-    step: int
-
-    @property
-    def stamp(self) -> tuple[int, int]:
-        """Changes when the file does."""
-        found = self.path.stat()
-        return found.st_mtime_ns, found.st_size
 
 
 @dataclass
@@ -70,9 +54,9 @@ def open_run(path: str | Path) -> Run:
     run.token_texts = _token_texts(run)
     if not run.finished:
         run.problems.append("The run is not over: it is being written, or was broken off.")
-    if not rollout_files(folder):
-        off = section(run.config, "trainer").get("rollout_rows") is False
-        why = "trainer.rollout_rows=False" if off else "no step is finished, or they were removed"
+    if not row_files(folder):
+        off = section(run.config, "trainer").get("rollout_rows") in (False, "off")
+        why = "trainer.rollout_rows=off" if off else "no step is finished, or they were removed"
         run.problems.append(f"There are no rollout rows ({why}): no table, no conversations, no timeline.")
     return run
 
@@ -83,17 +67,6 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def rollout_files(folder: Path) -> list[RolloutFile]:
-    """Files of rollout rows in order of step, training before validation."""
-    found = []
-    for path in sorted((folder / "rollouts").glob("*.jsonl")):
-        named = _ROLLOUT_FILE.fullmatch(path.name)
-        if named is not None:
-            split = "train" if named["pass"] == "step" else named["pass"]
-            found.append(RolloutFile(path, split, int(named["step"])))
-    return sorted(found, key=lambda f: (f.step, f.split != "train", f.split))
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -116,16 +89,31 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, problems
 
 
-def read_rollouts(file: RolloutFile) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rollout rows of any version, and what is unusual about them."""
-    rows, problems = read_rows(file.path)
-    other = sorted({str(row.get("schema_version")) for row in rows if row.get("schema_version") != SCHEMA_VERSION})
+def read_rollouts(file: RowFile) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rollout rows of any format and version, and what is unusual about them."""
+    if file.format == PARQUET:
+        rows, problems = _read_columns(file)
+    else:
+        rows, problems = read_rows(file.path)
+    versions = {str(row.get("schema_version")) for row in rows}
+    other = sorted(versions.difference(map(str, READABLE_VERSIONS)))
     if other:
         problems.append(
             f"{file.path.name}: rows of schema version {', '.join(other)} (this verl_mt writes {SCHEMA_VERSION}); "
             "what they have is shown."
         )
+    if "1" in versions:
+        problems.append("An older verl_mt wrote its rollout rows, without the ground truth: no truth is shown.")
     return rows, problems
+
+
+def _read_columns(file: RowFile) -> tuple[list[dict[str, Any]], list[str]]:
+    rows: list[dict[str, Any]] = []
+    try:
+        rows.extend(read_rollout_rows(file.path))
+    except DataError as error:
+        return rows, [f"{error}; {len(rows)} rows of it are read."]
+    return rows, []
 
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -165,7 +153,7 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def _token_texts(run: Run) -> dict[int, str]:
     texts = read_token_texts(run.path)
-    if texts or not rollout_files(run.path):
+    if texts or not row_files(run.path):
         return texts
     tokenizer = run.path / "hf" / "tokenizer.json"
     if tokenizer.exists():

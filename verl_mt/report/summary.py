@@ -2,15 +2,18 @@
 
 The details have the *blocks* of each record: which of its tokens say which message. A record knows its prompt,
 assistant and observation spans. Inside what was given, messages are found by their text; what the template writes
-around a message belongs to that message's block, its end-of-turn token included.
+around a message belongs to that message's block, its end-of-turn token included. Where it writes much, such as the list
+of the tools, that is a block of its own, so that the question stands in its own one.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,10 @@ BOUNDARY_TOKENS = 3
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "</s>", "[/INST]")
 _PROBE = 40
 """Characters of a message's beginning and end that it is found by."""
+_MUCH = 200
+"""Characters of a template's own between two messages that are a block of their own."""
+_QUESTION, _ANSWER, _TRUTH = 120, 80, 80
+"""Characters of these in the table; the details have the whole."""
 
 Block = dict[str, Any]
 """`start`, `end` (tokens), `role`, `kind` (prompt | assistant | observation), `turn`, `name` (of a tool)."""
@@ -50,7 +57,7 @@ def describe(row: Mapping[str, Any], columns: TokenColumns, texts: Mapping[int, 
     details["records"] = records
     if broken:
         details["broken"] = broken
-    return _line(row, numbers), details
+    return _line(row, numbers) | _asked(row, details), details
 
 
 def _line(row: Mapping[str, Any], numbers: Sequence[tuple[Mapping[str, Any], RecordNumbers]]) -> Line:
@@ -66,6 +73,8 @@ def _line(row: Mapping[str, Any], numbers: Sequence[tuple[Mapping[str, Any], Rec
         "id": str(row.get("trajectory_id", "")),
         "group": str(row.get("group_id", "")),
         "row": row.get("row_index", -1),
+        "entry": str(row.get("source") or ""),
+        "data": str(row.get("data_source") or ""),
         "reward": row.get("reward"),
         "status": row.get("status") or "",
         "stop": row.get("stop_reason") or "",
@@ -85,12 +94,46 @@ def _line(row: Mapping[str, Any], numbers: Sequence[tuple[Mapping[str, Any], Rec
     }
 
 
+def _asked(row: Mapping[str, Any], details: Mapping[str, Any]) -> Line:
+    """What was asked, answered and right, short, and what the same prompt has in common in every step and run.
+
+    `prompt` is a digest of what the users of the prompt say: neither the order of the rows nor another system message
+    makes it another prompt.
+    """
+    messages: list[dict[str, Any]] = details["messages"]
+    prompt, own = messages[: details["prompt_messages"]], messages[details["prompt_messages"] :]
+    asked = [m["text"] for m in prompt if m["role"] == "user"] or [m["text"] for m in prompt]
+    said = [m for m in own if m["role"] == "assistant"]
+    answer: dict[str, Any] = said[-1] if said else {"text": ""}
+    called = ", ".join(str((call.get("function") or {}).get("name")) for call in answer.get("calls", []))
+    return {
+        "prompt": hashlib.sha256("\0".join(asked).encode(errors="replace")).hexdigest()[:10],
+        "question": _beginning(asked[-1] if asked else "", _QUESTION),
+        "answer": _ending(answer["text"], _ANSWER) or (called and f"calls {called}"),
+        "truth": None if row.get("ground_truth") is None else _beginning(details["truth"], _TRUTH),
+        "parts": {str(name): v for name, v in (row.get("reward_parts") or {}).items() if isinstance(v, int | float)},
+    }
+
+
+def _beginning(text: str, limit: int) -> str:
+    short = " ".join(text[: 4 * limit].split())
+    return short if len(short) <= limit and len(text) <= 4 * limit else f"{short[: limit - 1]}…"
+
+
+def _ending(text: str, limit: int) -> str:
+    """An answer stands at the end of what was said."""
+    short = " ".join(text[-4 * limit :].split())
+    return short if len(short) <= limit and len(text) <= 4 * limit else f"…{short[1 - limit :]}"
+
+
 def _details(row: Mapping[str, Any]) -> dict[str, Any]:
     kept = (
         "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "source", "row_index", "reward_parts",
         "tool_rewards", "turn_scores", "counters", "sanity", "error", "info",
     )  # fmt: skip
     details = {name: row[name] for name in kept if row.get(name) not in (None, {}, [], "")}
+    if (truth := row.get("ground_truth")) is not None:
+        details["truth"] = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, indent=1)
     details["messages"] = [_message(m) for m in row.get("messages") or [] if isinstance(m, dict)]
     details["prompt_messages"] = _first_own_message(row, details["messages"])
     details["calls"] = tool_calls(row)
@@ -249,14 +292,41 @@ def _split(span: Mapping[str, Any], pieces: list[str], given: Sequence[Mapping[s
         role = given[0].get("role", "prompt") if given else "tool" if span.get("kind") == "observation" else "prompt"
         name = given[0].get("name", "") if given else ""
         return [_block(span, span["start"], span["end"], str(role), name)]
-    edges = [0]
-    for (_, _, end), (_, start, _) in pairwise(found):
-        edges.append(bisect.bisect_left(starts, _end_of_turn(text, end, start)))
-    edges.append(len(pieces))
+    begins: list[tuple[int, str, str]] = []  # character, role, name
+    before = 0
+    for message, start, end in found:
+        begins += _template_block(text, before, start, opens=not before and span.get("kind") == "prompt")
+        begins.append((_begin_of(text, before, start), str(message.get("role", "")), message.get("name", "")))
+        before = end
+    begins[0] = (0, *begins[0][1:])
+    edges = [*(bisect.bisect_left(starts, place) for place, _, _ in begins), len(pieces)]
     return [
-        _block(span, span["start"] + a, span["start"] + b, str(message.get("role", "")), message.get("name", ""))
-        for (message, _, _), a, b in zip(found, edges, edges[1:])
+        _block(span, span["start"] + a, span["start"] + b, role, name)
+        for (_, role, name), a, b in zip(begins, edges, edges[1:])
     ]
+
+
+def _template_block(text: str, before: int, start: int, *, opens: bool) -> list[tuple[int, str, str]]:
+    """Where, between two messages, a block of the template's own begins; none where it writes little.
+
+    Args:
+        opens: nothing stands before; a whole turn here, such as a default system message, is a block of any length.
+    """
+    gap = text[before:start]
+    first = min((place + len(mark) for mark in _ENDS if (place := gap.find(mark)) >= 0), default=0)
+    if before == 0 or first > _PROBE:  # not the end of the message before it
+        first = 0
+    end = _begin_of(text, before, start) - before
+    if not end or (end - first < _MUCH and not opens):
+        return []
+    return [(before + first + (gap[first : first + 1] == "\n"), "tools" if '"parameters"' in gap else "template", "")]
+
+
+def _begin_of(text: str, before: int, start: int) -> int:
+    """Where the block of a message begins whose text begins at `start`, behind one that ends at `before`: with its
+    header, but not with a list of tools in it (Llama writes it into the first user's turn)."""
+    header = _end_of_turn(text, before, start)
+    return start if start - header >= _MUCH else header
 
 
 def _find(text: str, content: str, cursor: int) -> tuple[int, int] | None:

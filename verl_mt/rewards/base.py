@@ -139,7 +139,7 @@ def _find(path: str, name: str | None) -> tuple[Any, str]:
             raise ConfigError(f"reward.name is {name!r}, but reward.path {path!r} is a registered reward; remove one")
         return rewards.find(path), path
     if path.endswith(".py"):
-        target: Any = import_file(path)
+        target: Any = import_file(path, "reward.path")
     elif name is not None:
         return load_object(f"{path}:{name}", what="reward.path", registry=rewards), f"{path}:{name}"
     else:
@@ -203,7 +203,7 @@ class DataSourceReward(Reward):
             self.needs_samples = self.needs_samples or reward.needs_samples
 
     def check(self, row: DataRow) -> None:
-        where = f"{row.file}, row {row.index}"
+        where = row.place
         if row.data_source not in self.scorers:
             raise ConfigError(f"{where}: {self._unknown(row.data_source)}")
         wanted = row.raw.get("reward_model")
@@ -236,7 +236,7 @@ class DataSourceReward(Reward):
     def _unknown(self, data_source: str) -> str:
         return (
             f"no scorer for data_source {data_source!r}{suggest(data_source, self.scorers)}. "
-            f"Known: {listing(self.scorers)}. For other data set reward.path"
+            f"Known: {listing(self.scorers)}. To score rows of your own, name your function: reward.path=my_reward.py"
         )
 
 

@@ -16,7 +16,7 @@ from verl_mt.rewards.contract import Reward, RewardFailure, RewardInput, Scores
 if TYPE_CHECKING:
     from verl_mt.data.dataset import DataRow
 
-_TAKEN = ("score", "overlong", "turn_cost", "token_cost")
+TAKEN = ("score", "overlong", "turn_cost", "token_cost")
 """Parts of a reward that come from elsewhere."""
 
 
@@ -51,10 +51,10 @@ class WeightedSum(Reward):
             "format_reward" if name == "format" and weight != 1 else name
             for name, weight in zip(map(_name_of, paths), self.weights)
         ]
-        repeated = sorted({name for name in self.names if self.names.count(name) > 1 or name in _TAKEN})
+        repeated = sorted({name for name in self.names if self.names.count(name) > 1 or name in TAKEN})
         if repeated:
             raise ConfigError(
-                f"reward.kwargs.rewards: each part needs a name of its own, other than {', '.join(_TAKEN)}; got "
+                f"reward.kwargs.rewards: each part needs a name of its own, other than {', '.join(TAKEN)}; got "
                 f"{', '.join(repeated)} from {', '.join(paths)}. The name is the last word of the path"
             )
         own = dict(kwargs or {})

@@ -118,12 +118,12 @@ def is_multi_turn(rollout: RolloutConfig) -> bool:
 def deadline_error(trajectory: Trajectory, what: str) -> DeadlineError:
     """A deadline fired in a run that promises the same bits every time."""
     return DeadlineError(
-        f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {what} was over, and "
-        "with trainer.deterministic=True no deadline may fire; raise it, or switch determinism off"
+        f"{trajectory.trajectory_id} (row {trajectory.row_index + 1}, turn {trajectory.num_turns}): {what} was over, "
+        "and with trainer.deterministic=True no deadline may fire; raise it, or switch determinism off"
     )
 
 
 def session_error(trajectory: Trajectory, error: BaseException) -> str:
     """One line that names trajectory, row and turn."""
     text = error_text(error, named=not isinstance(error, VerlMTError))
-    return f"{trajectory.trajectory_id} (row {trajectory.row_index}, turn {trajectory.num_turns}): {text}"
+    return f"{trajectory.trajectory_id} (row {trajectory.row_index + 1}, turn {trajectory.num_turns}): {text}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,16 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, has_media
-from verl_mt.errors import DataError, TemplateError, value_text
+from verl_mt.data.sampler import RowSampler
+from verl_mt.errors import DataError, TemplateError, VerlMTError, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.registry import ToolSet
 
+log = logging.getLogger(__name__)
+
+_MAX_DRAWS = 20
+"""Rows drawn for each prompt of a step before an order whose rows have no prompts is given up."""
+_BAD_ROWS_SAID = 20
 _LONG_CHARS = 200_000
 """Shorter prompts are tokenized in less than a second."""
 _MAX_CUT_CHARS = 2_000_000
@@ -61,18 +68,27 @@ class PromptBuilder:
     reads_agent_name: bool = True
     """The column `agent_name` says how a row is rolled out; False where a loop of the user's drives the conversations,
     to which it is a column as any other."""
+    skips_bad: bool = False
+    """Rows without a prompt are left out and counted (`data.on_bad_row`); False = they are an error."""
+    num_unseen: int = 0
+    """Rows of files that are not loaded: what was not looked at before the first step is when it is drawn."""
     num_filtered: int = 0
-    """Rows that `keep` left out."""
+    """Rows that `keep` left out because they are too long."""
     num_truncated: int = 0
+    num_bad: int = 0
+    """Rows that were left out because they have no prompt."""
     _cache: dict[int, Prompt] = field(default_factory=dict)
+    _looked_at: list[DataRow] = field(default_factory=list)
 
     def build(self, row: DataRow) -> Prompt | None:
         """The prompt of a row, or None if it is too long and over-long rows are filtered.
 
         Raises:
             DataError: too long, and `data.truncation` is `error`; or it needs tools and none are configured; or the
-                template cannot render it, or drops a message. Names file and row.
+                template cannot render it, or drops a message; or what was read is no row. Names file and row.
         """
+        if row.problem is not None:
+            raise DataError(row.problem)
         known = self._cache.get(id(row))
         if known is not None:
             return known
@@ -97,16 +113,20 @@ class PromptBuilder:
         Raises:
             DataError: no row is left, or what a row says about tools cannot be; names file and row.
         """
-        kept = []
+        kept, bad = [], self.num_bad
         for row in rows:
-            prompt = self.build(row)
+            try:
+                prompt = self.build_sound(row)
+            except DataError as error:
+                self.leave_out(row, error)
+                continue
             if prompt is None:
                 self.num_filtered += 1
                 continue
-            if prompt.problem is not None:
-                raise DataError(prompt.problem)
             self._cache[id(row)] = prompt
             kept.append(row)
+        if rows and not kept and self.num_bad > bad:
+            raise DataError(f"{rows[0].file}: none of {len(rows)} rows is left, {self.num_bad - bad} are bad")
         if rows and not kept:
             raise DataError(
                 f"{rows[0].file}: all {len(rows)} prompts are longer than data.max_prompt_length="
@@ -115,13 +135,58 @@ class PromptBuilder:
             )
         return kept
 
+    def build_sound(self, row: DataRow) -> Prompt | None:
+        """As `build`, for a row of a file, whose own arguments have to be right.
+
+        Raises:
+            DataError: they are not, as well.
+        """
+        prompt = self.build(row)
+        if prompt is not None and prompt.problem is not None:
+            raise DataError(prompt.problem)
+        return prompt
+
+    def look_at(self, rows: Sequence[DataRow]) -> None:
+        """Render the first rows of a file that is not loaded, so that what is wrong with all of them is said at once.
+        Those that have a prompt are among `rows()`; nothing is counted, for they will be drawn.
+
+        Raises:
+            DataError: one is bad; where those are left out, all of them.
+        """
+        truncated, errors = self.num_truncated, []
+        for row in rows:
+            try:
+                if self.build_sound(row) is not None:
+                    self._looked_at.append(row)
+            except DataError as error:
+                if not self.skips_bad:
+                    raise
+                errors.append(error)
+        self.num_truncated = truncated
+        if rows and len(errors) == len(rows):
+            raise DataError(f"{errors[0]}. None of the first {len(rows)} rows of {rows[0].file} has a prompt")
+
+    def leave_out(self, row: DataRow, error: VerlMTError) -> None:
+        """Count a row that cannot be used, and forget it.
+
+        Raises:
+            VerlMTError: `error`, if bad rows are not left out.
+        """
+        if not self.skips_bad:
+            raise error
+        self._cache.pop(id(row), None)
+        self.num_bad += 1
+        if self.num_bad <= _BAD_ROWS_SAID:
+            last = "; further ones are only counted" if self.num_bad == _BAD_ROWS_SAID else ""
+            log.warning("left out (data.on_bad_row=skip): %s%s", error, last)
+
     def knows(self, row: DataRow) -> bool:
         """Whether `keep` took the row; a sampler of one's own may make others."""
         return id(row) in self._cache
 
     def rows(self) -> list[DataRow]:
-        """All rows that `keep` took."""
-        return [prompt.row for prompt in self._cache.values()]
+        """All rows that `keep` took, and of files that are not loaded the first."""
+        return [prompt.row for prompt in self._cache.values()] + self._looked_at
 
     def _ids(self, row: DataRow, tools: list[dict[str, Any]]) -> list[int]:
         try:
@@ -129,7 +194,7 @@ class PromptBuilder:
             require_traces(self.chat, row.prompt, tools or None)
             return ids
         except (TemplateError, DataError) as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
 
     def _loop_of(self, row: DataRow) -> tuple[bool, str | None]:
         """Whether the row wants one answer only; what is wrong with its `agent_name`."""
@@ -137,7 +202,7 @@ class PromptBuilder:
         if name is None or name in _LOOPS:
             return name == _ONE_TURN, None
         return False, (
-            f"{row.file}, row {row.index}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
+            f"{row.place}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
             f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a loop of your own leave "
             "the column out, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
         )
@@ -154,7 +219,7 @@ class PromptBuilder:
                 tool_selection=extra.get("tool_selection"),
             )
         except DataError as error:
-            return self.tools, f"{row.file}, row {row.index}: {error}"
+            return self.tools, f"{row.place}: {error}"
         return chosen, None
 
     def _refuse_without_tools(self, row: DataRow) -> None:
@@ -162,7 +227,7 @@ class PromptBuilder:
         if wants is None or self.single_turn:
             return
         raise DataError(
-            f"{row.file}, row {row.index}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
+            f"{row.place}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
             "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
             "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
         )
@@ -181,11 +246,11 @@ class PromptBuilder:
             if not self.chat.surely_longer(row.prompt, tools or None, limit):
                 return False
         except TemplateError as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
+            raise DataError(f"{row.place}: {error}") from error
         if not self.filter_overlong:
             also = f"; data.truncation={self.truncation} cuts prompts of up to {_MAX_CUT_CHARS:,}" if cut else ""
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {num_chars:,} characters, far more than "
+                f"{row.place}: the prompt has {num_chars:,} characters, far more than "
                 f"data.max_prompt_length={limit} tokens{also}; shorten it, or set data.filter_overlong_prompts=True"
             )
         return True
@@ -194,12 +259,12 @@ class PromptBuilder:
         limit = self.max_prompt_length
         if self.truncation == "error":
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
+                f"{row.place}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
                 "raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
             )
         if has_media(row.prompt):
             raise DataError(
-                f"{row.file}, row {row.index}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
+                f"{row.place}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
                 f"cannot be cut to data.max_prompt_length={limit}; raise it, or set data.filter_overlong_prompts=True"
             )
         self.num_truncated += 1
@@ -209,3 +274,65 @@ class PromptBuilder:
             return ids[:limit]
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+@dataclass
+class PromptDraws:
+    """The next prompts in the order of a run."""
+
+    sampler: RowSampler
+    prompts: PromptBuilder
+    check: Callable[[DataRow], None]
+    """Raises a VerlMTError for a row that was not looked at before the first step, and cannot be rolled out."""
+
+    def draw(self, wanted: int) -> tuple[list[Prompt], dict[str, int]]:
+        """So many prompts; and of the rows that were drawn for them, how many were left out or cut, as `data/...`.
+
+        Raises:
+            DataError: a row is bad, and bad rows are not left out; or too few of many rows have a prompt.
+        """
+        found: list[Prompt] = []
+        prompts, drawn, last = self.prompts, 0, ""
+        truncated, bad = prompts.num_truncated, prompts.num_bad
+        while len(found) < wanted:
+            rows = self.sampler.next_batch(wanted - len(found))
+            drawn += len(rows)
+            if not rows or drawn > _MAX_DRAWS * wanted:
+                source, shorter = "data.sampler", "let the sampler make shorter rows"
+                if prompts.num_unseen:
+                    source, shorter = "data.train_files", "give files with shorter rows"
+                raise DataError(
+                    f"{source} gave {drawn} rows, of which only {len(found)} have prompts within "
+                    f"data.max_prompt_length={prompts.max_prompt_length} tokens, and a step needs "
+                    f"{wanted}: raise it, or {shorter}{last}"
+                )
+            for row in rows:
+                try:
+                    prompt = self._prompt_of(row)
+                except VerlMTError as error:
+                    if prompts.num_unseen and not prompts.skips_bad:
+                        raise DataError(
+                            f"{error}. Such rows are left out with data.on_bad_row=skip: the same command then goes on "
+                            "after the last finished step"
+                        ) from error
+                    prompts.leave_out(row, error)
+                    last = f". The last one that was left out: {error}"
+                    continue
+                if prompt is not None:
+                    found.append(prompt)
+        bad = prompts.num_bad - bad
+        counts = {
+            "data/filtered_prompts": drawn - len(found) - bad,
+            "data/truncated_prompts": prompts.num_truncated - truncated,
+        }
+        return found, counts | ({"data/bad_rows": bad} if prompts.skips_bad else {})
+
+    def _prompt_of(self, row: DataRow) -> Prompt | None:
+        prompts = self.prompts
+        if prompts.knows(row):
+            return prompts.build(row)
+        # Rows of files that are not loaded are held to what those of others are held to at the start.
+        prompt = prompts.build_sound(row) if prompts.num_unseen or prompts.skips_bad else prompts.build(row)
+        if prompt is not None:
+            self.check(row)
+        return prompt

@@ -1,4 +1,4 @@
-"""Many conversations at once: `RolloutRunner.run` yields finished, scored groups; `RolloutStream` does so in a thread.
+"""Many conversations at once: `RolloutRunner.run` yields finished, scored groups.
 
 One bad sample never kills the batch: what a plug-in raised marks its trajectory FAILED, an engine that went away
 makes it start again, and both are counted.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
-import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -105,9 +102,9 @@ class RolloutRunner:
         self.progress.num_trajectories = len(plan.prompts) * plan.episodes_per_prompt
         self.progress.num_finished = self.progress.num_sampled_tokens = self.progress.num_tool_calls = 0
         self.progress.started_s = time.monotonic()
-        gate = _Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
+        gate = Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
         tasks = [
-            asyncio.create_task(self._run_group(plan, position, prompt, gate), name=f"group {position}")
+            asyncio.create_task(self.run_group(plan, position, prompt, gate), name=f"group {position}")
             for position, prompt in enumerate(plan.prompts)
         ]
         try:
@@ -118,7 +115,12 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: _Gate) -> TrajectoryGroup:
+    async def run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: Gate) -> TrajectoryGroup:
+        """Roll out and score the prompt at `position` of a plan.
+
+        Raises:
+            DeadlineError: a deadline fired in a deterministic run.
+        """
         prompt_id = f"{plan.name}.{position:05d}"
         context = self.context if plan.sampling is None else replace(self.context, sampling=plan.sampling)
         contexts = [context] * plan.n + [replace(context, sampling=context.sampling.greedy())] * plan.greedy_too
@@ -130,6 +132,8 @@ class RolloutRunner:
             runs.append(self._run_one(own, name, begin, prompt, gate, place))
         outcomes = await asyncio.gather(*runs)
         finished = [t for outcome in outcomes for t in outcome]
+        for trajectory in finished:
+            trajectory.ground_truth = row.ground_truth
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt, plan.run)
         if plan.greedy_too:
@@ -142,7 +146,7 @@ class RolloutRunner:
         session_id: str,
         begin: Callable[..., Trajectory],
         prompt: Prompt,
-        gate: _Gate,
+        gate: Gate,
         place: Place,
     ) -> list[Trajectory]:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
@@ -311,11 +315,12 @@ class RolloutRunner:
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
-class _Gate:
+class Gate:
     """Lets `limit` conversations live at once, by rank; a conversation's engine session is opened as it is let in.
 
     A deterministic engine steps only when every open session waits for it. Two things keep timing out of that: no one
     begins before all `expected` have arrived, and the next session is opened before the one it replaces is closed.
+    With 0 expected they begin as they arrive.
     """
 
     def __init__(self, limit: int, expected: int):
@@ -329,7 +334,7 @@ class _Gate:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1
-        if self._missing == 0:
+        if self._missing <= 0:
             while self._free and self._admit():
                 self._free -= 1
         await future
@@ -447,114 +452,3 @@ def set_aside(group: TrajectoryGroup, greedy: list[Trajectory]) -> None:
     for trajectory in group.trajectories:
         found = rewards.get(trajectory.group_id)
         trajectory.greedy_reward = fmean(found) if found else math.nan
-
-
-class RolloutStream:
-    """Starts plans and hands over their groups.
-
-    Plans may be started ahead of the one that is collected; the trainer starts a plan and collects it before the
-    weights change, which is synchronous training.
-    """
-
-    def __init__(self, runner: RolloutRunner):
-        self.runner = runner
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
-        self._thread.start()
-        self._running: dict[str, tuple[Future[None], queue.Queue[TrajectoryGroup | None], int]] = {}
-
-    def call(self, coroutine: Coroutine[Any, Any, T], while_waiting: Callable[[], None] = lambda: None) -> T:
-        """Run a coroutine on the rollout's loop and wait for it (weight updates, closing).
-
-        `while_waiting` is called a few times a second; what it raises cancels the coroutine.
-        """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return self._wait(future, while_waiting)
-        except BaseException:
-            future.cancel()
-            raise
-
-    def start(self, plan: RolloutPlan) -> None:
-        """Begin to roll out a plan; returns at once."""
-        groups: queue.Queue[TrajectoryGroup | None] = queue.Queue()
-        future = asyncio.run_coroutine_threadsafe(self._produce(plan, groups), self._loop)
-        self._running[plan.name] = (future, groups, len(plan.prompts))
-
-    def started(self, name: str) -> bool:
-        """Whether a plan of that name is running or waits to be collected."""
-        return name in self._running
-
-    def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
-        """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
-
-        `while_waiting` is called a few times a second (a display, a check for Ctrl-C); what it raises cancels the plan.
-        """
-        future, groups, count = self._running.pop(name)
-        collected: list[TrajectoryGroup] = []
-        try:
-            while len(collected) < count:
-                while_waiting()
-                try:
-                    group = groups.get(timeout=0.1)
-                except queue.Empty:
-                    continue
-                if group is None:
-                    break
-                collected.append(group)
-        except BaseException:
-            future.cancel()
-            raise
-        self._wait(future)
-        # Groups arrive as they finish, which a clock decides; batches may not depend on one.
-        return sorted(collected, key=lambda g: g.prompt_id)
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent."""
-        for future, _, _ in self._running.values():
-            future.cancel()
-        self._running.clear()
-        if not self._thread.is_alive():
-            return
-        try:
-            self.call(_drain())
-            if self.runner.tools is not None:
-                self.call(self.runner.tools.close())
-        finally:
-            self._end(last)
-
-    def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """The thread ends whatever is raised: what it asks of (Ray, for one) is taken down next."""
-        try:
-            if last is not None:
-                self.call(last())
-            self.call(_drain())
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _produce(self, plan: RolloutPlan, groups: queue.Queue[TrajectoryGroup | None]) -> None:
-        try:
-            async for group in self.runner.run(plan):
-                groups.put(group)
-        finally:
-            groups.put(None)
-
-    @staticmethod
-    def _wait(future: Future[T], while_waiting: Callable[[], None] = lambda: None) -> T:
-        while True:
-            while_waiting()
-            try:
-                return future.result(timeout=0.2)  # short, so that a signal is handled between two waits
-            except TimeoutError:
-                if future.done():  # the coroutine's own, not that of the wait
-                    raise
-
-
-async def _drain() -> None:
-    """Let cancelled tasks run their `finally` blocks."""
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from verl_mt.errors import PluginError, ToolCallError
+from verl_mt.plugins import code_place
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.user_code import in_daemon_thread
@@ -35,7 +36,7 @@ def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-    where = f"@function_tool {function.__module__}.{getattr(function, '__qualname__', function)}"
+    where = f"@function_tool {code_place(function)}"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise PluginError(
@@ -98,7 +99,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return get_type_hints(inspect.unwrap(function), include_extras=True)
     except NameError as error:
         raise PluginError(
-            f"@function_tool {function.__module__}.{getattr(function, '__qualname__', function)}: {error}; its type "
+            f"@function_tool {code_place(function)}: {error}; its type "
             "hints must name things that exist at the top of its module"
         ) from error
 

@@ -60,6 +60,10 @@ def _make(declaration: Declaration) -> list[ToolEntry]:
     found = declaration.load()
     if isinstance(found, FunctionTool):
         tool = declaration.build(found.bind, config=config, tool_schema=schema)
+    elif isinstance(found, BaseTool):
+        if config or raw:
+            raise ConfigError(f"{where}: a tool that is made already takes neither config nor tool_schema")
+        tool = found
     elif not isinstance(found, type) and callable(found):
         raise PluginError(
             f"{where}: {declaration.class_name!r} is a plain function; put @function_tool "

@@ -219,7 +219,7 @@ def _turn_tokens(t: Trajectory) -> dict[int, dict[str, Value]]:
                 found[span.turn] = {
                     "gen_ai.usage.input_tokens": span.start,
                     "gen_ai.usage.output_tokens": span.end - span.start,
-                    "verl_mt.policy_version": record.policy_versions[span.end - 1],
+                    "verl_mt.policy_version": int(record.policy_versions[span.end - 1]),
                 }
     return found
 

@@ -25,20 +25,23 @@ from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.data.dataset import DataRow
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
-from verl_mt.errors import CheckpointError, ConfigError, DataError
-from verl_mt.interactions.session import check_row
+from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
+from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf
-from verl_mt.plugins import import_plugins, plugin_names
+from verl_mt.plugins import import_plugins, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutRunner, RolloutStream
+from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
+from verl_mt.rollout.runner import RolloutRunner
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import advantage_estimator
 from verl_mt.trainer.build_data import RunData, load_data, notes, require_same_rows
 from verl_mt.trainer.build_rollout import (
+    begin_workers,
     build_fitting_chat,
     build_runner,
     build_tools,
@@ -51,10 +54,12 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
+from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
-from verl_mt.trainer.run_log import Display, RolloutFiles, RunLog
+from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
@@ -87,6 +92,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
         stream.call(runner.context.engine.start())
+        begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
         run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
         undo.callback(run.abandon)
@@ -94,12 +100,11 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         checkpoints.sweep()
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
-        log = _build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
+        log = build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
-            sampler=data.sampler,
-            prompts=data.prompts,
+            draws=_draws(config, data, runner),
             val_prompts=[] if config.trainer.debug_mode == "train_only" else data.val_prompts,
             prompt_counts=data.counts,
             stream=stream,
@@ -117,7 +122,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
             rows=data.fingerprint,
         )
         if config.trainer.export_at_end:
-            trainer.export = lambda: _export(workers, chat, run)
+            trainer.export = lambda: export_model(workers, chat, run)
         _resume(trainer, state, run)
         write_reads(run.path)
         undo.pop_all()
@@ -138,18 +143,37 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     prepare_process(config)
 
 
+def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
+    # A row that a sampler made has only its own trajectories to lose; without a reward it has none.
+    of_files = data.prompts.num_unseen or data.prompts.skips_bad
+    check = partial(check_row, config, runner) if of_files else runner.reward.check
+    return PromptDraws(data.sampler, data.prompts, check)
+
+
 def _check_rows(config: Config, prompts: PromptBuilder, runner: RolloutRunner) -> None:
-    """What the engine cannot show, no reward scores, or no interaction answers."""
     for row in prompts.rows():
         try:
-            check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
-        except DataError as error:
-            raise DataError(f"{row.file}, row {row.index}: {error}") from error
-        require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
-        runner.reward.check(row)
+            check_row(config, runner, row)
+        except VerlMTError as error:
+            prompts.leave_out(row, error)
 
 
-def _export(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
+def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
+    """What the engine cannot show, no reward scores, or no interaction answers.
+
+    Raises:
+        VerlMTError: names file and row.
+    """
+    try:
+        interactions.check_row(runner.interactions, row.extra_info.get("interaction_kwargs"))
+    except DataError as error:
+        raise DataError(f"{row.place}: {error}") from error
+    require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
+    runner.reward.check(row)
+
+
+def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
+    """Write the Hugging Face folder `hf/` of a run."""
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 
@@ -198,6 +222,8 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
             num_threads=trainer.num_threads,
             deterministic=trainer.deterministic,
             external_plugins=plugin_names(config.external_plugins),
+            # Tools, rewards and interactions stay in this process; a loss is computed where the policy is.
+            objects=objects_in(config.actor_rollout_ref.actor.policy_loss) if trainer.placement == "ray" else {},
         ),
     )
 
@@ -247,7 +273,7 @@ def _selection(config: Config) -> Selection:
     )
 
 
-def _build_log(
+def build_log(
     config: Config,
     run: RunDirectory,
     snapshot: dict[str, Any],
@@ -257,6 +283,7 @@ def _build_log(
     resumes: dict[str, Any] | None,
     chat: ChatTemplate,
 ) -> RunLog:
+    """What a run writes and shows, in the directory `run`; `resumes` is the checkpoint that it goes on from."""
     trainer = config.trainer
     # A run that is resumed at step 0 validates again: its old line goes.
     resume_step = None if resumes is None else resumes["step"] or None
@@ -271,7 +298,9 @@ def _build_log(
         ),
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),
-        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer)) if trainer.rollout_rows else None,
+        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer), trainer.rollout_rows)
+        if trainer.rollout_rows != "off"
+        else None,
         debug=DebugData(trainer.debug_rollout_data, chat.decode, replays=trainer.debug_mode == "train_only"),
     )
 
@@ -308,7 +337,7 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
-    for text in notes(config, trainer.prompts):
+    for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")

@@ -11,8 +11,9 @@ from typing import Any
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import means_nothing
 from verl_mt.config.schema import Config, DataConfig, given_keys
-from verl_mt.data.dataset import Columns, DataSource, load_rows
+from verl_mt.data.dataset import Columns, DataSource, Reading, entries_of, load_entry, with_system_text
 from verl_mt.data.fingerprint import difference, fingerprint
+from verl_mt.data.large_files import SAMPLE_ROWS, LargeRows, open_rows, rows_in_files
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
 from verl_mt.rollout.doors import has_own_loop
@@ -30,7 +31,8 @@ class RunData:
     prompts: PromptBuilder
     val_prompts: list[Prompt]
     counts: dict[str, float]
-    """`data/filtered_prompts` and `data/truncated_prompts` of the training rows, `val/...` of the validation rows."""
+    """`data/filtered_prompts`, `data/truncated_prompts` and, where bad rows are left out, `data/bad_rows` of the
+    training rows that were loaded; `val/...` of the validation rows."""
     fingerprint: dict[str, list[dict[str, Any]]]
     """`data.train_files` and `data.val_files` -> what is in their rows; see `data.fingerprint`."""
 
@@ -43,22 +45,28 @@ def load_data(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> RunD
     """
     data = config.data
     prompts = build_prompts(config, chat, tools)
-    train = load_rows(
-        data.train_files, split="train", num_rows=data.train_max_samples, seed=data.seed, columns=columns_of(data)
-    )
+    train = open_train_rows(config)
     rows = {"data.train_files": fingerprint(train)}
     for source in train:
-        source.rows = prompts.keep(source.rows)
-    filtered, truncated = prompts.num_filtered, prompts.num_truncated
+        if isinstance(source.rows, LargeRows):
+            prompts.num_unseen += len(source.rows)
+            prompts.look_at(source.rows[:SAMPLE_ROWS])
+        else:
+            source.rows = prompts.keep(source.rows)
+    of_training = _counts(prompts)
     sampler = build_sampler(data, train, seed=data.seed)
     validation = load_val_rows(config)
     rows["data.val_files"] = fingerprint(validation)
     val_prompts = _rendered(validation, prompts)
-    counts: dict[str, float] = {"data/filtered_prompts": filtered, "data/truncated_prompts": truncated}
+    counts = {f"data/{name}": count for name, count in of_training.items()}
     if val_prompts:
-        counts["val/filtered_prompts"] = prompts.num_filtered - filtered
-        counts["val/truncated_prompts"] = prompts.num_truncated - truncated
+        counts |= {f"val/{name}": count - of_training[name] for name, count in _counts(prompts).items()}
     return RunData(sampler, prompts, val_prompts, counts, rows)
+
+
+def _counts(prompts: PromptBuilder) -> dict[str, float]:
+    found: dict[str, float] = {"filtered_prompts": prompts.num_filtered, "truncated_prompts": prompts.num_truncated}
+    return found | ({"bad_rows": prompts.num_bad} if prompts.skips_bad else {})
 
 
 def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> PromptBuilder:
@@ -68,7 +76,7 @@ def build_prompts(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> 
     single_turn = rollout.multi_turn.enable is False
     return PromptBuilder(
         chat, tools, length, data.filter_overlong_prompts, data.truncation, single_turn,
-        reads_agent_name=not has_own_loop(rollout),
+        reads_agent_name=not has_own_loop(rollout), skips_bad=data.on_bad_row == "skip",
     )  # fmt: skip
 
 
@@ -77,14 +85,40 @@ def load_val_prompts(config: Config, prompts: PromptBuilder) -> list[Prompt]:
     return _rendered(load_val_rows(config), prompts)
 
 
+def open_train_rows(config: Config) -> list[DataSource]:
+    """The rows of `data.train_files`; those of large files are read when they are asked for.
+
+    Raises:
+        DataError: names the key, or the file, row and column.
+    """
+    data = config.data
+    return open_rows(data.train_files, _reading(data, "train", data.train_max_samples, data.seed), data.eager_rows)
+
+
 def load_val_rows(config: Config) -> list[DataSource]:
-    """The rows of `data.val_files`; empty where there are none."""
+    """The rows of `data.val_files`; empty where there are none. All of them: each validation samples every one."""
     data = config.data
     if data.val_files is None:
         return []
-    return load_rows(
-        data.val_files, split="val", num_rows=data.val_max_samples, seed=data.val_seed, columns=columns_of(data)
-    )
+    reading = _reading(data, "val", data.val_max_samples, data.val_seed)
+    if many_val_rows(config):
+        log.warning(
+            "data.val_files hold more than data.eager_rows=%d rows; all of them are loaded and rendered before the "
+            "first step, and every validation samples all: data.val_max_samples takes fewer of each file",
+            data.eager_rows,
+        )
+    return [load_entry(entry, reading) for entry in entries_of(data.val_files, "val")]
+
+
+def many_val_rows(config: Config) -> bool:
+    """Whether the files of `data.val_files` hold more rows than a run should load."""
+    data = config.data
+    entries = entries_of(data.val_files, "val")
+    return rows_in_files(entries, data.val_max_samples, data.eager_rows) > data.eager_rows
+
+
+def _reading(data: DataConfig, split: str, num_rows: int, seed: int) -> Reading:
+    return Reading(split, num_rows, seed, with_system_text(columns_of(data)), keeps_bad=data.on_bad_row == "skip")
 
 
 def require_same_rows(config: Config, folder: Path, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -130,6 +164,15 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
     tools, interaction = rollout.tool_kwargs.tools_config_file, rollout.interaction_config_file
     if prompts.num_filtered:
         yield f"{prompts.num_filtered} prompt(s) longer than {prompts.max_prompt_length} tokens left out"
+    if prompts.num_bad:
+        yield f"{prompts.num_bad} row(s) that have no prompt left out (data.on_bad_row=skip)"
+    if prompts.num_unseen:
+        yield (
+            f"{prompts.num_unseen:,} training rows lie in files that are not loaded (more than data.eager_rows="
+            f"{config.data.eager_rows:,}): they are read, rendered and checked when they are drawn. An epoch is all of "
+            "them; prompts that are too long are skipped, others drawn in their place, counted in that step "
+            "(data/filtered_prompts)"
+        )
     if prompts.num_truncated:
         yield f"{prompts.num_truncated} prompt(s) cut to {prompts.max_prompt_length} tokens ({prompts.truncation})"
     actor_and_ref = config.actor_rollout_ref
@@ -148,7 +191,9 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
     # Common in verl's data, whose rows serve runs with and without an interaction: said, not refused.
     named = sum("name" in row.interaction_kwargs for row in prompts.rows())
     if named and not interaction:
-        yield f"{named} row(s) name an interaction (interaction_kwargs.name): ignored, without interaction_config_file"
+        of_them = " of those looked at" if prompts.num_unseen else ""
+        without = "ignored, without interaction_config_file"
+        yield f"{named} row(s){of_them} name an interaction (interaction_kwargs.name): {without}"
     turns = rollout.multi_turn
     drivers = (turns.scheduler, rollout.agent_function_path, rollout.custom_generate_function_path)
     if turns.enable and not tools and not interaction and not any(drivers):

@@ -30,6 +30,7 @@ from verl_mt.rollout.doors import DoorParts, build_door
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 SLIME_ARGS = "verl_mt.rollout.generate.args:build_args"
 """What slime's functions are given: a reward function may be one of them, whatever door the run has."""
+
+ROLLOUT_WORKERS = "verl_mt.rollout_workers.build:build_pool"
+"""Makes the pool of them, or None where the config wants none."""
 
 
 def build_chat(config: Config) -> ChatTemplate:
@@ -178,6 +182,22 @@ def _build_engine(
     )
 
 
+def begin_workers(config: Config, stream: RolloutStream) -> None:
+    """From here on rollout workers drive the stream's conversations, where the config wants some.
+
+    Raises:
+        ConfigError: the engine or another key cannot do with them.
+        VerlMTError: what a worker could not make.
+    """
+    count = config.actor_rollout_ref.rollout.num_workers
+    wanted = config.trainer.placement == "ray" if count is None else count > 0
+    if not wanted or config.trainer.debug_mode == "train_only":
+        return
+    if (pool := load_object(ROLLOUT_WORKERS, what="rollout workers")(config, stream.runner)) is not None:
+        stream.pool = pool
+        stream.call(pool.start())
+
+
 def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -> None:
     """Refuse a row with images or videos that the engine would not be given.
 
@@ -187,7 +207,7 @@ def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -
     unseen = {f"{kind}s" for kind, _ in parts_of(row.prompt)} - engine.capabilities.media
     if unseen:
         raise ConfigError(
-            f"{row.file}, row {row.index}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
+            f"{row.place}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
             f"{rollout_name} takes text only; use local (docs/multimodal.md), or leave them out"
         )
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from verl_mt.config.options import read_thresholds
 from verl_mt.config.schema import TrainerConfig
-from verl_mt.data.run_files import read_jsonl_tolerant, row_to_trajectory, write_rows, writing
+from verl_mt.data.row_files import read_rows, rows_of_step
+from verl_mt.data.run_files import row_to_trajectory, write_rows, writing
 from verl_mt.data.trajectory import Status
 from verl_mt.diagnostics.collapse_guard import CollapseGuard, Verdict
 from verl_mt.diagnostics.step_metrics import tool_runs
@@ -54,6 +55,11 @@ class CollapseResponse:
     def needs_start(self) -> bool:
         """Whether a checkpoint before the first step is wanted: the only one that is older than a collapse at once."""
         return self.mode in ("stop", "rollback")
+
+    @property
+    def due(self) -> bool:
+        """Whether `act` has something to do."""
+        return self._due is not None
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Numbers for the step's line: `collapse/signs`, 1 for each sign, and where the run is rolled back to."""
@@ -167,9 +173,9 @@ class CollapseResponse:
     def _write_worst(self, step: int, verdict: Verdict, file: Path) -> str:
         """The step's rollouts that show the signs, of these those with the lowest reward first; with the highest, where
         the reward rose, because then it is what pays for them."""
-        source = self._run / "rollouts" / f"step_{step:06d}.jsonl"
-        if not source.is_file():
-            return "not there: trainer.rollout_rows is False"
+        source = rows_of_step(self._run, step)
+        if source is None:
+            return "not there: trainer.rollout_rows is off"
         names = {sign.name for sign in verdict.signs}
 
         def badness(row: dict[str, Any]) -> tuple[int, float]:
@@ -180,5 +186,5 @@ class CollapseResponse:
             reward = trajectory.reward or 0.0
             return -shown, -reward if verdict.reward == "rose" else reward
 
-        count = write_rows(file, sorted(read_jsonl_tolerant(source), key=badness)[:NUM_ROLLOUTS])
-        return f"{count} of {source.name}"
+        count = write_rows(file, sorted(read_rows(source.path), key=badness)[:NUM_ROLLOUTS])
+        return f"{count} of {source.path.name}"

@@ -3,19 +3,23 @@
 A file holds `rollout_id`, `samples` (one per record; attributes and items, readable where verl_mt is not installed) and
 `trajectories` (rows of `verl_mt.data.run_files`, everything that training needs). Rewards and loss masks of `samples`
 may be edited between dump and replay; they win. What was sampled may not.
+
+A run directory can be replayed as well: its rollout rows hold the same trajectories, in whatever format.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
+from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, writing
 from verl_mt.data.slime_sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
@@ -28,7 +32,7 @@ class DebugData:
     """The files of one run.
 
     Args:
-        path: with `{rollout_id}` in it; None = nothing is written.
+        path: with `{rollout_id}` in it, or a run directory to be replayed; None = nothing is written.
         replays: the files are read, not written.
         decode: ids -> text, for trajectories that no generate function made a Sample of.
     """
@@ -72,6 +76,8 @@ class DebugData:
         Raises:
             DataError: no such file, it is not one of ours, or something that was sampled was edited.
         """
+        if PLACEHOLDER not in str(self._path):
+            return self._load_rows(rollout_id)
         path = self._file(rollout_id)
         if not path.is_file():
             raise DataError(
@@ -83,16 +89,20 @@ class DebugData:
             raise DataError(
                 f"trainer.debug_rollout_data: {path} has no trajectories; it was not written by trainer.debug_mode=save"
             )
-        trajectories = [row_to_trajectory(row) for row in content["trajectories"]]
-        shown = next((t.trajectory_id for t in trajectories if has_media(t.messages)), None)
-        if shown is not None:
-            raise DataError(
-                f"trainer.debug_rollout_data: {path}, trajectory {shown}: it holds images, whose tensors are not "
-                "saved; trainer.debug_mode=train_only is for text"
-            )
+        trajectories = _trajectories(content["trajectories"], path)
         samples = [Sample.from_dict(dict(sample)) for sample in content["samples"]]
         _take_edits(trajectories, samples, path)
         return _groups(trajectories)
+
+    def _load_rows(self, rollout_id: int) -> list[TrajectoryGroup]:
+        run, step = Path(str(self._path)).expanduser(), rollout_id + 1
+        file = rows_of_step(run, step)
+        if file is None:
+            raise DataError(
+                f"trainer.debug_rollout_data: {run} has no rollout rows of step {step}; it is a run of fewer steps, or "
+                "trainer.total_training_steps is too large"
+            )
+        return _groups(_trajectories(read_rows(file.path), file.path))
 
     def _file(self, rollout_id: int | str) -> Path:
         assert self._path is not None
@@ -103,6 +113,17 @@ class DebugData:
             for sample in samples_of(trajectory, self._decode):
                 sample.rollout_id = rollout_id if isinstance(rollout_id, int) else None
                 yield Dumped(sample.to_dict())
+
+
+def _trajectories(rows: Iterable[dict[str, Any]], path: Path) -> list[Trajectory]:
+    trajectories = [row_to_trajectory(row) for row in rows]
+    shown = next((t.trajectory_id for t in trajectories if has_media(t.messages)), None)
+    if shown is not None:
+        raise DataError(
+            f"trainer.debug_rollout_data: {path}, trajectory {shown}: it holds images, whose tensors are not "
+            "saved; trainer.debug_mode=train_only is for text"
+        )
+    return trajectories
 
 
 def _take_edits(trajectories: Sequence[Trajectory], samples: Sequence[Sample], path: Path) -> None:

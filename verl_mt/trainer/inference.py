@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,11 +32,13 @@ from verl_mt.errors import ConfigError, DataError, UserCodeError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
+from verl_mt.trainer.display import terminal
 from verl_mt.workers.worker_group import WorkerGroup
 
 
@@ -79,6 +82,7 @@ class Inference(AbstractContextManager["Inference"]):
         self.stream = RolloutStream(self.runner)
         try:
             self.stream.call(self.runner.context.engine.start())
+            build_rollout.begin_workers(config, self.stream)
         except BaseException:
             self.stream.close(self.runner.context.engine.close)
             raise
@@ -104,13 +108,21 @@ class Inference(AbstractContextManager["Inference"]):
         Raises:
             ConfigError: a row whose data source has no reward; named before anything is sampled.
         """
+        self.check(prompts)
+        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
+        return self.stream.collect(name, while_waiting)
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Before anything is sampled.
+
+        Raises:
+            ConfigError: a row whose data source has no reward, or that shows what the engine cannot see.
+        """
         for row in (prompt.row for prompt in prompts):
             build_rollout.require_media(
                 self.runner.context.engine, row, rollout_name=self.config.actor_rollout_ref.rollout.name
             )
             self.runner.reward.check(row)
-        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
-        return self.stream.collect(name, while_waiting)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,43 +142,75 @@ def _load(config: Config) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found."""
+
+    metrics: dict[str, float]
+    """`val/...` as in training, and `val/pass_at_k`; only `val/prompts_left_out` where all trajectories failed."""
+    groups: list[TrajectoryGroup]
+    """The conversations, in the order of the prompts."""
+    failure: str | None
+    """Why nothing could be measured; None if it could."""
+    num_left_out: int
+    """Prompts longer than `data.max_prompt_length`."""
+
+
+def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda done, of: None) -> Measured:
+    """Sample every prompt of `data.val_files` as validation does.
+
+    Args:
+        while_waiting: called a few times a second with the number of finished conversations, and of all.
+
+    Raises:
+        VerlMTError: bad input.
+    """
+    if config.data.val_files is None:
+        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
+    n, sampling = config.actor_rollout_ref.rollout.val_kwargs.n, build_rollout.validation_sampling(config)
+    with Inference(config) as policy:
+        prompts, progress = policy.prompts(), policy.runner.progress
+
+        def wait() -> None:
+            while_waiting(progress.num_finished, len(prompts) * n)
+
+        groups = policy.roll_out(prompts, n=n, sampling=sampling, while_waiting=wait)
+    failure = total_failure(groups)
+    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
+    metrics["val/prompts_left_out"] = policy.num_filtered
+    return Measured(metrics, groups, failure, policy.num_filtered)
+
+
 def evaluate(config: Config, out: str | None) -> int:
     """Sample every prompt of `data.val_files`, print the numbers, write them and the rollouts into `out`. Returns 0.
 
     Raises:
         VerlMTError: bad input, or not one trajectory survived.
     """
-    if config.data.val_files is None:
-        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
-    validation = config.actor_rollout_ref.rollout.val_kwargs
-    console = Console(stderr=True)
-    with Inference(config) as policy, console.status("sampling") as status:
-        prompts = policy.prompts()
-        progress = policy.runner.progress
-
-        def show_progress() -> None:
-            status.update(f"{progress.num_finished} of {len(prompts) * validation.n} conversations")
-
-        groups = policy.roll_out(
-            prompts, n=validation.n, sampling=build_rollout.validation_sampling(config), while_waiting=show_progress
-        )
-    failure = total_failure(groups)
-    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
-    metrics["val/prompts_left_out"] = policy.num_filtered
-    if failure is None:
-        _show(metrics, f"{len(prompts)} prompts x {validation.n} samples")
-    if policy.num_filtered:
+    with terminal(stderr=True).status("sampling") as status:
+        found = measure(config, lambda done, of: status.update(f"{done} of {of} conversations"))
+    if found.failure is None:
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
+        _show(found.metrics, f"{len(found.groups)} prompts x {n} samples")
+        if n > 1:
+            print(start_for_groups(found.groups))
+    if found.num_left_out:
         limit = config.data.max_prompt_length
-        print(f"left out: {policy.num_filtered} prompt(s) longer than data.max_prompt_length={limit} tokens")
+        print(f"left out: {found.num_left_out} prompt(s) longer than data.max_prompt_length={limit} tokens")
     if out:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-        write_rows(folder / "rollouts.jsonl", (trajectory_to_row(t, step=0) for g in groups for t in g.trajectories))
-        print(f"written to {folder}")
-    if failure is not None:
-        raise UserCodeError(f"nothing could be measured, all failed: {failure}")
+        write_measured(found, Path(out))
+        print(f"written to {out}")
+    if found.failure is not None:
+        raise UserCodeError(f"nothing could be measured, all failed: {found.failure}")
     return 0
+
+
+def write_measured(found: Measured, folder: Path) -> None:
+    """`metrics.json` and `rollouts.jsonl`, as `report` and `sft` read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(json.dumps(found.metrics, indent=1) + "\n")
+    rows = (trajectory_to_row(t, step=0) for g in found.groups for t in g.trajectories)
+    write_rows(folder / "rollouts.jsonl", rows)
 
 
 def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
@@ -179,19 +223,46 @@ def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
     }
 
 
+_TOO_FEW = 0.1
+"""Share of prompts with samples of different reward: below it hardly anything of a step's batch is learned from."""
+
+
+def start_for_groups(groups: list[TrajectoryGroup]) -> str:
+    """Whether GRPO and its kin have something to learn from where samples of a prompt are rewarded like these.
+
+    They learn from the differences between the samples of a prompt: prompts whose samples are all rewarded alike give
+    no gradient.
+    """
+    rewards = [[t.reward for t in group.trajectories if t.reward is not None] for group in groups]
+    mixed = sum(len(set(of_prompt)) > 1 for of_prompt in rewards)
+    right = sum(0 < num_right(g) == len(g.trajectories) for g in groups)
+    wrong = sum(num_right(g) == 0 for g in groups)
+    text = (
+        f"{mixed} of {len(groups)} prompts have samples of different reward (all right: {right}, all wrong: {wrong}): "
+    )
+    if mixed >= _TOO_FEW * len(groups):
+        return f"{text}a start that GRPO can learn from"
+    if right > wrong:
+        return f"{text}too easy for GRPO, nearly all is right already; give harder prompts, or more samples (rollout.n)"
+    return (
+        f"{text}too hard for GRPO, which learns from these alone; look at the samples (--out), then give easier "
+        "prompts or a cold start (docs/cold_start.md)"
+    )
+
+
 def _show(metrics: dict[str, float], title: str) -> None:
     table = Table(title=title)
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
-    Console().print(table)
+    terminal().print(table)
 
 
 def chat(config: Config, system: str | None) -> int:
     """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input."""
     _lift_limits(config)
-    console = Console()
+    console = terminal()
     with Inference(config) as policy:
         opening = _opening(policy, system)
         for message in opening:

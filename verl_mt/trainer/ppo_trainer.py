@@ -21,10 +21,11 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, DataError, UserCodeError
+from verl_mt.errors import CheckpointError, UserCodeError, VerlMTError
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import Prompt, PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.prompts import Prompt, PromptDraws
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
@@ -36,8 +37,6 @@ from verl_mt.workers.worker_group import WorkerGroup
 
 _MAX_STALENESS = 0
 """Steps that a rollout's weights may lag behind; 0 = synchronous."""
-_MAX_DRAWS = 20
-"""Rows drawn for each prompt of a step before a sampler whose rows are all too long is given up."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class PPOTrainer:
 
     config: TrainerConfig
     plan: BatchPlan
-    sampler: RowSampler
-    prompts: PromptBuilder
+    draws: PromptDraws
     val_prompts: list[Prompt]
     prompt_counts: dict[str, float]
     """`data/...` of every step, `val/...` of every validation: prompts left out or cut, in the rows as loaded."""
@@ -103,6 +101,11 @@ class PPOTrainer:
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
     _drawn: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sampler(self) -> RowSampler:
+        """In which order rows are drawn."""
+        return self.draws.sampler
 
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
@@ -173,10 +176,9 @@ class PPOTrainer:
             return {}
         timing: dict[str, float] = {}
         with _timed(timing, "validate"):
-            passes = {"val": self._validate_once("val", self.plan.val_sampling, self.plan.val_n)}
+            passes = validation_passes(self.stream, self.val_prompts, self.plan, self.step_number, self._while_waiting)
             metrics = validation_metrics(passes["val"], "") | _under("val/", self.prompt_counts)
-            if self.plan.val_greedy_too:
-                passes["val_greedy"] = self._validate_once("val_greedy", self.plan.val_sampling.greedy(), 1)
+            if "val_greedy" in passes:
                 metrics |= validation_metrics(passes["val_greedy"], "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
@@ -250,6 +252,8 @@ class PPOTrainer:
         metrics = metrics | self.collapse.observe(self.step_number, metrics)
         self.log.step(self.step_number, metrics)
         self._unlogged = None
+        if self.collapse.due:
+            self.log.flush()  # the rows of this step are part of what is left to look at
         saved = self.collapse.act(self.step_number, self._save, self._roll_back)
         if not saved and _due(self.config.save_freq, self.step_number, last):
             self._save()
@@ -276,7 +280,7 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        return found | self.sanity.metrics() | engine | self._prompt_counts()
+        return found | self.sanity.metrics() | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
         """Start the plans that `_MAX_STALENESS` allows; collect this step's. Or read what another run saved."""
@@ -308,35 +312,21 @@ class PPOTrainer:
         step = self.step_number + 1
         self.log.rollouts(step, groups, None)
         self._save_boundary()
-        where = f" (all of them: rollouts/step_{step:06d}.jsonl)" if self.config.rollout_rows else ""
+        written = self.config.rollout_rows != "off"
+        where = f" (all of them: python -m verl_mt.report.rows {self.log.run.path} --step {step})" if written else ""
         raise UserCodeError(
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
 
     def _draw(self, wanted: int) -> list[Prompt]:
-        """The next prompts. Rows that a user's sampler makes are checked as those of the files were at start;
-        over-long ones are counted, and others drawn in their place."""
-        prompts: list[Prompt] = []
-        drawn, truncated = 0, self.prompts.num_truncated
-        while len(prompts) < wanted:
-            rows = self.sampler.next_batch(wanted - len(prompts))
-            drawn += len(rows)
-            if not rows or drawn > _MAX_DRAWS * wanted:
-                raise DataError(
-                    f"data.sampler gave {drawn} rows, of which only {len(prompts)} have prompts within "
-                    f"data.max_prompt_length={self.prompts.max_prompt_length} tokens, and a step needs "
-                    f"{wanted}: raise it, or let the sampler make shorter rows"
-                )
-            for row in rows:
-                if not self.prompts.knows(row):
-                    self.stream.runner.reward.check(row)
-                if (prompt := self.prompts.build(row)) is not None:
-                    prompts.append(prompt)
-        counts = {
-            "data/filtered_prompts": drawn - len(prompts),
-            "data/truncated_prompts": self.prompts.num_truncated - truncated,
-        }
+        """The next prompts. A row that ends the run takes nothing with it that was trained since a checkpoint."""
+        try:
+            prompts, counts = self.draws.draw(wanted)
+        except VerlMTError:
+            if self.step_number:
+                self._save_boundary()
+            raise
         self._drawn = {name: self._drawn.get(name, 0) + count for name, count in counts.items()}
         return prompts
 
@@ -344,22 +334,11 @@ class PPOTrainer:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
         return {k: v + self._drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
-    def _validate_once(self, name: str, sampling: SamplingParams, n: int) -> list[TrajectoryGroup]:
-        size = self.plan.val_batch_size or len(self.val_prompts)
-        groups: list[TrajectoryGroup] = []
-        for start in range(0, len(self.val_prompts), size):
-            plan_name = f"{name}.s{self.step_number:06d}.{start:06d}"
-            part = self.val_prompts[start : start + size]
-            run = replace(self.plan.run, step=self.step_number)
-            self.stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
-            groups += self.stream.collect(plan_name, self._while_waiting)
-        return groups
-
     def _while_waiting(self) -> None:
         self.interrupts.check()
         # What is sampled could not be trained on, and the next call would come after hours of it.
         self.workers.check("waiting for the rollout")
-        self.log.display.rollout(self.stream.runner.progress)
+        self.log.display.rollout(self.stream.progress)
 
     def _save_boundary(self) -> None:
         if self.config.val_only:
@@ -368,9 +347,29 @@ class PPOTrainer:
 
     def _save(self, overrides: dict[str, Any] | None = None) -> None:
         begun = time.monotonic()
+        self.log.flush()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
+
+
+def validation_passes(
+    stream: RolloutStream, prompts: list[Prompt], plan: BatchPlan, step: int, while_waiting: Callable[[], None]
+) -> dict[str, list[TrajectoryGroup]]:
+    """Sample every prompt (`val`), then decode it greedily (`val_greedy`) where the plan asks for it; in batches of
+    `plan.val_batch_size` prompts, after `step` finished steps."""
+    wanted = {"val": (plan.val_sampling, plan.val_n)}
+    if plan.val_greedy_too:
+        wanted["val_greedy"] = (plan.val_sampling.greedy(), 1)
+    size, run = plan.val_batch_size or len(prompts), replace(plan.run, step=step)
+    passes: dict[str, list[TrajectoryGroup]] = {}
+    for name, (sampling, n) in wanted.items():
+        passes[name] = []
+        for start in range(0, len(prompts), size):
+            plan_name, part = f"{name}.s{step:06d}.{start:06d}", prompts[start : start + size]
+            stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
+            passes[name] += stream.collect(plan_name, while_waiting)
+    return passes
 
 
 class Interrupted(Exception):

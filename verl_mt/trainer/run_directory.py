@@ -339,7 +339,10 @@ def _without_rows(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that may change on resume."""
+    """Without the keys that may change on resume: a row that stopped a run may be left out when it goes on."""
     trainer = config.get("trainer", {})
     free = _HARMLESS if trainer.get("deterministic") else (*_HARMLESS, *_PLACEMENT)
-    return config | {"trainer": {k: v for k, v in trainer.items() if k not in free}}
+    kept = {"trainer": {k: v for k, v in trainer.items() if k not in free}}
+    if isinstance(data := config.get("data"), dict):
+        kept["data"] = {k: v for k, v in data.items() if k != "on_bad_row"}
+    return config | kept

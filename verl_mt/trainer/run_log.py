@@ -5,58 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from tensordict import TensorDict
 
-from verl_mt.data.batch import ADVANTAGES, CLIPPED, OLD_LOG_PROBS, per_record
-from verl_mt.data.run_files import append_token_texts, read_token_texts, trajectory_to_row, write_rows
-from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
+from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.diagnostics.critical_path import Straggler, closing_words
 from verl_mt.diagnostics.dead_start import DeadStart
-from verl_mt.rollout.runner import RolloutProgress
 from verl_mt.trainer.debug_data import DebugData
+from verl_mt.trainer.display import Display
+from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
 from verl_mt.trainer.tracking import JsonLines, Trackers
 
 log = logging.getLogger(__name__)
 
-# (metric, heading, format): the columns of a step's line, left out where the metric is absent.
-_COLUMNS = (
-    ("reward/mean", "reward", "{:.3f}"),
-    ("turns/mean", "turns", "{:.2f}"),
-    ("tools/failure_frequency", "failed calls", "{:.2f}"),
-    ("response/tokens_mean", "tokens", "{:.0f}"),
-    ("rollout/entropy", "entropy", "{:.3f}"),
-    ("actor/clipfrac", "clip", "{:.3f}"),
-    ("group/zero_variance", "flat", "{:.2f}"),
-    ("rollout/logprob_diff_max", "Δlogp", "{:.0e}"),
-    ("rollout/tokens_per_s", "tok/s", "{:.0f}"),
-    ("time/step_s", "s", "{:.2f}"),
-)
-
-_HIDDEN_AT_0 = ("actor/clipfrac", "tools/failure_frequency")
-_VALIDATION = (
-    ("val/accuracy", "accuracy", "{:.3f}"),
-    ("val/accuracy_greedy", "greedy", "{:.3f}"),
-    ("val/tool_calls_mean", "calls", "{:.2f}"),
-    ("val/truncated", "truncated", "{:.3f}"),
-    ("val/failed", "failed", "{:.0f}"),
-    ("val/mismatch_rate", "mismatch", "{:.3f}"),
-)
-_SHOWN_AT_0 = ("val/accuracy", "val/accuracy_greedy")
-"""Of a validation: what is nothing at 0 is left out, but an accuracy of 0 is the news."""
+_CURVES = {"reward/mean": "reward", "loss": "loss"}
+"""Metric of every step -> its name in the closing box."""
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -94,6 +62,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.display.__exit__(kind, error, trace)
+        if self._rollout_files is not None:
+            self._rollout_files.close()
         self._trackers.close("failed" if kind is not None else "finished" if self._over else "stopped")
         self.run.close()
 
@@ -119,7 +89,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._carried["time/checkpoint_s"] = seconds
 
     def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
-        """Show a validation and write the rollouts of its passes, a file `<name>_<step>.jsonl` each."""
+        """Show a validation and write the rollouts of its passes, a file each."""
         self.display.validation(step, metrics)
         if step == 0:
             self.dead_start.observe(step, passes["val"])
@@ -143,14 +113,24 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self._rollout_files is not None:
             self._rollout_files.training(step, groups, batch)
 
+    def flush(self) -> None:
+        """Wait until the rollout rows that were given are on the disk: a checkpoint says that they are.
+
+        Raises:
+            CheckpointError: the disk refused one of their files; names it.
+        """
+        if self._rollout_files is not None:
+            self._rollout_files.flush()
+
     def interrupted(self, step: int) -> None:
         """Say where the run stands and how to go on."""
         self.display.note(
             f"stopped after step {step}; give the same command to go on from the checkpoint in {self.run.path}"
         )
 
-    def finish(self, step: int) -> None:
-        """Mark the run as over and print the closing summary."""
+    def finish(self, step: int, more: Sequence[tuple[str, str]] = ()) -> None:
+        """Mark the run as over and print the closing summary, `more` rows at its end."""
+        self.flush()
         self.run.finish()
         self._over = True
         wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
@@ -162,37 +142,24 @@ class RunLog(AbstractContextManager["RunLog"]):
             for p in sorted(folder.iterdir())
             if not p.name.startswith(".") and p.name != "FINISHED"
         ]
-        rows.append(("look at it", f"python -m verl_mt.report {folder}"))
+        rows += [("look at it", f"python -m verl_mt.report {folder}"), *more]
         self.display.summary("done", rows)
 
     def _before_after(self) -> list[tuple[str, str]]:
+        """What the run began and ended with: windows of its steps, and whole validations."""
         metrics = self.run.path / "metrics.jsonl"
         # A run without a step and without validation has measured nothing.
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-        curve = [("reward", f"{rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}")] if len(rewards) > 1 else []
-        validated = [line for line in lines if "val/accuracy" in line]
-        if not validated:
-            return curve
-        first, last = validated[0], validated[-1]
-        return curve + [
-            (
-                key,
-                f"{first[key]:.3f} -> [bold green]{last[key]:.3f}[/]"
-                if len(validated) > 1
-                else f"[bold]{last[key]:.3f}[/]",
-            )
-            for key in ("val/accuracy", "val/accuracy_greedy")
-            if key in first and key in last
-        ]
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The values as one line of bars, averaged into at most `width` of them; the lowest bar is the smallest value."""
-    size = max(1, -(-len(values) // width))
-    means = [fmean(values[k : k + size]) for k in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[int(7 * (m - low) / (high - low)) if high > low else 0] for m in means)
+        curves = {name: [line[key] for line in lines if key in line] for key, name in _CURVES.items()}
+        rows = [(name, self.display.curve(values)) for name, values in curves.items() if len(values) > 1]
+        for key in ("val/accuracy", "val/accuracy_greedy", "val/loss"):
+            of = [(line["step"], line[key]) for line in lines if key in line]
+            if len(of) > 1:
+                (begun, first), (ended, last) = of[0], of[-1]
+                rows.append((key, f"{first:.3f} -> [bold green]{last:.3f}[/]  [dim]after steps {begun} and {ended}[/]"))
+            elif of:
+                rows.append((key, f"[bold]{of[0][1]:.3f}[/]"))
+        return rows
 
 
 def _cpu_s() -> float:
@@ -200,144 +167,3 @@ def _cpu_s() -> float:
     return times.user + times.system
 
 
-class RolloutFiles:
-    """`rollouts/*.jsonl` and `token_texts.jsonl` of a run directory.
-
-    Args:
-        folder: the run directory.
-        text_of: token id -> its own text.
-    """
-
-    def __init__(self, folder: Path, text_of: Callable[[int], str]):
-        self._folder, self._text_of = folder, text_of
-        self._known = set(read_token_texts(folder))
-
-    def training(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
-        """Write `step_<number>.jsonl`, with what the update computed for each token."""
-        rows = []
-        columns = per_record(batch) if batch is not None else {}
-        trajectories = [t for g in groups for t in g.trajectories]
-        for trajectory in trajectories:
-            extras = [columns.get((trajectory.trajectory_id, k), {}) for k in range(len(trajectory.records))]
-            rows.append(
-                trajectory_to_row(
-                    trajectory,
-                    step=step,
-                    advantages=[e.get(ADVANTAGES) for e in extras],
-                    old_log_probs=[e.get(OLD_LOG_PROBS) for e in extras],
-                    clipped=[e.get(CLIPPED) for e in extras],
-                )
-            )
-        self._write_texts(trajectories)
-        write_rows(self._folder / "rollouts" / f"step_{step:06d}.jsonl", rows)
-
-    def validation(self, name: str, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write `<name>_<number>.jsonl`: the rollouts of one pass of a validation."""
-        trajectories = [t for g in groups for t in g.trajectories]
-        self._write_texts(trajectories)
-        rows = (trajectory_to_row(t, step=step) for t in trajectories)
-        write_rows(self._folder / "rollouts" / f"{name}_{step:06d}.jsonl", rows)
-
-    def _write_texts(self, trajectories: Iterable[Trajectory]) -> None:
-        new = {i for t in trajectories for r in t.records for i in r.token_ids} - self._known
-        if new:
-            append_token_texts(self._folder, {i: self._text_of(i) for i in sorted(new)})
-            self._known |= new
-
-
-class Display(AbstractContextManager["Display"]):
-    """Prints to the console; `live` adds a progress bar that a pipe or a log file would not want."""
-
-    def __init__(self, *, total_steps: int, live: bool, enabled: bool, console: Console | None = None):
-        # A file or a pipe has no width of its own; 80 columns would break every line in two.
-        self.console = console or (Console() if sys.stdout.isatty() else Console(width=180))
-        self._enabled = enabled
-        self._total_steps = total_steps
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
-        # Warnings go through the same console, or they would tear the live line.
-        self._log = logging.getLogger("verl_mt")
-        self._handler = RichHandler(console=self.console, show_path=False, show_time=False)
-        if live and enabled:
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=20),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[phase]}"),
-                console=self.console,
-                transient=True,
-            )
-
-    def __enter__(self) -> Display:
-        if self._enabled:
-            self._log.addHandler(self._handler)
-            self._log.propagate = False
-        if self._progress is not None:
-            self._task = self._progress.add_task("train", total=self._total_steps, phase="starting")
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log.removeHandler(self._handler)
-        self._log.propagate = True
-        if self._progress is not None:
-            self._progress.stop()
-
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        if self._enabled:
-            self.console.print(text, highlight=False)
-
-    def resume_at(self, step: int) -> None:
-        """Set the bar where a resumed run begins."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-
-    def phase(self, text: str) -> None:
-        """What is going on right now."""
-        if self._progress is not None:
-            self._progress.update(self._task, phase=text)
-
-    def rollout(self, progress: RolloutProgress) -> None:
-        """Trajectories, tokens per second and tool calls of the rollout in flight."""
-        seconds = max(time.monotonic() - progress.started_s, 1e-9)
-        self.phase(
-            f"rollout {progress.num_finished}/{progress.num_trajectories} trajectories, "
-            f"{progress.num_sampled_tokens / seconds:.0f} tok/s, {progress.num_tool_calls} tool calls"
-        )
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """One line for a finished step."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-        cells = [
-            f"{head} [bold]{form.format(metrics[key])}[/]"
-            for key, head, form in _COLUMNS
-            if key in metrics and (metrics[key] or key not in _HIDDEN_AT_0)
-        ]
-        warn = [
-            f"[yellow]{key.split('/')[1]} {metrics[key]:.0f}[/]"
-            for key in ("rollout/failed", "rollout/aborted")
-            if metrics.get(key)
-        ]
-        self.note(f"[dim]step[/] {step:>{len(str(self._total_steps))}}/{self._total_steps}  " + "  ".join(cells + warn))
-
-    def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """One line for a validation pass."""
-        cells = [
-            f"{head} [bold]{form.format(metrics[key])}[/]"
-            for key, head, form in _VALIDATION
-            if key in metrics and (metrics[key] or key in _SHOWN_AT_0)
-        ]
-        self.note(f"[cyan]validation after step {step}:[/]  " + "  ".join(cells))
-
-    def summary(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """The closing box."""
-        table = Table.grid(padding=(0, 2))
-        for name, value in rows:
-            table.add_row(f"[dim]{name}[/]", value)
-        if self._enabled:
-            self.console.print(Panel(table, title=title, expand=False))

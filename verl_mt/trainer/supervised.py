@@ -1,12 +1,12 @@
 """Supervised training on conversations: what `python -m verl_mt.sft` does.
 
 The loss is the mean negative log-likelihood of what assistants said, over the same template, masks and workers as RL: a
-policy-gradient step with advantage 1 at ratio 1 has that gradient.
+policy-gradient step with advantage 1 at ratio 1 has that gradient. Run directory, log, trackers, checkpoints and
+validation are the trainer's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -18,58 +18,31 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
+from rich.markup import escape
 from tensordict import TensorDict
 
-from verl_mt.chat.demonstrations import demonstration
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import Config, DataConfig
+from verl_mt.config.schema import Config
 from verl_mt.data import batch as columns
-from verl_mt.data.dataset import read_rows
-from verl_mt.data.run_files import row_to_trajectory
-from verl_mt.data.trajectory import StopReason, Trajectory
+from verl_mt.data.run_files import NO_ROOM, disk_refused
+from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import total_failure, validation_metrics
-from verl_mt.errors import CheckpointError, DataError, UserCodeError, VerlMTError
-from verl_mt.modeling.load import export_hf
+from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError, VerlMTError
 from verl_mt.plugins import import_plugins
-from verl_mt.tools.registry import CONFIG_KEY, ToolSet
+from verl_mt.rewards.contract import RunState
+from verl_mt.tools.registry import CONFIG_KEY
 from verl_mt.trainer import build, build_rollout, checkpoint
+from verl_mt.trainer.demonstration_rows import Demonstrations, load_demonstrations
+from verl_mt.trainer.display import Display
 from verl_mt.trainer.inference import Inference
-from verl_mt.trainer.ppo_trainer import Interrupts
-from verl_mt.trainer.run_directory import RunDirectory
-from verl_mt.trainer.tracking import JsonLines
+from verl_mt.trainer.ppo_trainer import BatchPlan, Interrupted, Interrupts, validation_passes
+from verl_mt.trainer.run_directory import RunDirectory, other_directory
+from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.tracking import require_trackers
 from verl_mt.workers.worker_group import WorkerGroup
 
-_NUM_DIFFERENCES = 4
-"""Named in the error about tools of another shape."""
-
-
-@dataclass
-class Demonstrations:
-    """What is trained on, and what was left out."""
-
-    trajectories: list[Trajectory] = field(default_factory=list)
-    num_low: int = 0
-    """Rollouts below the wanted reward, or that ended in an error."""
-    num_long: int = 0
-    """Conversations longer than `rollout.max_model_len`."""
-    num_unchecked: int = 0
-    """Conversations that show tools of their own while no tools file says what the run will show."""
-
-    def fingerprint(self) -> str:
-        """Of all ids, in their order."""
-        digest = hashlib.sha256()
-        for record in (record for trajectory in self.trajectories for record in trajectory.records):
-            digest.update(repr((record.token_ids, record.loss_mask)).encode())
-        return digest.hexdigest()
-
-    def __str__(self) -> str:
-        tokens = sum(t.num_sampled_tokens for t in self.trajectories)
-        text = f"{len(self.trajectories)} conversations, {tokens} assistant tokens"
-        left_out = [f"{self.num_low} below the reward"] * bool(self.num_low)
-        left_out += [f"{self.num_long} too long"] * bool(self.num_long)
-        return text + (f" (left out: {', '.join(left_out)})" if left_out else "")
+Passes = dict[str, list[TrajectoryGroup]]
 
 
 @dataclass(frozen=True)
@@ -77,246 +50,142 @@ class Plan:
     """What the command says beside the configuration."""
 
     data: str
-    out: Path
+    out: Path | None = None
+    """The run directory; None = the configuration's (`trainer.default_local_dir`, `trainer.experiment_name`)."""
     val_data: str | None = None
     min_reward: float | None = None
     rollouts: bool = False
-    """Measure by rollouts of the configuration's validation prompts, too."""
+    """Validate by rollouts of the configuration's validation prompts, too."""
     stop_at_accuracy: float | None = None
     """End when these are right as often as this, in [0, 1]."""
 
 
 def train(config: Config, plan: Plan) -> int:
-    """Load, train, write `config.yaml`, `metrics.jsonl`, `checkpoints/` and `hf/` into `plan.out`. Returns the exit
-    status of the command.
+    """Load, train, write a run directory: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `rollouts/`, `hf/`. Where it
+    holds an interrupted training of the same configuration and conversations, that one goes on.
+
+    Returns:
+        The exit status of the command: 0, or that of the signal that ended it, behind a checkpoint.
 
     Raises:
         VerlMTError: bad input; nothing is written then.
     """
-    _refuse_taken(plan.out)
-    console = Console()
+    with ExitStack() as undo:
+        trainer = _build(config, plan, undo)
+        return trainer.fit()
+
+
+def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
+    """A trainer of which `undo` closes what works beside it."""
+    _check_end(config, plan)
+    say = Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note
+    place = _place(config, plan, say)
     import_plugins(config.external_plugins)
+    require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     build.prepare_process(config)
     chat = build_rollout.build_fitting_chat(config)
-    train, held_out = _load(config, plan, chat, console)
-    total = total_steps(config, len(train.trajectories))
-    with ExitStack() as undo:
-        workers = undo.enter_context(closing(build.build_workers(config, total_steps=total)))
-        trainer = SupervisedTrainer(workers, build.pad_token_id(chat), total, config.data, config.trainer.test_freq)
-        if plan.rollouts:
-            sampled = Sampled(config, workers, plan.out / "weights")
-            undo.enter_context(sampled)
-            trainer.measure = sampled.measure
-            trainer.enough = plan.stop_at_accuracy
-        # Last, so that a mistake above leaves no folder that looks like an unfinished training.
-        place = replace(config.trainer, default_local_dir=str(plan.out), resume_mode="auto", resume_from_path=None)
-        run = RunDirectory.open(place, yaml.safe_load(config_to_yaml(config)), way_out="name a new folder with --out")
-        if run.path != plan.out:
-            run.abandon()
+    shown, held_out = _load(config, plan, chat, say)
+    total = total_steps(config, len(shown.trajectories))
+    workers = undo.enter_context(closing(build.build_workers(config, total_steps=total)))
+    sampled = Sampled(config, workers, total) if plan.rollouts else None
+    if sampled is not None:
+        undo.enter_context(sampled)
+    # Last, so that a mistake above leaves no folder that looks like an unfinished training.
+    snapshot = yaml.safe_load(config_to_yaml(config))
+    run = RunDirectory.open(place, snapshot, way_out="name a new folder with --out")
+    with ExitStack() as mistake:
+        mistake.callback(run.abandon)
+        if plan.out is not None and run.path != plan.out:
             raise CheckpointError(f"--out: {plan.out} is in use by another process; name a new folder")
-        undo.callback(run.close)
-        store = checkpoint.CheckpointStore(plan.out / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+        store = checkpoint.CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         store.sweep()
-        status = 0
-        if run.resume_from is not None:
-            trainer.load_state_dict(checkpoint.load(run.resume_from), train, run.resume_from)
-            console.print(f"resuming {plan.out} after step {trainer.step}", highlight=False)
-        log = JsonLines(plan.out, resume_step=trainer.step or None, split_timings=False)
-        interrupts = undo.enter_context(Interrupts())
-        for metrics in trainer.fit(train.trajectories, held_out.trajectories):
-            log.log(int(metrics["step"]), metrics)
-            console.print(_line(metrics, total), highlight=False)
-            stops = interrupts.requested.is_set() and trainer.step < total
-            due = trainer.step > 0 and (stops or trainer.step % max(config.trainer.save_freq, 1) == 0)
-            if config.trainer.save_freq > 0 and due:
-                _save(store, trainer, train)
-            if stops:
-                console.print("interrupted: writing the model as it is")
-                status = interrupts.exit_status
-                break
-        folder = export_hf(workers.policy_module, build.tokenizer_as_trained(chat), plan.out / "hf")
-        if not status:
-            run.finish()
-    console.print(f"written to {folder}", highlight=False)
-    return status
+        state = None if run.resume_from is None else checkpoint.load(run.resume_from)
+        tools = None if sampled is None else sampled.tools
+        log = build.build_log(config, run, snapshot, total, tools, resumes=state, chat=chat)
+        trainer = SupervisedTrainer(config, workers, build.pad_token_id(chat), total, shown, held_out.trajectories)
+        trainer.log, trainer.store, trainer.enough = log, store, plan.stop_at_accuracy
+        trainer.export = partial(build.export_model, workers, chat, run)
+        if sampled is not None:
+            sampled.open_weights(run.path / "weights")
+            trainer.sampled = sampled
+        if state is not None:
+            trainer.load_state_dict(state, run.resume_from)
+            log.display.resume_at(trainer.step)
+            log.display.note(escape(f"resuming {run.path} after step {trainer.step}"))
+        mistake.pop_all()
+    log.display.note(
+        f"[bold]verl_mt sft[/] {config.data.train_batch_size} conversations per step, {total} steps, "
+        f"{workers.num_parameters / 1e6:.2f}M parameters on {workers.where}, {torch.get_num_threads()} thread(s); "
+        + escape(f"writing to {run.path}")
+    )
+    return trainer
 
 
-def _refuse_taken(out: Path) -> None:
-    """A folder that is empty, or holds a checkpoint of a training that was interrupted, is free."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+def _check_end(config: Config, plan: Plan) -> None:
+    """An accuracy to stop at is measured, and before the last step.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    accuracy, trainer = plan.stop_at_accuracy, config.trainer
+    if accuracy is None:
         return
-    goes_on = (out / "config.yaml").is_file() and not (out / "FINISHED").exists()
-    if not goes_on or checkpoint.CheckpointStore(out / "checkpoints").latest() is None:
+    if not 0 < accuracy <= 1:
+        raise ConfigError(f"--stop-at-accuracy is {accuracy:g}, must be a share above 0 and at most 1")
+    if not plan.rollouts:
+        raise ConfigError(
+            "--stop-at-accuracy needs prompts to sample: name their file with data.val_files=..., or the run's "
+            "configuration with --config-name; and leave --no-rollouts out"
+        )
+    if trainer.test_freq <= 0 and trainer.total_epochs == 1:
+        raise ConfigError(
+            "--stop-at-accuracy: there is one epoch, and the accuracy is measured at its end; trainer.test_freq=N "
+            "measures it every N steps"
+        )
+
+
+def _place(config: Config, plan: Plan, say: Callable[[str], None]) -> Any:
+    """The trainer's section with the run directory of this training.
+
+    Raises:
+        CheckpointError: a folder that was named and holds something else than an unfinished training.
+    """
+    place = replace(config.trainer, resume_mode="auto", resume_from_path=None)
+    if plan.out is None:
+        if (words := other_directory(place)) is not None:
+            say(escape(words))
+        return place
+    out = plan.out
+    unfinished = (out / "config.yaml").is_file() and not (out / "FINISHED").exists()
+    if out.exists() and not unfinished and not (out.is_dir() and {p.name for p in out.iterdir()} <= {".lock"}):
         raise CheckpointError(f"--out: {out} is not empty; name a new folder")
+    return replace(place, default_local_dir=str(out))
 
 
-def _load(config: Config, plan: Plan, chat: ChatTemplate, console: Console) -> tuple[Demonstrations, Demonstrations]:
+def _load(
+    config: Config, plan: Plan, chat: ChatTemplate, say: Callable[[str], None]
+) -> tuple[Demonstrations, Demonstrations]:
     """What is trained on, and what is held out; said on the terminal."""
     load = partial(
         load_demonstrations,
         chat=chat,
+        data=config.data,
         min_reward=plan.min_reward,
         max_tokens=config.actor_rollout_ref.rollout.max_model_len,
         tools=build_rollout.build_tools(config),
     )
     train = load(plan.data, key="--data")
-    console.print(f"training on {train}", highlight=False)
+    say(f"training on {train}")
     if train.num_unchecked:
-        console.print(
+        say(
             f"[yellow]{train.num_unchecked} of them show tools that are compared with nothing: name the run's own with "
-            f"{CONFIG_KEY}, or its configuration with --config-name[/]",
-            highlight=False,
+            f"{CONFIG_KEY}, or its configuration with --config-name[/]"
         )
     held_out = Demonstrations()
     if plan.val_data:
         held_out = load(plan.val_data, key="--val-data")
-        console.print(f"validating on {held_out}", highlight=False)
+        say(f"loss also on {held_out}, which are not trained")
     return train, held_out
-
-
-def _save(store: checkpoint.CheckpointStore, trainer: SupervisedTrainer, train: Demonstrations) -> None:
-    if not (store.folder / f"step_{trainer.step:06d}" / "meta.json").exists():
-        state = trainer.state_dict(train)
-        store.save(trainer.step, state, score=trainer.accuracy, write_more=trainer.workers.save_shards)
-
-
-def load_demonstrations(
-    source: str | Path,
-    chat: ChatTemplate,
-    key: str,
-    *,
-    min_reward: float | None = None,
-    max_tokens: int | None = None,
-    tools: ToolSet | None = None,
-) -> Demonstrations:
-    """Rows of a file, or the training rollouts of a run directory, as scored trajectories.
-
-    Args:
-        source: a parquet, JSON or JSONL file of conversations or rollouts, or a run directory.
-        chat: the template of the model that is trained.
-        key: what the user calls the source, for errors.
-        min_reward: rollouts below are left out; refused for conversations, which have none.
-        max_tokens: longer ones are left out; None = none is.
-        tools: those that the run to come shows. Conversations without `tools` are shown these; None = the rows' own.
-
-    Raises:
-        DataError: a row of neither kind, one that the template cannot render, tools that are not those of the run,
-            rollouts of another tokenizer, or nothing left to train on; names file and row.
-    """
-    folder = Path(source).expanduser() / "rollouts"
-    files = sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else [Path(source)]
-    if not files:
-        raise DataError(f"{key}: {folder} holds no step_*.jsonl; the run has written no rollouts yet")
-    found = Demonstrations()
-    for file in files:
-        for index, row in enumerate(read_rows(file, key)):
-            where = f"{file}, row {index}"
-            try:
-                shown = _tools_shown(row, tools)
-                trajectory = _trajectory(row, chat, where, min_reward, shown)
-            except VerlMTError as error:
-                raise DataError(f"{where}: {error}") from error
-            if trajectory is None:
-                found.num_low += 1
-            elif max_tokens is not None and any(len(r.token_ids) > max_tokens for r in trajectory.records):
-                found.num_long += 1
-            else:
-                found.trajectories.append(trajectory)
-                found.num_unchecked += bool(shown) and tools is None and "records" not in row
-    if not found.trajectories:
-        raise DataError(f"{key}: {source} leaves nothing to train on: {found}")
-    return found
-
-
-def _tools_shown(row: dict[str, Any], tools: ToolSet | None) -> list[dict[str, Any]] | None:
-    """The schemas that the row's prompt shows: as a rollout of the run to come will show them.
-
-    Raises:
-        DataError: the row's own differ from them; says in what.
-    """
-    given = row.get("tools")
-    if tools is None:
-        return given
-    if "records" in row:  # its ids stand; a rollout may have been shown a selection
-        names = [schema["function"]["name"] for schema in given or []]
-        wanted = tools.schemas([name for name in names if name in tools.names])
-    else:
-        extra = row.get("extra_info") or {}
-        wanted = tools.for_row(tool_selection=extra.get("tool_selection")).schemas()
-    if given is None:
-        return wanted
-    found = list(islice(_differences(_by_name(given), _by_name(wanted)), _NUM_DIFFERENCES))
-    if found:
-        raise DataError(
-            f"its tools are not those that the run will show ({CONFIG_KEY}), so the model would learn prompts that no "
-            f"rollout has: {'; '.join(found)}. Leave `tools` out of the rows: the run's own are shown then"
-        )
-    return wanted
-
-
-def _by_name(schemas: Any) -> dict[str, Any]:
-    """Tools by their names: their order, and that of keys, is the run's in any case."""
-    try:
-        return {schema["function"]["name"]: schema for schema in schemas}
-    except (TypeError, KeyError) as error:
-        raise DataError(f"`tools` must be a list of OpenAI tool schemas, got {schemas!r:.120}") from error
-
-
-def _differences(given: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """What a row's tools say otherwise than the run's, place by place."""
-    if not (isinstance(given, dict) and isinstance(wanted, dict)):
-        if given != wanted:
-            yield f"{where} is {given!r:.80} in the row and {wanted!r:.80} in the run"
-        return
-    for key in dict.fromkeys([*given, *wanted]):
-        place = f"{where}.{key}" if where else str(key)
-        if key not in wanted:
-            yield f"{place} is {given[key]!r:.80} in the row and absent in the run"
-        elif key not in given:
-            yield f"{place} is absent in the row and {wanted[key]!r:.80} in the run"
-        else:
-            yield from _differences(given[key], wanted[key], place)
-
-
-def _trajectory(
-    row: dict[str, Any], chat: ChatTemplate, where: str, min_reward: float | None, tools: list[dict[str, Any]] | None
-) -> Trajectory | None:
-    if "records" in row:
-        trajectory = row_to_trajectory(row)
-        if not trajectory.trainable or trajectory.reward is None:
-            return None
-        if min_reward is not None and trajectory.reward < min_reward:
-            return None
-        _check_same_tokenizer(trajectory, chat)
-    else:
-        messages = row.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise DataError(f"neither a rollout nor a conversation: no list `messages`; it has {', '.join(row)}")
-        if min_reward is not None:
-            raise DataError("--min-reward needs rollouts; this is a conversation, which has no reward")
-        record = demonstration(chat, messages, tools)
-        if not any(record.loss_mask):
-            raise DataError("every assistant message has weight 0: nothing is left to learn from")
-        trajectory = Trajectory(where, where, where, where, messages=messages, records=[record])
-        trajectory.stop_reason = StopReason.FINISHED
-    trajectory.trajectory_id = trajectory.prompt_id = trajectory.group_id = where
-    trajectory.reward = 1.0
-    return trajectory
-
-
-def _check_same_tokenizer(trajectory: Trajectory, chat: ChatTemplate) -> None:
-    """Ids mean nothing to another tokenizer: what they spell must be what was written down as text."""
-    span = next((s for s in trajectory.records[0].turns if s.kind == "assistant"), None)
-    if span is None or not trajectory.turn_texts:
-        return
-    ids = trajectory.records[0].token_ids[span.start : span.end]
-    size = len(chat.tokenizer)
-    text = chat.turn_text(ids) if max(ids) < size else f"id {max(ids)} of a vocabulary of {size}"
-    if text != trajectory.turn_texts[0]:
-        raise DataError(
-            f"this rollout was sampled with another tokenizer: its first turn is {trajectory.turn_texts[0][:60]!r}, "
-            f"and its ids spell {text[:60]!r} here; train the model that the run trained, or one of its family"
-        )
 
 
 def total_steps(config: Config, num_trajectories: int) -> int:
@@ -330,79 +199,159 @@ def total_steps(config: Config, num_trajectories: int) -> int:
 class SupervisedTrainer:
     """Epochs over conversations; one optimizer step per batch."""
 
+    config: Config
     workers: WorkerGroup
     pad_token_id: int
     total_steps: int
-    data: DataConfig
-    test_freq: int = -1
-    """Steps between two validations; 0 or less = before the first and after the last only."""
-    measure: Callable[[int], dict[str, float]] | None = None
-    """Step -> metrics of rollouts, `val/accuracy` among them."""
+    shown: Demonstrations
+    held_out: Sequence[Trajectory] = ()
+    """Their loss is measured with each validation."""
+    log: RunLog | None = None
+    """None = nothing is written or shown; `steps` alone can be used then."""
+    store: checkpoint.CheckpointStore | None = None
+    sampled: Sampled | None = None
+    """Measures the accuracy; None = only losses are."""
+    export: Callable[[], object] = lambda: None
     enough: float | None = None
     """The accuracy at which training ends."""
     step: int = 0
     """Updates that were made."""
     accuracy: float | None = None
     """By rollouts of these weights; None = not measured."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    _unlogged: dict[str, float] | None = None
+    """A step whose validation was broken off."""
+    _random: dict[str, Any] | None = None
+    """The generators before a validation that is going on."""
 
-    def fit(self, train: Sequence[Trajectory], held_out: Sequence[Trajectory] = ()) -> Iterator[dict[str, float]]:
-        """Yield the metrics of each step that is not yet made: `loss` (nats per trained token, before the step's
-        update), `lr`, `grad_norm`, `tokens`, `time_s`, `left_s` (seconds, as the steps so far went), and every
-        `test_freq` steps, before the first and after the last `val/loss` and what `measure` finds."""
-        if self.step == 0 and (found := self._validate(held_out)):
-            yield {"step": 0, **found}
-        first = self.step
-        started = time.monotonic()
-        for chosen in islice(self._batches(train), first, None):
-            if self.enough is not None and self.accuracy is not None and self.accuracy >= self.enough:
+    def fit(self) -> int:
+        """Train from `step` to the last step. Ctrl-C ends with a checkpoint of the last finished step. Returns the exit
+        status: 0, or 128 and the signal's number."""
+        assert self.log is not None
+        with self.log, self.interrupts:
+            try:
+                for metrics in self.steps():
+                    self.log.step(self.step, metrics)
+                    freq = self.config.trainer.save_freq
+                    if freq > 0 and (self.step % freq == 0 or self.step == self.total_steps):
+                        self._save()
+                self.export()
+                self.log.finish(self.step, self._closing_rows())
+                return 0
+            except Interrupted:
+                self._save()
+                self.log.interrupted(self.step)
+                return self.interrupts.exit_status
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                raise CheckpointError(disk_refused(self.log.run.path, error)) from error
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        """Make the steps that are not yet made, and yield the metrics of each: `loss` (nats per trained token, before
+        the step's update), `lr`, `grad_norm`, `tokens`, `time_s`, `left_s` (seconds, as the steps so far went), and
+        where a validation is due its `val/loss` and `val/accuracy`.
+
+        Raises:
+            Interrupted: a stop was requested; a step that was made and not yielded is concluded by whoever goes on.
+        """
+        if self.step == 0 and self.config.trainer.val_before_train and (found := self._validate()) and self.log:
+            self.log.metrics(0, found)
+        first, started = self.step, time.monotonic()
+        batches = islice(self._batches(), self.step, None)
+        while True:
+            if self._unlogged is not None:
+                metrics = self._unlogged | (self._validate() if self._due() else {})
+                each = (time.monotonic() - started) / max(1, self.step - first)
+                self._unlogged = None
+                yield metrics | {"left_s": each * (self.total_steps - self.step)}
+            if self.step >= self.total_steps or self._good_enough():
                 return
-            begun = time.monotonic()
-            metrics: dict[str, float] = {"step": self.step + 1, **self._step(chosen)}
+            self.interrupts.check()
+            if self.log is not None:
+                self.log.display.phase("training")
+            self._unlogged = self._step(next(batches))
             self.step += 1
             self.accuracy = None
-            metrics["time_s"] = time.monotonic() - begun
-            if self.step == self.total_steps or (self.test_freq > 0 and self.step % self.test_freq == 0):
-                metrics |= self._validate(held_out)
-            passed = time.monotonic() - started
-            metrics["left_s"] = passed / (self.step - first) * (self.total_steps - self.step)
-            yield metrics
 
-    def _validate(self, held_out: Sequence[Trajectory]) -> dict[str, float]:
-        found = {"val/loss": self.loss(held_out)} if held_out else {}
-        if self.measure is not None:
-            found |= self.measure(self.step)
+    def _due(self) -> bool:
+        """Every `trainer.test_freq` steps, or where that is not given after every epoch; and after the last step."""
+        freq = self.config.trainer.test_freq
+        every = freq if freq > 0 else -(-len(self.shown.trajectories) // self.config.data.train_batch_size)
+        return self.step == self.total_steps or self.step % every == 0
+
+    def _good_enough(self) -> bool:
+        return self.enough is not None and self.accuracy is not None and self.accuracy >= self.enough
+
+    def _validate(self) -> dict[str, float]:
+        """Losses and accuracy of the weights as they are; shown and written."""
+        begun = time.monotonic()
+        found = {"val/loss": self.loss(self.held_out)} if self.held_out else {}
+        passes: Passes = {}
+        if self.sampled is not None:
+            self._random = checkpoint.random_state()
+            measured, passes = self.sampled.measure(self.step, self._while_waiting)
+            found |= measured
             self.accuracy = found["val/accuracy"]
+            self._random = None
+        if found and self.log is not None:
+            if passes:
+                self.log.validation(self.step, found, passes)
+            else:
+                self.log.display.validation(self.step, found)
+            found["time/validate_s"] = time.monotonic() - begun
         return found
 
-    def state_dict(self, train: Demonstrations) -> dict[str, Any]:
+    def _while_waiting(self) -> None:
+        self.interrupts.check()
+        self.workers.check("waiting for the rollout")
+        if self.log is not None and self.sampled is not None:
+            self.log.display.rollout(self.sampled.runner.progress)
+
+    def _closing_rows(self) -> list[tuple[str, str]]:
+        assert self.log is not None
+        rows = []
+        if self._good_enough():
+            rows.append(("ended", f"at accuracy {self.accuracy:.3f}, as --stop-at-accuracy {self.enough:g} asks"))
+        rows.append(("go on with", escape(f"actor_rollout_ref.model.path={self.log.run.path / 'hf'}")))
+        return rows
+
+    def _save(self) -> None:
+        assert self.store is not None and self.log is not None
+        begun = time.monotonic()
+        self.store.save(self.step, self.state_dict(), score=self.accuracy, write_more=self.workers.save_shards)
+        self.log.saved(time.monotonic() - begun)
+
+    def state_dict(self) -> dict[str, Any]:
         """Everything that a training that goes on needs."""
         return {
             "step": self.step,
             "accuracy": self.accuracy,
-            "rows": train.fingerprint(),
+            "unlogged": self._unlogged,
+            "rows": self.shown.fingerprint(),
             "workers": self.workers.state_dict(),
-            "random": checkpoint.random_state(),
+            "random": self._random or checkpoint.random_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], train: Demonstrations, folder: Path) -> None:
+    def load_state_dict(self, state: dict[str, Any], folder: Path | None) -> None:
         """Go on from a checkpoint.
 
         Raises:
             CheckpointError: it was trained on other conversations.
         """
-        if state["rows"] != train.fingerprint():
+        if state["rows"] != self.shown.fingerprint():
             raise CheckpointError(
                 f"{folder} was trained on other conversations than --data (or another --min-reward) gives now: put "
                 "them back, or name a new folder with --out"
             )
-        self.step, self.accuracy = state["step"], state["accuracy"]
+        self.step, self.accuracy, self._unlogged = state["step"], state["accuracy"], state.get("unlogged")
         self.workers.load_state_dict(state["workers"], folder)
         checkpoint.set_random_state(state["random"])
 
     def loss(self, trajectories: Sequence[Trajectory]) -> float:
         """Mean negative log-likelihood in nats over all tokens in the loss."""
         total, count = 0.0, 0
-        size = self.data.train_batch_size
+        size = self.config.data.train_batch_size
         for start in range(0, len(trajectories), size):
             batch = self._batch(trajectories[start : start + size])
             total -= self.workers.compute_log_probs(batch)[batch[columns.LOSS_MASK]].double().sum().item()
@@ -410,6 +359,7 @@ class SupervisedTrainer:
         return total / count
 
     def _step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        begun = time.monotonic()
         batch = self._batch(trajectories)
         mask = batch[columns.LOSS_MASK]
         batch[columns.ADVANTAGES] = mask.float()
@@ -418,68 +368,81 @@ class SupervisedTrainer:
             raise VerlMTError("loss or gradient was not finite; lower actor_rollout_ref.actor.optim.lr")
         loss = -batch[columns.OLD_LOG_PROBS][mask].double().mean().item()
         names = {"lr": "actor/lr", "grad_norm": "actor/grad_norm"}
-        return {"loss": loss, **{k: updated[v] for k, v in names.items()}, "tokens": float(mask.sum())}
+        found = {"loss": loss, **{k: updated[v] for k, v in names.items()}, "tokens": float(mask.sum())}
+        return found | {"time_s": time.monotonic() - begun}
 
     def _batch(self, trajectories: Sequence[Trajectory]) -> TensorDict:
         batch = columns.build_batch(trajectories, pad_token_id=self.pad_token_id)
         assert batch is not None  # every demonstration has a token in the loss
         return batch
 
-    def _batches(self, train: Sequence[Trajectory]) -> Any:
-        generator = torch.Generator().manual_seed(self.data.seed)
-        size, step = self.data.train_batch_size, 0
+    def _batches(self) -> Iterator[list[Trajectory]]:
+        train, data = self.shown.trajectories, self.config.data
+        generator = torch.Generator().manual_seed(data.seed)
+        step = 0
         while step < self.total_steps:
-            shuffle = self.data.shuffle
-            order = torch.randperm(len(train), generator=generator) if shuffle else torch.arange(len(train))
-            for rows in order.split(size)[: self.total_steps - step]:
+            order = torch.randperm(len(train), generator=generator) if data.shuffle else torch.arange(len(train))
+            for rows in order.split(data.train_batch_size)[: self.total_steps - step]:
                 step += 1
                 yield [train[i] for i in rows.tolist()]
 
 
 class Sampled(Inference):
-    """Measures the policy that is trained by rollouts of the configuration's validation prompts.
+    """Measures the policy that is trained by rollouts of the configuration's validation prompts, as the trainer does.
 
     Args:
         config: of the training.
         workers: that train; the engine lives where a trainer's would.
-        folder: for weights, where the engine reads files and the configuration names no folder.
+        total_steps: of the training, for rewards that ask.
 
     Raises:
         VerlMTError: what `build_trainer` would refuse; nothing is left running then.
     """
 
-    def __init__(self, config: Config, workers: WorkerGroup, folder: Path):
+    def __init__(self, config: Config, workers: WorkerGroup, total_steps: int):
         if config.data.val_files is None:
             raise DataError("--rollouts: the configuration has no data.val_files; name a file of prompts with it")
         super().__init__(config, workers=workers)
+        self.workers = workers
+        validation, sampling = config.actor_rollout_ref.rollout.val_kwargs, build_rollout.validation_sampling(config)
+        self.plan = BatchPlan(
+            num_prompts=config.data.train_batch_size,
+            n=1,
+            sampling=sampling,
+            val_n=validation.n,
+            val_sampling=sampling,
+            val_greedy_too=validation.greedy_too,
+            val_batch_size=config.data.val_batch_size,
+            total_steps=total_steps,
+            run=RunState(total_steps=total_steps, total_epochs=config.trainer.total_epochs),
+        )
         try:
             self.rows = self.prompts()
-            self.weights = build.weight_sync(config, self.stream, workers, folder)
-            self.weights.release()  # training begins at once where a run goes on from its checkpoint
+            if not self.rows:
+                limit = config.data.max_prompt_length
+                raise DataError(f"data.val_files: each prompt is longer than data.max_prompt_length={limit} tokens")
+            self.check(self.rows)
         except BaseException:
             self.__exit__(None, None, None)
             raise
 
-    def measure(self, step: int) -> dict[str, float]:
-        """`val/accuracy` and what else validation reports.
+    def open_weights(self, folder: Path) -> None:
+        """Let the engine be given weights; files go to `folder` where the configuration names none."""
+        self.weights = build.weight_sync(self.config, self.stream, self.workers, folder)
+        self.weights.release()  # training begins at once where a run goes on from its checkpoint
+
+    def measure(self, step: int, while_waiting: Callable[[], None]) -> tuple[dict[str, float], Passes]:
+        """`val/accuracy` and what else validation reports, and the groups of each pass.
 
         Raises:
             UserCodeError: not one trajectory survived.
         """
-        validation = self.config.actor_rollout_ref.rollout.val_kwargs
         self.weights.push(step)
-        sampling = build_rollout.validation_sampling(self.config)
-        groups = self.roll_out(self.rows, n=validation.n, sampling=sampling, name=f"sft-{step}")
+        passes = validation_passes(self.stream, self.rows, self.plan, step, while_waiting)
         self.weights.release()
-        if failure := total_failure(groups):
-            raise UserCodeError(f"--rollouts: nothing could be measured, all failed: {failure}")
-        return validation_metrics(groups, "")
-
-
-def _line(metrics: dict[str, float], total: int) -> str:
-    parts = [f"step {int(metrics['step'])}/{total}"]
-    names = ("loss", "val/loss", "val/accuracy", "lr", "grad_norm")
-    parts += [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
-    if "left_s" in metrics:
-        parts.append(f"{metrics['left_s'] / 60:.1f} min left")
-    return "  ".join(parts)
+        if failure := total_failure(passes["val"]):
+            raise UserCodeError(f"validation: nothing could be measured, all failed: {failure}")
+        metrics = validation_metrics(passes["val"], "")
+        if "val_greedy" in passes:
+            metrics |= validation_metrics(passes["val_greedy"], "_greedy")
+        return metrics, passes

@@ -129,6 +129,17 @@ class Ask:
         except RayError as error:
             raise as_engine_error(error) from error
 
+    async def later(self, method: str, *args: Any) -> Any:
+        """The same for an event loop, in a process of Ray's.
+
+        Raises:
+            EngineError: see `EngineHost.call`.
+        """
+        try:
+            return await self.resident.call.remote(method, args)
+        except RayError as error:
+            raise as_engine_error(error) from error
+
 
 def as_engine_error(error: RayError) -> VerlMTError:
     """An error of ours as it was raised there; the process's end as the engine's."""

@@ -6,10 +6,11 @@ version on one machine they fail late, or hang, or compute something else withou
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_mt import engines
-from verl_mt.errors import ConfigError, error_text
+from verl_mt.errors import ConfigError, PluginError, error_text
 from verl_mt.workers.setup import Placement, WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -72,6 +73,45 @@ def connect(placement: Placement, devices_apart: int = 0) -> bool:
     num_cpus = max(os.cpu_count() or 1, placement.num_ranks + devices_apart + 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     return True
+
+
+def require_travel(objects: Mapping[str, Any]) -> None:
+    """Before anything starts: what a Python call gave can be sent to the ranks.
+
+    Args:
+        objects: `Placement.objects`.
+
+    Raises:
+        PluginError: one that holds a lock, an open file, a connection; says which variable or attribute it is.
+    """
+    for name, value in objects.items():
+        if (why := _stays_here(value)) is None:
+            continue
+        held = [f"{part} ({type(thing).__name__})" for part, thing in _held(value) if _stays_here(thing) is not None]
+        raise PluginError(
+            f"trainer.placement=ray: {name} cannot be sent to the ranks: {why}"
+            + (f"; it holds {', '.join(held)}" if held else "")
+            + ". Make that inside of it when it is called, name it by a path (file.py:name), or train in this process "
+            "(trainer.placement=inline)"
+        )
+
+
+def _stays_here(value: Any) -> str | None:
+    try:
+        ray.cloudpickle.dumps(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the `__reduce__` of foreign code raises
+        return error_text(error, named=True)
+    return None
+
+
+def _held(value: Any) -> ItemsView[str, Any]:
+    """Variables that a function closes over, or an object's attributes."""
+    if inspect.isfunction(value):
+        found = inspect.getclosurevars(value)
+        return {**found.globals, **found.nonlocals}.items()
+    return {**getattr(value, "__dict__", {})}.items()
 
 
 def silent_cluster(address: str) -> str | None:

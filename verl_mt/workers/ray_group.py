@@ -29,7 +29,15 @@ from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerErro
 from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.rank_worker import RankWorker
-from verl_mt.workers.ray_cluster import bundle, connect, require_room, require_same_versions, resolve_device, usable
+from verl_mt.workers.ray_cluster import (
+    bundle,
+    connect,
+    require_room,
+    require_same_versions,
+    require_travel,
+    resolve_device,
+    usable,
+)
 from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
 from verl_mt.workers.sharding import Ranks
@@ -55,11 +63,13 @@ class RayWorkerGroup(WorkerGroup):
 
     Raises:
         ConfigError: the cluster has not the machines, CPUs or GPUs for it, or the model cannot be loaded.
+        PluginError: an object of a Python call that cannot be sent to the ranks.
         WorkerError: a worker died while it started.
     """
 
     def __init__(self, setup: WorkerSetup):
         placement, rollout = setup.placement, setup.config.rollout
+        require_travel(placement.objects)
         machines, on_each = rollout.devices_apart or (0, 0)
         self._ours = connect(placement, machines * on_each)
         self._group: PlacementGroup | None = None

@@ -19,7 +19,7 @@ from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
 from verl_mt.modeling.lora import Lora, add_adapters, freeze_vision, lora_of, set_lora
 from verl_mt.modeling.passes import choose_passes, use_passes
 from verl_mt.modeling.values import ValueHead, ValueModel
-from verl_mt.plugins import import_plugins
+from verl_mt.plugins import give_objects, import_plugins
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ref import RefWorker
@@ -40,6 +40,8 @@ class Placement:
     deterministic: bool = False
     external_plugins: tuple[str, ...] = ()
     """Files (absolute) and modules that every process imports before anything else."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """`object:name` -> what a Python call gave, of that which every process loads by its name."""
 
     @property
     def num_ranks(self) -> int:
@@ -87,6 +89,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         PluginError: a plug-in that does not import.
     """
     import_plugins(setup.placement.external_plugins)
+    give_objects(setup.placement.objects)
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")

@@ -52,7 +52,7 @@ def train_and_kill(tmp_path, *overrides) -> list[dict]:
     )
     trainer = build_trainer(config)
     pids = trainer.engine.pids
-    progress = trainer.stream.runner.progress
+    progress = trainer.stream.progress
 
     def kill_in_step_two():
         while trainer.step_number < 1 or not 8 <= progress.num_finished < progress.num_trajectories - 8:

@@ -129,7 +129,7 @@ def test_a_replica_that_is_killed_in_the_rollout_or_in_the_update_comes_back_wit
     trainer_on, tmp_path
 ):
     trainer = trainer_on("trainer.total_training_steps=4", ROLLOUT + "max_concurrent=16")
-    pids, progress, update = trainer.engine.pids, trainer.stream.runner.progress, trainer.workers.update
+    pids, progress, update = trainer.engine.pids, trainer.stream.progress, trainer.workers.update
 
     def kill_in_step_two():
         while trainer.step_number < 1 or not 8 <= progress.num_finished < progress.num_trajectories - 16:

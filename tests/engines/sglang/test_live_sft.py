@@ -10,7 +10,7 @@ from live import ROLLOUT, START_S, processes_of_group
 from verl_mt import sft
 from verl_mt.diagnostics.step_metrics import tokens_by_replica
 from verl_mt.tiny.problems import SYSTEM, generate
-from verl_mt.trainer.inference import Inference
+from verl_mt.trainer import supervised
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -27,17 +27,17 @@ def conversations(count: int) -> str:
 def test_the_replicas_beside_the_ranks_measure_the_policy_of_each_step(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     measured, pids = [], []
-    roll_out = Inference.roll_out
+    measure = supervised.Sampled.measure
 
-    def seen(inference, *args, **kwargs):
-        groups = roll_out(inference, *args, **kwargs)
-        measured.append([t for group in groups for t in group.trajectories])
-        pids.extend(inference.runner.context.engine.pids)
-        return groups
+    def seen(sampled, *args):
+        metrics, passes = measure(sampled, *args)
+        measured.append([t for groups in passes.values() for group in groups for t in group.trajectories])
+        pids.extend(sampled.runner.context.engine.pids)
+        return metrics, passes
 
-    monkeypatch.setattr(Inference, "roll_out", seen)
+    monkeypatch.setattr(supervised.Sampled, "measure", seen)
     (tmp_path / "rows.jsonl").write_text(conversations(8))
-    words = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), "--rollouts", "-cn", "tiny"]
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), "-cn", "tiny"]
     words += ["trainer.placement=ray", "trainer.n_workers_per_node=2", "trainer.device=cpu", "trainer.num_threads=1"]
     words += ["actor_rollout_ref.actor.optim.lr=1e-3", "data.train_batch_size=4", "data.val_max_samples=24"]
     words += [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", "trainer.test_freq=1"]

@@ -160,7 +160,7 @@ def test_requests_share_no_defaults():
 def test_a_column_data_dict_must_be_a_mapping():
     run = converse(AskAgain(max_turns=1), [said("a")], prompt=prompt_of(data_dict="text", index=4))
     assert run.trajectory.status is Status.FAILED
-    assert "toy.jsonl, row 4: column data_dict must be a mapping, got 'text'" in run.trajectory.error
+    assert "toy.jsonl, row 5: column data_dict must be a mapping, got 'text'" in run.trajectory.error
 
 
 @pytest.mark.cap("C26")
@@ -202,7 +202,7 @@ def test_a_step_without_a_request_is_refused(answer, complaint):
     run = converse(Forgetful(max_turns=2), [said("a"), said("b")])
     assert run.trajectory.status is Status.FAILED
     assert complaint in run.trajectory.error
-    assert "scheduler Forgetful failed in step, trajectory s1.00000.00 (row 0), turn 1" in run.trajectory.error
+    assert "scheduler Forgetful failed in step, trajectory s1.00000.00 (row 1), turn 1" in run.trajectory.error
 
 
 def test_what_one_scheduler_call_raises_does_not_touch_the_other_trajectories():

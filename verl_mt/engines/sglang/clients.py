@@ -34,6 +34,27 @@ _KEEP_ALIVE_S = 2.0
 """Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one life of an engine is asked from other processes. It is pickled, and equal where it is the same life."""
+
+    name: str
+    life: str
+    url: str = ""
+    """Of an HTTP server; otherwise `ask` says how."""
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    ask: Any = None
+    """What `EngineHost.caller` gave."""
+
+    async def generate(self, body: dict[str, Any]) -> Any:
+        """As `Client.generate`, where there is no server."""
+        return await self.ask.later("generate", body)
+
+    async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        """As `Client.call`, where there is no server."""
+        await self.ask.later("call", name, body, timeout_s)
+
+
 class Client(abc.ABC):
     """Names of calls are those of SGLang's HTTP endpoints; bodies are theirs, too.
 
@@ -91,6 +112,11 @@ class Client(abc.ABC):
     def receiver(self) -> Receiver:
         """For who gives it weights, from any thread."""
         return Receiver(_OnLoop(self, asyncio.get_running_loop()), self.num_ranks, self.on_gpu)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """For rollout workers; None = only this process can ask it."""
+        return None
 
     @property
     def is_gone(self) -> bool:
@@ -291,6 +317,7 @@ class HostedClient(Client):
         self._arguments = options.engine_arguments()
         self._arguments["random_seed"] += number
         self._last = last
+        self._life = uuid.uuid4().hex
         self._pid: int | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -314,6 +341,10 @@ class HostedClient(Client):
 
     def receiver(self) -> Receiver:
         return Receiver(_Hosted(self.host.caller()), self.num_ranks, self.on_gpu, self.host.rank)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        return Endpoint(self.name, self._life, ask=self.host.caller())
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._ask("generate", body)
@@ -363,16 +394,17 @@ class HttpClient(Client):
     Args:
         url: `http://host:port`.
         options: what the server must be; see `server_check`.
+        headers: of each request; None = the key of SGLANG_API_KEY, if there is one.
     """
 
-    def __init__(self, url: str, options: SGLangOptions):
+    def __init__(self, url: str, options: SGLangOptions, headers: dict[str, str] | None = None):
         super().__init__()
         self.name = f"SGLang server {url}"
         self.url = url
         self.local = is_local(url)
         self._options = options
         key = os.environ.get("SGLANG_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = headers if headers is not None else {"Authorization": f"Bearer {key}"} if key else {}
         self._life = uuid.uuid4().hex
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -386,6 +418,10 @@ class HttpClient(Client):
     def receiver(self) -> Receiver:
         call = _AtServer(self.name, self.url, self._life, tuple(self._headers.items()))
         return Receiver(call, self.num_ranks, self.on_gpu)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        return Endpoint(self.name, self._life, self.url, tuple(self._headers.items()))
 
     async def start(self, timeout_s: float) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import (
+    Branch,
     Capabilities,
     Disk,
     EngineSetup,
@@ -25,7 +26,7 @@ from verl_mt.engines.base import (
     check_request,
 )
 from verl_mt.engines.sglang.buckets import verify
-from verl_mt.engines.sglang.clients import Client, ColocatedClient, HostedClient, HttpClient, LaunchedServer
+from verl_mt.engines.sglang.clients import Client, ColocatedClient, Endpoint, HostedClient, HttpClient, LaunchedServer
 from verl_mt.engines.sglang.options import (
     SGLangOptions,
     check_launched,
@@ -289,6 +290,26 @@ class SGLangEngine(InferenceEngine):
             "rollout/replicas": sum(replica.is_ready for replica in self._replicas),
         }
 
+    def branch(self) -> Branch | None:
+        """An engine beside this process, at the other end of its socket, is asked through it."""
+        options = self._options
+        if not (options.hosts or options.servers or options.num_launched):
+            return None
+        names = tuple(replica.name for replica in self._replicas)
+        return Branch("verl_mt.engines.sglang.branch:SGLangBranch", (replace(options, hosts=()), names))
+
+    def news(self) -> Any:
+        """The version, and where each replica's present life is asked."""
+        return self._version, tuple(_endpoint(replica.serving) for replica in self._replicas)
+
+    def hear(self, news: Any) -> None:
+        """A branch found a replica gone: (its number, the life, why)."""
+        number, life, reason = news
+        client = self._replicas[number].serving
+        endpoint = _endpoint(client)
+        if client is not None and endpoint is not None and endpoint.life == life:
+            client.give_up(reason)
+
     async def close(self) -> None:
         self._closed.set()
         if self._starting is not None and not self._starting.done():
@@ -484,6 +505,14 @@ class SGLangEngine(InferenceEngine):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise EngineGoneError("the SGLang engine is closed")
+
+
+def _endpoint(client: Client | None) -> Endpoint | None:
+    """None = it is away, or goes away right now."""
+    try:
+        return None if client is None else client.endpoint
+    except EngineGoneError:
+        return None
 
 
 @contextlib.contextmanager

@@ -4,31 +4,41 @@
 const App = (() => {
   const { el, number } = Dom;
   const REFRESH_MS = 5000;
-  const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["timeline", "Timeline"], ["about", "About"]];
+  const VIEWS = [["", "Overview"], ["rollouts", "Rollouts"], ["prompts", "Prompts"], ["timeline", "Timeline"], ["about", "About"]];
   const main = document.querySelector("main");
 
   const linkTo = (r) => `#/rollout/${r.run}/${encodeURIComponent(r.key)}`;
+  const idOf = (r) => `${r.run}/${r.key}`;
+  const promptLink = (r, sides = {}) => {
+    Store.byPrompt();
+    const query = new URLSearchParams(Object.entries(sides).map(([side, other]) => [side, idOf(other)])).toString();
+    return `#/prompt/${encodeURIComponent(r.promptKey)}${query && `?${query}`}`;
+  };
   const stepLink = (r) => `#/timeline/${r.run}/${r.step}`;
   const tableLink = (filters) => `#/rollouts?${new URLSearchParams(filters)}`;
 
   function overview(node) {
     const runs = Store.state.runs;
-    Dom.replace(node, el("div", { class: "runs" }, runs.map((run) => runCard(run))), el("h2", {}, "Curves"), el("div", { id: "curves" }));
+    Dom.replace(node, el("div", { class: "runs" }, runs.map((run) => runCard(run))),
+      runs.length > 1 && el("p", { class: "actions" },
+        el("a", { class: "button primary", href: "#/prompts" }, "Compare the runs prompt by prompt")), el("h2", {}, "Curves"), el("div", { id: "curves" }));
     Charts.render(node.querySelector("#curves"));
   }
 
   // What a stranger wants first: how it went, and the rollouts worth opening.
   function runCard(run) {
+    const { runs } = Store.state;
     const of = (name) => run.metrics.map((m) => m[name]).filter(Number.isFinite);
-    const change = (values) => (values.length > 1 ? `${number(values[0])} → ${number(values.at(-1))}` : number(values[0]));
+    const { k, text } = Charts.change(of("reward/mean"));
     const own = Store.state.rollouts.filter((r) => r.run === run.number);
-    const facts = [["reward", change(of("reward/mean"))], ["validation", change(of("val/accuracy"))],
+    const facts = [[k > 1 ? `reward, first ${k} → last ${k}` : "reward", text],
+      ["validation", Charts.change(of("val/accuracy"), 1).text], // each is a mean over many prompts
       ["steps", `${run.metrics.at(-1)?.step ?? 0}${run.total_steps ? ` of ${run.total_steps}` : ""}`],
       ["rollouts shown", number(own.length)], ["model", run.model || "–"]];
     const worst = Store.worst(run.number);
     const shortcuts = Object.keys(Table.FLAGS).map((flag) => [flag, own.filter(Table.FLAGS[flag][1]).length])
       .filter(([, n]) => n).map(([flag, n]) => el("a", { class: "button",
-        href: tableLink({ flag, ...(Store.state.runs.length > 1 ? { run: run.number } : {}) }) }, `${Table.FLAGS[flag][0]} (${n})`));
+        href: tableLink({ flag, ...(runs.length > 1 ? { run: run.number } : {}) }) }, `${Table.FLAGS[flag][0]} (${n})`));
     return el("section", { class: "card run" },
       el("h2", {}, el("span", { class: "dot", style: { background: Charts.COLOURS[run.number % Charts.COLOURS.length] } }), run.label,
         el("span", { class: "badge calm" }, run.finished ? "finished" : "not over")),
@@ -36,7 +46,8 @@ const App = (() => {
       guardNote(run),
       el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
       worst && el("p", { class: "actions" },
-        el("a", { class: "button primary", href: linkTo(worst) }, `Open the worst rollout of step ${worst.step}`), shortcuts));
+        el("a", { class: "button primary", href: linkTo(worst) }, `Open the worst rollout of step ${worst.step}`), shortcuts,
+        runs.length < 2 && el("a", { class: "button", href: "#/prompts" }, "Prompts through the steps")));
   }
 
   // What the collapse guard saw, and where: its signs are metrics.
@@ -66,7 +77,7 @@ const App = (() => {
     const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
     const [view, ...rest] = path.split("/");
     for (const link of document.querySelectorAll("nav a")) {
-      const on = link.dataset.view === (view === "rollout" ? "rollouts" : view);
+      const on = link.dataset.view === ({ rollout: "rollouts", prompt: "prompts" }[view] ?? view);
       if (on) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
@@ -78,7 +89,9 @@ const App = (() => {
       const number = Store.find(Number(rest[0]), decodeURIComponent(rest[1] ?? ""));
       if (number === undefined) Dom.replace(main, el("p", { class: "note bad" }, "This report has no such rollout."));
       else await Conversation.render(main, Store.state.rollouts[number]);
-    } else if (view === "timeline") await Timeline.render(main, Number(rest[0] ?? 0), rest[1] === undefined ? null : Number(rest[1]));
+    } else if (view === "prompts") Prompts.render(main);
+    else if (view === "prompt") await Prompts.one(main, decodeURIComponent(rest[0] ?? ""), new URLSearchParams(query));
+    else if (view === "timeline") await Timeline.render(main, Number(rest[0] ?? 0), rest[1] === undefined ? null : Number(rest[1]));
     else if (view === "about") about(main);
     else overview(main);
   }
@@ -100,7 +113,7 @@ const App = (() => {
       const status = document.getElementById("live");
       status.textContent = `live, ${Store.state.rollouts.length} rollouts`;
       // A reader in the middle of a conversation or of a filter is not disturbed.
-      if (fresh && !/^#\/(rollout\/|timeline)/.test(location.hash)) await open();
+      if (fresh && !/^#\/(rollout\/|prompt\/|timeline)/.test(location.hash)) await open();
     } catch (error) {
       document.getElementById("live").textContent = `the server does not answer (${error.message})`;
     }
@@ -123,5 +136,5 @@ const App = (() => {
   }
 
   start().catch((error) => Dom.replace(main, el("p", { class: "note bad" }, `The report cannot be opened: ${error.message}`)));
-  return { linkTo, stepLink, tableLink, route: open };
+  return { linkTo, promptLink, stepLink, tableLink, route: open };
 })();

@@ -58,7 +58,7 @@ const Charts = (() => {
         const of = typeof what === "function" ? what : (m) => m[key];
         const label = typeof what === "function" ? key : what;
         const points = run.metrics.map((m) => [m.step, of(m)]).filter((p) => Number.isFinite(p[1]));
-        if (points.length) found.push({ run, label, place, steps: points.map((p) => p[0]), values: points.map((p) => p[1]) });
+        if (points.length) found.push({ run, label, place, most: panel[0] === "Validation" ? 1 : 10, steps: points.map((p) => p[0]), values: points.map((p) => p[1]) });
       });
     }
     return found;
@@ -141,13 +141,24 @@ const Charts = (() => {
     await Plotly.react(node, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
   }
 
-  // First and last value of each line, in words.
+  // One step is luck: the mean of the first k numbers against that of the last k, a quarter of them and at most `most`,
+  // as the closing box of the run has it.
+  function change(values, most = 10) {
+    const k = Math.max(1, Math.min(most, Math.floor(values.length / 4)));
+    const mean = (some) => some.reduce((total, v) => total + v, 0) / some.length;
+    const [first, last] = [mean(values.slice(0, k)), mean(values.slice(-k))];
+    return { k, first, last, text: values.length > 1 ? `${number(first)} → ${number(last)}` : number(values[0]) };
+  }
+
+  // How each line began and ended, in words.
   function summary(found) {
     const several = new Set(found.map((s) => s.label)).size > 1;
-    return found.map((s) => {
+    const changes = found.map((s) => change(s.values, s.most));
+    const k = Math.max(1, ...changes.map((c) => c.k));
+    return found.map((s, at) => {
       const name = Store.state.runs.length < 2 ? s.label : several ? `${s.run.label} ${s.label}` : s.run.label;
-      return `${name}: ${number(s.values[0])} → ${number(s.values.at(-1))}`;
-    }).join(", ");
+      return `${name}: ${changes[at].text}${changes[at].k === k ? "" : ` (of ${changes[at].k})`}`;
+    }).join(", ") + (k > 1 ? ` (means of ${k} steps)` : "");
   }
 
   const drawn = new Map(); // plot element -> its series
@@ -193,5 +204,5 @@ const Charts = (() => {
     for (const [node, found] of drawn) if (node.firstChild) draw(node, found);
   });
 
-  return { render, COLOURS };
+  return { render, change, COLOURS };
 })();

@@ -5,6 +5,8 @@ const Conversation = (() => {
   const { el, number, seconds } = Dom;
   const MAX_TOKENS = 1500; // of one block, until "show all" is pressed
   const FOLDED_TOKENS = 60; // of a message of the prompt
+  const QUESTION_TOKENS = 600; // of its last one, which is the question
+  const OF_TEMPLATE = { tools: "tools, as the template writes them", template: "written by the template" };
   const COLOURINGS = {
     role: ["role and mask", null],
     sampler: ["sampler's log-prob", (t) => (t.sampler === null ? null : Math.min(1, -t.sampler / 5))],
@@ -38,7 +40,7 @@ const Conversation = (() => {
     recolour();
     Dom.replace(node, heading(rollout, details, run),
       el("div", { class: "columns" },
-        el("div", { class: "main" }, notes(details, rollout), legend(stream), stream, toolCalls(details), extras(details)),
+        el("div", { class: "main" }, asked(details, rollout), notes(details, rollout), legend(stream), stream, toolCalls(details), extras(details)),
         el("div", { class: "side" }, panel, siblings(rollout))));
     explain(null, run);
   }
@@ -57,11 +59,41 @@ const Conversation = (() => {
     return el("div", {},
       el("div", { class: "titlebar" },
         el("h2", {}, `${rollout.split === "train" ? "Training" : rollout.split} rollout, step ${rollout.step}`),
-        el("span", { class: "steps" }, beside(-1, "Previous"), beside(1, "Next"),
+        el("span", { class: "steps" }, beside(-1, "Previous"), beside(1, "Next"), promptLink(rollout),
           el("a", { class: "button", href: App.stepLink(rollout) }, "Timeline of the step"))),
       el("p", { class: "quiet" }, Store.state.runs.length > 1 && `${run.label} · `, rollout.id,
-        details.source && ` · ${details.source}, row ${details.row_index}`),
+        details.source && ` · ${details.source}, row ${details.row_index ?? 0}`),
       el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+  }
+
+  function promptLink(rollout) {
+    const { rollouts } = Store.promptOf(rollout);
+    const again = new Set(rollouts.map((r) => `${r.run} ${r.split} ${r.step}`)).size;
+    return el("a", { class: "button", href: App.promptLink(rollout, { right: rollout }) },
+      again > 1 ? `This prompt, ${again} times` : "This prompt");
+  }
+
+  // What was asked, answered and right, and what the reward made of it: the first thing to read.
+  function asked(details, rollout) {
+    const said = details.messages.slice(details.prompt_messages).filter((m) => m.role === "assistant").at(-1);
+    const box = (title, text, kind) => el("div", { class: kind }, el("h3", {}, title),
+      el("div", { class: "box", tabindex: 0, role: "group", "aria-label": title }, text));
+    const sum = (values) => values.reduce((total, v) => total + v, 0);
+    const parts = [...Object.entries(details.reward_parts ?? {}),
+      ...Object.entries(details.tool_rewards ?? {}).filter(([, v]) => sum(v)).map(([name, v]) => [`${name} (tool)`, sum(v)]),
+      ...(details.turn_scores ? [["interaction", sum(details.turn_scores)]] : [])];
+    const answer = box("Answered", said?.text || (said?.calls ? el("span", { class: "quiet" }, "(a call, no text)") : el("span", { class: "quiet" }, "(nothing)")), "answered");
+    requestAnimationFrame(() => answer.lastChild.scrollTo(0, 1e6)); // an answer stands at the end of what was said
+    return el("section", { class: "card asked", "aria-label": "What was asked, answered and right" },
+      box("Asked", question(details) || el("span", { class: "quiet" }, "(no text)"), "question"), answer,
+      box("Truth", details.truth ?? el("span", { class: "quiet" }, "(the row does not say)"), "truth"),
+      el("div", { class: "reward" }, el("h3", {}, "Reward ", el("strong", {}, number(rollout.reward))),
+        el("dl", {}, parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))))));
+  }
+
+  function question(details) {
+    const prompt = details.messages.slice(0, details.prompt_messages);
+    return (prompt.filter((m) => m.role === "user").at(-1) ?? prompt.at(-1))?.text;
   }
 
   // What a person should know before reading: errors, what is missing, the sanity check's finding.
@@ -100,7 +132,8 @@ const Conversation = (() => {
   }
 
   function recordView(record, about, k, count, marks) {
-    const blocks = about.blocks.map((block) => blockView(record, block, k, marks));
+    const last = about.blocks.findLast((block) => block.kind === "prompt" && !OF_TEMPLATE[block.role]);
+    const blocks = about.blocks.map((block) => blockView(record, { ...block, question: block === last }, k, marks));
     return count > 1 ? el("section", { class: "record" }, el("h3", {}, `Record ${k + 1} of ${count}: history was rewritten before it`), blocks) : blocks;
   }
 
@@ -108,7 +141,7 @@ const Conversation = (() => {
     const own = record.slice(block.start, block.end);
     const trained = own.filter((t) => t.trained).length;
     const role = block.role || "prompt";
-    const title = block.kind === "assistant" ? `assistant · turn ${block.turn}` : [role, block.name].filter(Boolean).join(" · ");
+    const title = block.kind === "assistant" ? `assistant · turn ${block.turn}` : OF_TEMPLATE[role] ?? [role, block.name].filter(Boolean).join(" · ");
     const text = el("div", { class: "tokens" });
     const fill = (list) => text.append(...list.flatMap((token) => tokenNodes(token, { ...block, role, record: k }, marks)));
     fill(own.slice(0, MAX_TOKENS));
@@ -122,10 +155,10 @@ const Conversation = (() => {
       more.remove();
       recolour();
     } }, `show ${rest} more tokens`);
-    // A long prompt stands folded, so that what was trained is on the first screen.
-    const folded = block.kind === "prompt" && own.length > FOLDED_TOKENS;
+    // A long prompt stands folded, so that what was trained is on the first screen; its question does not.
+    const folded = block.kind === "prompt" && own.length > (block.question ? QUESTION_TOKENS : FOLDED_TOKENS);
     const unfold = folded && el("button", { class: "plain unfold", onclick: () => unfoldBlock(text) }, "show all of it");
-    return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}${folded ? " folded" : ""}` },
+    return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}${folded ? " folded" : ""}${OF_TEMPLATE[role] ? " tight" : ""}` },
       el("h4", {}, title, el("span", { class: "quiet" },
         ` ${Dom.count(own.length, "token")}, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "given"}`)),
       text, unfold, more);
@@ -267,7 +300,7 @@ const Conversation = (() => {
   }
 
   function extras(details) {
-    const rest = Object.fromEntries(["reward_parts", "tool_rewards", "turn_scores", "counters", "info"]
+    const rest = Object.fromEntries(["data_source", "source", "row_index", "reward_parts", "tool_rewards", "turn_scores", "counters", "info"]
       .filter((key) => details[key]).map((key) => [key, details[key]]));
     return [
       Dom.details("Rewards, counters and what plug-ins noted", false, el("pre", {}, JSON.stringify(rest, null, 1))),
@@ -283,7 +316,8 @@ const Conversation = (() => {
       const last = el("div", {});
       Store.details(other).then((d) => {
         const said = d.messages.filter((m) => m.role === "assistant").at(-1)?.text || "(no text)";
-        Dom.replace(last, el("p", { class: "said quiet" }, said.slice(0, 160)), other !== rollout && beside(d));
+        Dom.replace(last, el("p", { class: "said quiet" }, said.slice(0, 160)), other !== rollout && [
+          el("a", { class: "compare", href: App.promptLink(rollout, { left: rollout, right: other }) }, "Compare with this one"), beside(d)]);
       });
       return el("li", { "aria-current": other === rollout ? "true" : null }, el("a", { href: App.linkTo(other) },
         el("span", { class: "bar", style: { width: `${Math.round((100 * Math.abs(other.reward ?? 0)) / best)}%` } }),
@@ -294,7 +328,7 @@ const Conversation = (() => {
 
   // Another sample's conversation in short, behind the prompt that all of the group share.
   function beside(details) {
-    return Dom.details("read it here", false, details.messages.slice(details.prompt_messages).map((message) => el("div", { class: `block role-${cssRole(message.role)}` },
+    return Dom.details("Read it here", false, details.messages.slice(details.prompt_messages).map((message) => el("div", { class: `block role-${cssRole(message.role)}` },
       el("h5", {}, [message.role, message.name].filter(Boolean).join(" · ")),
       el("pre", {}, message.text || JSON.stringify(message.calls ?? "", null, 1)))));
   }

@@ -7,6 +7,7 @@ const Store = (() => {
   const opened = new Map(); // blob id -> promise of its decoded value
   const byId = new Map(); // "run/key of the rollout" -> number of the rollout
   let texts = []; // per rollout, lower-cased text for the search; filled by the first one
+  let prompts = null; // key -> {key, question, truth, rollouts}; made when it is first asked for
 
   async function bytesOf(id) {
     const inline = document.getElementById(`b-${id}`);
@@ -36,6 +37,7 @@ const Store = (() => {
     state.rollouts = [];
     byId.clear();
     texts = [];
+    prompts = null;
     for (const run of runs) run.parts.forEach((part, p) => addLines(run, part, run.lines[p]));
     const parts = runs.flatMap((run) => run.parts);
     return before !== runs.map((run) => run.metricsBlob).join() + parts.length;
@@ -118,7 +120,37 @@ const Store = (() => {
 
   function searchable(one) {
     const said = one.messages.flatMap((m) => [m.text, m.reasoning, m.calls ? JSON.stringify(m.calls) : ""]);
-    return [one.trajectory_id, ...said, one.error, JSON.stringify(one.info ?? "")].join("\n").toLowerCase();
+    return [one.trajectory_id, ...said, one.truth, one.error, JSON.stringify(one.info ?? "")].join("\n").toLowerCase();
+  }
+
+  // The rollouts of each prompt, through all steps and runs. Rows that ask the same in one run are one prompt only where
+  // the same is right: games that all begin alike, or one question about many pictures, differ in their rows alone.
+  function byPrompt() {
+    if (prompts) return prompts;
+    const alike = new Map();
+    for (const r of state.rollouts) {
+      if (!alike.has(r.prompt)) alike.set(r.prompt, []);
+      alike.get(r.prompt).push(r);
+    }
+    prompts = new Map();
+    for (const [digest, all] of alike) {
+      const rows = state.runs.map((run) => new Set(all.filter((r) => r.run === run.number).map((r) => `${r.entry}.${r.row}`)));
+      const truths = new Set(all.map((r) => r.truth));
+      const apart = rows.some((own) => own.size > 1) && (truths.size > 1 || truths.has(null));
+      for (const r of all) {
+        r.promptKey = apart ? `${digest}.${r.entry}.${r.row}` : digest;
+        if (!prompts.has(r.promptKey)) prompts.set(r.promptKey, { key: r.promptKey, question: r.question, truth: r.truth, rollouts: [] });
+        const one = prompts.get(r.promptKey);
+        one.truth ??= r.truth; // of two runs, one may be too old to say
+        one.rollouts.push(r);
+      }
+    }
+    return prompts;
+  }
+
+  function promptOf(rollout) {
+    const all = byPrompt();
+    return all.get(rollout.promptKey);
   }
 
   const find = (run, key) => byId.get(`${run}/${key}`);
@@ -135,5 +167,5 @@ const Store = (() => {
       (a, b) => a.reward - b.reward || (a.advantage ?? 0) - (b.advantage ?? 0) || b.trained - a.trained)[0];
   }
 
-  return { state, load, details, tokens, search, find, group, worst, json };
+  return { state, load, details, tokens, search, find, group, worst, json, byPrompt, promptOf };
 })();

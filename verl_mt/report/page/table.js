@@ -10,7 +10,11 @@ const Table = (() => {
     ["step", "step", (r) => number(r.step), "num"],
     ["split", "pass", (r) => r.split, "text wide"],
     ["id", "rollout", (r) => r.id, "text id"],
+    ["question", "question", (r) => r.question, "text long"],
+    ["answer", "answer", (r) => r.answer, "text long"],
+    ["truth", "truth", (r) => r.truth ?? "–", "text long"],
     ["reward", "reward", (r) => number(r.reward), "num"],
+    ["part", "part", (r) => number(partOf(r)), "num"],
     ["stop", "stop reason", (r) => r.stop.replaceAll("_", " "), "text wide"],
     ["turns", "turns", (r) => number(r.turns), "num wide"],
     ["calls", "calls", (r) => number(r.calls), "num wide"],
@@ -22,6 +26,8 @@ const Table = (() => {
     ["edge_ratio", "at a tool", (r) => number(r.edge_ratio, 4), "num wide"],
     ["mismatch", "mismatch", (r) => r.mismatch.join(", ").replaceAll("_", " "), "text wide"],
     ["seconds", "time", (r) => seconds(r.seconds), "num wide"],
+    ["data", "data", (r) => r.data, "text wide"],
+    ["row", "row", (r) => (r.row < 0 ? "–" : number(r.row)), "num wide"],
   ];
   const TRUNCATED = (r) => r.status === "truncated";
   const FLAGS = {
@@ -36,6 +42,9 @@ const Table = (() => {
   const view = { sort: "step", down: true, page: 0, filters: {}, hits: null, asked: 0 };
   let rows = []; // the rollouts that pass, in order
   let node = null;
+  let headed; // the part of the reward that the shown header names
+
+  const partOf = (r) => r.parts[view.filters.part]; // the number of the reward that the filters name
 
   // What passes all filters but the search.
   function passes(r, f) {
@@ -45,6 +54,11 @@ const Table = (() => {
     if (f.to && r.step > Number(f.to)) return false;
     if (f.low && !(r.reward >= Number(f.low))) return false;
     if (f.high && !(r.reward !== null && r.reward <= Number(f.high))) return false;
+    if (f.part && partOf(r) === undefined) return false;
+    if (f.part && ((f.partlow && partOf(r) < Number(f.partlow)) || (f.parthigh && partOf(r) > Number(f.parthigh)))) return false;
+    if (f.data && r.data !== f.data) return false;
+    if (f.entry && r.entry !== f.entry) return false;
+    if (f.row && r.row !== Number(f.row)) return false;
     if (f.stop && r.stop !== f.stop) return false;
     if (f.tool && !(f.tool === "(none)" ? r.tools.length === 0 : r.tools.includes(f.tool))) return false;
     if (f.cause && !r.mismatch.includes(f.cause)) return false;
@@ -55,7 +69,7 @@ const Table = (() => {
   const count = (flag) => Store.state.rollouts.filter(FLAGS[flag][1]).length;
 
   function order(a, b) {
-    const [x, y] = [a[view.sort], b[view.sort]];
+    const [x, y] = view.sort === "part" ? [partOf(a), partOf(b)] : [a[view.sort], b[view.sort]];
     const missing = (v) => v === null || v === undefined;
     if (missing(x) || missing(y)) return missing(x) - missing(y) || a.number - b.number; // always at the end
     const less = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
@@ -90,6 +104,7 @@ const Table = (() => {
   }
 
   function draw() {
+    if (headed !== view.filters.part) Dom.replace(node.querySelector("thead"), header());
     const body = node.querySelector("tbody");
     const shown = rows.slice(view.page * PAGE, (view.page + 1) * PAGE);
     Dom.replace(body, shown.map(line));
@@ -105,22 +120,32 @@ const Table = (() => {
     node.querySelector(".empty").hidden = rows.length > 0;
   }
 
+  // Roles are written out: on narrow screens the table is laid out as cards, and a browser then forgets them.
   function line(r) {
-    return el("tr", { onclick: (event) => { if (!event.target.closest("a")) location.hash = App.linkTo(r); } },
-      shownColumns().map(([key, , read, kind]) => el("td", { class: `${kind} c-${key}` },
-        key === "id" ? el("a", { href: App.linkTo(r) }, read(r)) : read(r))));
+    return el("tr", { role: "row", onclick: (event) => { if (!event.target.closest("a")) location.hash = App.linkTo(r); } },
+      columns.map(([key, title, read, kind]) => el("td", { role: "cell", class: `${kind} c-${key}`,
+        title: kind.includes("long") && read(r), dataset: { title } }, key === "id" ? el("a", { href: App.linkTo(r) }, read(r)) : read(r))));
   }
 
-  const shownColumns = () => COLUMNS.filter(([key]) => key !== "run" || Store.state.runs.length > 1);
+  // Columns that would say nothing are left out.
+  const HIDDEN = {
+    run: () => Store.state.runs.length < 2,
+    part: () => !view.filters.part,
+    truth: () => Store.state.rollouts.every((r) => r.truth === null),
+    data: () => distinct((r) => r.data).length < 2,
+  };
+  let columns = []; // the shown ones
 
   function header() {
-    return el("tr", {}, shownColumns().map(([key, title, , kind]) =>
-      el("th", { scope: "col", class: `${kind} c-${key}`, dataset: { key } },
+    columns = COLUMNS.filter(([key]) => !HIDDEN[key]?.());
+    headed = view.filters.part;
+    return el("tr", { role: "row" }, columns.map(([key, title, , kind]) =>
+      el("th", { role: "columnheader", scope: "col", class: `${kind} c-${key}`, dataset: { key } },
         el("button", { onclick: () => {
           view.down = view.sort === key ? !view.down : kind.startsWith("num");
           view.sort = key;
           refresh();
-        } }, title))));
+        } }, key === "part" ? view.filters.part : title))));
   }
 
   const options = (values, none) => [el("option", { value: "" }, none), values.map((v) => el("option", { value: v }, v))];
@@ -145,6 +170,7 @@ const Table = (() => {
         bind(low, el("input", { type: "number", step, placeholder: "from", "aria-label": `${label} from` })),
         bind(high, el("input", { type: "number", step, placeholder: "to", "aria-label": `${label} to` }))));
     const runs = Store.state.runs;
+    const parts = distinct((r) => Object.keys(r.parts));
     return el("div", { class: "filters" },
       field("flag", "Show", el("select", {}, el("option", { value: "" }, "all rollouts"),
         Object.keys(FLAGS).map((f) => el("option", { value: f }, `${FLAGS[f][0]} (${count(f)})`)))),
@@ -153,6 +179,10 @@ const Table = (() => {
       field("split", "Pass", el("select", {}, options(distinct((r) => r.split), "training and validation"))),
       range("from", "to", "Step", 1),
       range("low", "high", "Reward", "any"),
+      parts.length > 0 && [field("part", "Reward part", el("select", {}, options(parts, "any"))), range("partlow", "parthigh", "Value of the part", "any")],
+      field("data", "Data source", el("select", {}, options(distinct((r) => r.data), "any"))),
+      distinct((r) => r.entry).length > 1 && field("entry", "Data file", el("select", {}, options(distinct((r) => r.entry), "any"))),
+      field("row", "Data row", el("input", { type: "number", step: 1, min: 0, class: "short" })),
       field("stop", "Stop reason", el("select", {}, options(distinct((r) => r.stop), "any"))),
       field("tool", "Tool used", el("select", {}, options([...distinct((r) => r.tools), "(none)"], "any"))),
       field("cause", "Mismatch cause", el("select", {}, options(distinct((r) => r.mismatch), "any"))));
@@ -162,7 +192,7 @@ const Table = (() => {
     const status = el("span", { class: "quiet", role: "status", id: "search-status" });
     let waiting = 0;
     const box = el("input", { type: "search", id: "search", value: view.filters.text ?? "",
-      placeholder: "text in any message, call, answer or id", oninput: (event) => {
+      placeholder: "text in any message, call, answer, truth or id", oninput: (event) => {
         clearTimeout(waiting);
         waiting = setTimeout(() => search(event.target.value, status), 250);
       } });
@@ -194,8 +224,8 @@ const Table = (() => {
         el("span", { class: "steps" }, el("button", { class: "back", onclick: () => page(-1) }, "Previous"),
           el("span", { class: "pages" }), el("button", { class: "forth", onclick: () => page(1) }, "Next"))),
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of rollouts" },
-        el("table", { class: "rollouts" }, el("caption", { class: "hidden" }, "Rollouts; column headings sort"),
-          el("thead", {}, header()), el("tbody"))),
+        el("table", { class: "rollouts", role: "table" }, el("caption", { class: "hidden" }, "Rollouts; column headings sort"),
+          el("thead", { role: "rowgroup" }, header()), el("tbody", { role: "rowgroup" }))),
       el("p", { class: "empty quiet", hidden: true }, "No rollout passes these filters."));
     refresh();
   }

@@ -93,12 +93,12 @@ class AgentDoor:
             return
         if failure is not None:
             raise UserCodeError(
-                f"agent {self._agent.path}, row {row.index}: {error_text(failure, named=True)}"
+                f"agent {self._agent.path}, row {row.index + 1}: {error_text(failure, named=True)}"
             ) from failure
         if session.trajectory.num_turns == 0:
             raise UserCodeError(
-                f"agent {self._agent.path}, row {row.index}: it returned without asking {url} for anything; give its "
-                "client base_url and api_key"
+                f"agent {self._agent.path}, row {row.index + 1}: it returned without asking {url} for anything; give "
+                "its client base_url and api_key"
             )
         session.end(StopReason.FINISHED)
 

@@ -285,7 +285,7 @@ class CustomGenerateDoor:
                 if isinstance(error, CallTimeout)
                 else error_text(error, named=True)
             )
-            raise UserCodeError(f"generate function {self._function.path}, row {row.index}: {what}") from error
+            raise UserCodeError(f"generate function {self._function.path}, row {row.index + 1}: {what}") from error
         finally:
             _CALL.reset(token)
             await conversations.close()

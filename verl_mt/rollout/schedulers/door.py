@@ -258,7 +258,7 @@ def _mapping(episode: Episode, column: str) -> dict[str, Any]:
     row = episode.prompt.row
     value = row.raw.get(column)
     if value is not None and not isinstance(value, dict):
-        raise DataError(f"{row.file}, row {row.index}: column {column} must be a mapping, got {value!r:.100}")
+        raise DataError(f"{row.place}: column {column} must be a mapping, got {value!r:.100}")
     return copy.deepcopy(value or {})
 
 

@@ -314,7 +314,7 @@ class SchedulerConversation:
         trajectory = self.session.trajectory
         return UserCodeError(
             f"scheduler {self.name} failed in {method}, trajectory {trajectory.trajectory_id} "
-            f"(row {trajectory.row_index}), turn {trajectory.num_turns}: {reason}"
+            f"(row {trajectory.row_index + 1}), turn {trajectory.num_turns}: {reason}"
         )
 
     def _replace_media(self, kind: str, items: Any, where: str) -> None:

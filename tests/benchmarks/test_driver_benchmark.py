@@ -1,0 +1,24 @@
+"""The benchmark of the driver runs whole steps, and a worker takes work off the trainer's process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "driver_cost.py"
+
+
+@pytest.mark.slow
+def test_the_trainers_process_does_less_with_a_worker():
+    command = [sys.executable, str(SCRIPT), "--workers", "0", "1", "--tokens", "60000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pattern = r"driver: (\d+\.\d\d) us/token \(0 workers\); 1 workers: (\d+\.\d\d) us/token, 0 workers / it = \d+\.\d"
+    found = re.fullmatch(pattern, done.stdout.splitlines()[-1])
+    assert found, done.stdout
+    alone, with_one = map(float, found.groups())
+    assert with_one < alone

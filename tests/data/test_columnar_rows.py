@@ -1,0 +1,178 @@
+"""Rows in columns are the rows of the JSON Lines."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_run_files import json_values, one_record, texts, trajectories
+
+from verl_mt.data import columnar_rows
+from verl_mt.data.columnar_rows import read_parquet, seal, table_of, to_rows, to_table, write_parquet
+from verl_mt.data.run_files import (
+    LATE_FIELDS,
+    json_text,
+    trajectory_to_row,
+    update_columns,
+    write_rows,
+)
+from verl_mt.errors import DataError
+
+number = st.floats(allow_nan=True, allow_infinity=True, width=32)
+
+
+@st.composite
+def updates(draw, trajectory):
+    """What an update computed for each record, where it computed something."""
+    made = {}
+    for name in ("advantages", "old_log_probs", "clipped"):
+        made[name] = [
+            draw(st.none() | st.lists(number, min_size=len(r.token_ids), max_size=len(r.token_ids)))
+            for r in trajectory.records
+        ]
+    return made
+
+
+@st.composite
+def rollouts(draw):
+    made = draw(st.lists(trajectories(), min_size=1, max_size=3))
+    return [(t, draw(updates(t))) for t in made]
+
+
+def late_of(trajectory, computed, step):
+    """As the trainer has it: arrays of numpy."""
+    row = {name: getattr(trajectory, name, step) for name in LATE_FIELDS}
+    row["records"] = [
+        update_columns(
+            len(record.token_ids), *(None if c[k] is None else np.array(c[k], np.float32) for c in computed.values())
+        )
+        for k, record in enumerate(trajectory.records)
+    ]
+    return row
+
+
+def as_json(rows):
+    return [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
+
+
+@given(rollouts())
+@settings(max_examples=5, deadline=None)
+def test_rows_that_were_sealed_are_those_of_the_json_lines_byte_for_byte(tmp_path_factory, made):
+    folder = tmp_path_factory.mktemp("rows")
+    rows = [trajectory_to_row(t, step=3, **computed) for t, computed in made]
+    sealed = [seal([t for t, _ in made[:1]]), seal([t for t, _ in made[1:]])]
+    table = table_of(sealed, [late_of(t, computed, 3) for t, computed in made])
+    assert write_parquet(folder / "step_000003.parquet", table) == write_rows(folder / "a.jsonl", rows) == len(made)
+    write_rows(folder / "b.jsonl", read_parquet(folder / "step_000003.parquet"))
+    assert (folder / "a.jsonl").read_bytes() == (folder / "b.jsonl").read_bytes()
+
+
+@given(rollouts())
+@settings(max_examples=5, deadline=None)
+def test_rows_of_a_file_go_through_columns_and_back(tmp_path_factory, made):
+    file = tmp_path_factory.mktemp("rows") / "a.parquet"
+    rows = [trajectory_to_row(t, step=3, **computed) for t, computed in made]
+    write_parquet(file, to_table(rows))
+    assert list(read_parquet(file)) == as_json(rows)
+
+
+broken = st.sampled_from(["token_ids", "sampled", "advantages", "clipped", "turns"])
+
+
+@given(st.lists(st.dictionaries(texts, json_values, max_size=3), max_size=4), broken, json_values)
+@settings(max_examples=8, deadline=None)
+def test_rows_of_any_form_come_back_as_they_were(others, column, value):
+    good = trajectory_to_row(one_record(), step=1)
+    odd = json.loads(json.dumps(good))
+    odd["records"][0][column] = value
+    short = {name: good[name] for name in list(good)[:7]}
+    rows = [good, *others, odd, short, good | {"later": value, "step": value}]
+    assert list(to_rows(to_table(rows))) == rows
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [1, None, 3]}, {"token_ids": [1, 2.5, 3]}, {"token_ids": [1, 2**40, 3]}, {"token_ids": None},
+        {"sampled": [0, 300, 1]}, {"advantages": [0.0, "1", 2.0]}, {"advantages": [2**60 + 1, 0, 0]}, {"clipped": None},
+        {"extra": [1, 2]},
+    ],
+)  # fmt: skip
+def test_what_a_column_cannot_hold_is_kept_and_nothing_is_rounded(changes):
+    row = trajectory_to_row(one_record(), step=1, advantages=[[0.0, 0.0, 1.5]])
+    row["records"][0] |= changes
+    neighbour = trajectory_to_row(one_record(), step=1)
+    table = to_table([neighbour, row, neighbour])
+    assert json_text(list(to_rows(table))) == json_text([neighbour, row, neighbour])
+    assert table["token_ids"].is_valid().to_pylist()[::2] == [True, True], "its neighbours are in columns all the same"
+
+
+def test_numbers_stand_in_columns_of_numbers(tmp_path):
+    trajectory = one_record()
+    trajectory.reward = math.nan
+    trajectory.records[0].rollout_log_probs[2] = -math.inf
+    late = late_of(trajectory, {"advantages": [[0, 0, 1.5]], "old": [[0, 0, math.nan]], "clipped": [[0, 0, 1]]}, 4)
+    write_parquet(tmp_path / "a.parquet", table_of([seal([trajectory])], [late]))
+    columns = pq.read_table(tmp_path / "a.parquet").to_pydict()
+    assert columns["token_ids"] == [[[1, 2, 3]]] and columns["sampled"] == [[[0, 0, 1]]]
+    assert columns["rollout_log_probs"] == [[[0.0, 0.0, None]]] and columns["policy_versions"] == [[[-1, -1, 7]]]
+    assert columns["advantages"] == [[[0.0, 0.0, 1.5]]] and columns["old_log_probs"] == [[[0.0, 0.0, None]]]
+    assert (columns["clipped"], columns["step"], columns["reward"]) == ([[[2]]], [4], [None])
+    assert (columns["status"], columns["stop_reason"]) == (["completed"], ["finished"])
+    assert "token_ids" not in columns["details"][0] and columns["other"] == [None]
+
+
+def test_what_the_trainer_still_decides_is_not_part_of_what_was_sealed():
+    trajectory = one_record()
+    trajectory.reward = 1.0
+    sealed = seal([trajectory])
+    trajectory.reward, trajectory.reward_parts, trajectory.counters = 0.5, {"overlong": -0.5}, {"filtered": 1.0}
+    (row,) = to_rows(table_of([sealed], [late_of(trajectory, {"a": [None], "b": [None], "c": [None]}, 2)]))
+    assert row == trajectory_to_row(trajectory, step=2)
+
+
+def test_a_record_of_arrays_seals_to_the_same_bytes():
+    plain, packed = one_record(), one_record()
+    record = packed.records[0]
+    for name, kind in (("token_ids", np.int32), ("sampled", np.int8), ("rollout_log_probs", np.float64)):
+        setattr(record, name, np.array(getattr(record, name), kind))
+    assert seal([plain]) == seal([packed])
+
+
+def test_parts_that_do_not_belong_together_are_refused():
+    with pytest.raises(ValueError, match="1 rows were sealed, and the late part is of 0"):
+        table_of([seal([one_record()])], [])
+
+
+def test_a_file_of_another_kind_or_layout_and_a_torn_one_are_named(tmp_path):
+    file = tmp_path / "a.parquet"
+    write_parquet(file, to_table([trajectory_to_row(one_record(), step=1)]))
+    assert columnar_rows.is_rows_file(file) and columnar_rows.count_rows(file) == 1
+    whole = file.read_bytes()
+    for torn in (whole[:-4], whole[: len(whole) // 2], b""):
+        file.write_bytes(torn)
+        assert not columnar_rows.is_rows_file(file)
+        for read in (lambda: list(read_parquet(file)), lambda: columnar_rows.count_rows(file)):
+            with pytest.raises(DataError, match=r"a\.parquet: not a readable Parquet file"):
+                read()
+    for metadata, words in (
+        (None, "no rollout rows"),
+        ({"verl_mt.rollout_rows": "9"}, "of layout '9'.*reads layout '1'"),
+    ):
+        pq.write_table(pa.table({"x": [1]}).replace_schema_metadata(metadata), file)
+        with pytest.raises(DataError, match=words):
+            list(read_parquet(file))
+
+
+def test_many_rows_and_none_are_files_too(tmp_path):
+    write_parquet(tmp_path / "none.parquet", to_table([]))
+    assert list(read_parquet(tmp_path / "none.parquet")) == []
+    rows = [trajectory_to_row(one_record(), step=k) for k in range(1100)]
+    write_parquet(tmp_path / "many.parquet", to_table(rows))
+    assert [row["step"] for row in read_parquet(tmp_path / "many.parquet")] == list(range(1100))

@@ -1,0 +1,84 @@
+"""What `verl_mt.check_data` understands of a file, and what it finds in one."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from verl_mt import check_data
+from verl_mt.data.dataset import load_rows
+from verl_mt.data_check import main
+from verl_mt.errors import VerlMTError
+
+ROW = {"prompt": "How many pens?", "data_source": "stock", "ground_truth": 3}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_column_is_said_with_its_kind_and_its_meaning(tmp_path):
+    rows = [ROW | {"shelf": 7}, ROW | {"ground_truth": "4", "prompt": [{"role": "user", "content": "q"}]}]
+    found = check_data(jsonl(tmp_path / "a.jsonl", rows))
+    assert found and found.num_rows == 2
+    assert found.columns["prompt"].kinds == {"text": 1, "list": 1}
+    assert found.columns["shelf"].kinds == {"whole number": 1, "absent": 1}
+    text = str(found)
+    assert "all can be used" in text and "user> How many pens?" in text
+    assert "the reward for 'stock' is given the ground truth 3 (whole number)" in text
+    assert "several kinds: whole number in" in found.remarks[0] and "row 2" in found.remarks[0]
+
+
+def test_every_bad_row_is_named_and_those_are_refused_by_a_run(tmp_path):
+    bad = [{"prompt": "q", "data_source": "s"}, ROW | {"prompt": []}]
+    file = jsonl(tmp_path / "a.jsonl", [ROW, bad[0], ROW | {"prompt": "other"}, bad[1]])
+    found = check_data(file)
+    assert not found and len(found.rows) == 2
+    assert [p.partition(": ")[0] for p in found.problems] == [f"{file}, row 2", f"{file}, row 4, column prompt"]
+    with pytest.raises(VerlMTError) as caught:
+        load_rows(str(file), split="train")
+    assert str(caught.value) == found.problems[0]
+
+
+def test_what_is_probably_not_meant_is_said(tmp_path):
+    answered = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [ROW, ROW, ROW | {"prompt": answered}, ROW | {"prompt": [{"role": "human", "content": "q"}]}]
+    found = check_data(jsonl(tmp_path / "a.jsonl", rows))
+    assert found
+    taken_off, role, again = found.remarks
+    assert "row 3" in taken_off and "taken off" in taken_off
+    assert "row 4" in role and "'human'" in role
+    assert "row 2" in again and "as an earlier row" in again
+
+
+def test_with_a_model_the_prompt_is_the_text_that_it_reads(tmp_path):
+    found = check_data(jsonl(tmp_path / "a.jsonl", [ROW, ROW | {"prompt": "pens " * 9}]), model="verl_mt://tiny")
+    assert found.rendered == "<|im_start|>user\nHow many pens?<|im_end|>\n<|im_start|>assistant\n"
+    assert found.longest is not None and found.longest[1].endswith("row 2")
+    refused = check_data(
+        jsonl(tmp_path / "b.jsonl", [ROW, ROW | {"prompt": [{"role": "human", "content": "q"}]}]),
+        model="verl_mt://tiny",
+    )
+    assert not refused and "row 2" in refused.problems[0] and "human" in refused.problems[0]
+
+
+def test_the_command_takes_files_and_the_keys_of_a_run(tmp_path, capsys):
+    table = pyarrow.Table.from_pylist([{"question": "q", "answer": "a"}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert main([str(tmp_path / "a.parquet"), "data.prompt_key=question", "data.label_key=answer"]) == 0
+    out = capsys.readouterr().out
+    assert "user> q" in out and "the reward for 'a' is given the ground truth 'a' (text)" in out
+    assert main([str(tmp_path / "a.parquet")]) == 1
+    assert "column 'prompt' is missing" in capsys.readouterr().out
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    assert "no file" in capsys.readouterr().err
+
+
+def test_rows_in_both_of_two_files_are_said(tmp_path, capsys):
+    files = [str(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", [ROW]), ("b", [{**ROW}]))]
+    assert main(files) == 0
+    assert f"note: {files[1]}, row 1: the prompt is in {files[0]}, too" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""`docs/your_first_run.md` word for word: its files and its commands, from a wheel, in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from code_blocks import REPO, blocks_of
+
+from verl_mt.data.run_files import read_jsonl_tolerant
+from verl_mt.migrate.shell import read_script
+
+PAGE = REPO / "docs" / "your_first_run.md"
+GAIN = 0.2
+"""Of held-out accuracy, sampled, from the start of RL to its end."""
+
+
+def install(folder: Path) -> dict[str, str]:
+    """The environment of a process that sees the wheel, and nothing of this checkout."""
+    wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(folder / "site"),
+    ]
+    done = subprocess.run([*wheel, str(REPO)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return {**kept, "PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Reader:
+    """Does what the page says, in its order."""
+
+    def __init__(self, folder: Path):
+        self.environment = install(folder)
+        self.folder = folder / "mine"
+        self.folder.mkdir()
+        self.said: dict[str, list[str]] = {}
+        """Module -> what its commands printed."""
+
+    def follow(self) -> None:
+        for block in blocks_of(PAGE):
+            if block.title is not None:
+                (self.folder / block.title).write_text(block.text)
+            elif block.language == "bash":
+                for command in read_script(block.text).commands:
+                    self.run(command.words)
+
+    def run(self, words: list[str]) -> None:
+        assert words[0] == "python", words
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        self.said.setdefault(words[2] if words[1] == "-m" else words[1], []).append(
+            " ".join((done.stdout + done.stderr).split())
+        )
+
+    def accuracies(self, run: str) -> list[float]:
+        lines = read_jsonl_tolerant(self.folder / "runs" / run / "metrics.jsonl")
+        return [line["val/accuracy"] for line in lines if "val/accuracy" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_the_page_leads_to_a_reward_that_rises(tmp_path):
+    reader = Reader(tmp_path)
+    reader.follow()
+    assert all("all can be used" in text for text in reader.said["verl_mt.data_check"])
+    assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.doctor"][0]
+    without, started = reader.said["verl_mt.evaluate"]
+    assert "too hard for GRPO" in without and "a start that GRPO can learn from" in started
+    (again,) = [command for block in blocks_of(PAGE) if "verl_mt.trainer" in block.text for command in words_of(block)]
+    reader.run([*again, "trainer.seed=1", "data.seed=1", "trainer.default_local_dir=runs/second"])
+    for run in ("stock", "second"):
+        before, *_, after = reader.accuracies(run)
+        assert after - before >= GAIN, reader.accuracies(run)
+        lines = read_jsonl_tolerant(reader.folder / "runs" / run / "metrics.jsonl")
+        rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        assert fmean(rewards[-10:]) - fmean(rewards[:10]) >= GAIN
+    rows = [json.loads(line) for line in (reader.folder / "start" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 800
+
+
+def words_of(block) -> list[list[str]]:
+    return [command.words for command in read_script(block.text).commands]

@@ -1,0 +1,156 @@
+"""What a run writes of its rollouts is the same in both formats, whole or not there, and never in the way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from command_lab import NO_VALIDATION, command, environment, interrupt_after, metrics_of, rows_of, small_trainer
+from test_debug_data import groups
+
+from verl_mt.data import batch as col
+from verl_mt.data.columnar_rows import seal
+from verl_mt.data.row_files import read_rows, row_files, rows_of_step
+from verl_mt.data.run_files import read_token_texts
+from verl_mt.errors import CheckpointError
+from verl_mt.trainer import rollout_files
+from verl_mt.trainer.rollout_files import RolloutFiles
+
+
+def trained(made):
+    """The batch of some groups after an update: a row without old log-probs, a token that was clipped."""
+    batch = col.build_batch([t for g in made for t in g.trajectories], pad_token_id=0)
+    batch[col.ADVANTAGES] = torch.randn(batch[col.INPUT_IDS].shape) * batch[col.LOSS_MASK]
+    batch[col.OLD_LOG_PROBS] = torch.randn(batch[col.INPUT_IDS].shape)
+    batch[col.OLD_LOG_PROBS][1] = float("nan")
+    batch[col.CLIPPED] = batch[col.LOSS_MASK].float()
+    return batch
+
+
+def written(folder, form, made, batch):
+    files = RolloutFiles(folder, str, form)
+    files.training(3, made, batch)
+    files.validation("val_greedy", 3, made)
+    files.close()
+    return [(f.split, f.format) for f in row_files(folder)], [list(read_rows(f.path)) for f in row_files(folder)]
+
+
+def test_both_formats_hold_the_same_rows_sealed_or_not(tmp_path):
+    made = groups()
+    batch = trained(made)
+    names, rows = written(tmp_path / "lines", "jsonl", made, batch)
+    assert names == [("train", "jsonl"), ("val_greedy", "jsonl")]
+    assert any(record.get("clipped") for row in rows[0] for record in row["records"])
+    assert written(tmp_path / "columns", "parquet", made, batch) == ([(s, "parquet") for s, _ in names], rows)
+    assert written(tmp_path / "small", "auto", made, batch) == (names, rows)
+    made[0].sealed = seal(made[0].trajectories)
+    for t in made[0].trajectories:  # a trainer needs no text of what came from another process
+        t.messages, t.tool_calls, t.turn_texts = [{"role": "user", "content": "not what was sealed"}], [{"a": 1}], ["x"]
+    assert written(tmp_path / "handed on", "auto", made, batch) == ([(s, "parquet") for s, _ in names], rows)
+    assert written(tmp_path / "asked for", "jsonl", made, batch) == (names, rows)
+    assert (
+        read_token_texts(tmp_path / "lines")
+        == read_token_texts(tmp_path / "columns")
+        == {k: str(k) for k in (1, 2, 7, 8)}
+    )
+
+
+def test_a_large_file_has_columns_and_replaces_what_is_there_in_the_other_format(tmp_path, monkeypatch):
+    made = groups()
+    assert written(tmp_path, "jsonl", made, None)[0][0] == ("train", "jsonl")
+    monkeypatch.setattr(rollout_files, "COLUMNS_FROM_TOKENS", 4)
+    assert [name for _, name in written(tmp_path, "auto", made, None)[0]] == ["parquet", "parquet"]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
+        "step_000003.parquet", "val_greedy_000003.parquet",
+    ]  # fmt: skip
+    written(tmp_path, "jsonl", made, None)
+    assert {p.suffix for p in (tmp_path / "rollouts").iterdir()} == {".jsonl"}
+
+
+def test_what_the_thread_cannot_write_is_said_by_the_next_call(tmp_path):
+    (tmp_path / "rollouts" / "step_000001.parquet").mkdir(parents=True)
+    files = RolloutFiles(tmp_path, str, "parquet")
+    files.training(1, groups(), None)
+    with pytest.raises(CheckpointError, match=r"cannot write .*step_000001\.parquet"):
+        files.flush()
+    files.training(2, groups(), None)
+    files.close()
+    assert rows_of_step(tmp_path, 2) is not None
+    again = RolloutFiles(tmp_path, str, "parquet")
+    again.training(1, groups(), None)
+    with pytest.raises(CheckpointError, match=r"step_000001\.parquet"):
+        for step in range(2, 6):  # at most two wait, so that the third asks after the first
+            again.training(step, groups(), None)
+    again.close()
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_no_file_that_counts(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        files = RolloutFiles(tmp_path, str, "parquet")
+        files.training(1, groups(), None)
+        files.flush()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert [p.suffix for p in (tmp_path / "rollouts").iterdir()] == [".tmp"] and row_files(tmp_path) == []
+    written(tmp_path, "parquet", groups(), None)
+    assert [p.name for p in sorted((tmp_path / "rollouts").iterdir())] == [
+        "step_000003.parquet", "val_greedy_000003.parquet",
+    ]  # fmt: skip
+
+
+def without_times(rows):
+    """What the clock says of a call is in its counters and in the call itself."""
+    return [{k: v for k, v in row.items() if k not in ("time_spans", "counters", "tool_calls")} for row in rows]
+
+
+SAME = (*NO_VALIDATION, "trainer.deterministic=True", "trainer.total_training_steps=3", "trainer.save_freq=1")
+
+
+@pytest.mark.slow
+def test_a_run_writes_the_same_rows_in_both_formats_and_when_it_is_resumed_in_the_other(tmp_path):
+    small_trainer(tmp_path / "a", *SAME, "trainer.rollout_rows=jsonl").fit()
+    small_trainer(tmp_path / "b", *SAME, "trainer.rollout_rows=parquet").fit()
+    broken = small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=True")
+    interrupt_after(broken, 2)
+    broken.fit()
+    small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=parquet").fit()
+    formats = [[f.format for f in row_files(tmp_path / name)] for name in "abc"]
+    assert formats == [["jsonl"] * 3, ["parquet"] * 3, ["jsonl", "jsonl", "parquet"]]
+    for step in (1, 2, 3):
+        a, b, c = (without_times(rows_of(tmp_path / name, step)) for name in "abc")
+        assert a == b == c and any(any(r["advantages"] or ()) for row in a for r in row["records"])
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path):
+    words = command(
+        f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION, "trainer.rollout_rows=parquet",
+        "trainer.save_freq=-1", "trainer.total_training_steps=2", "data.train_batch_size=16",
+        "actor_rollout_ref.rollout.n=16",
+    )  # fmt: skip
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment(), preexec_fn=limited)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
+    assert "step_000001.parquet: File too large" in error
+    assert not list((tmp_path / "run" / "rollouts").glob("*"))
+    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2] and len(row_files(tmp_path / "run")) == 2
+    printed = subprocess.run(
+        [sys.executable, "-m", "verl_mt.report.rows", str(tmp_path / "run"), "--step", "2"],
+        capture_output=True,
+        env=environment(),
+    )
+    assert printed.stdout.count(b"\n") == len(rows_of(tmp_path / "run", 2)) == 256

@@ -1,0 +1,231 @@
+"""`python -m verl_mt.data_check`: what a run would understand of a data file, and what it could not use.
+
+    python -m verl_mt.data_check train.jsonl val.jsonl
+    python -m verl_mt.data_check train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
+
+Every row is read as a run reads it. Printed are what each column means, the first row as messages (with `--model` as
+the text that the model reads), and every row that cannot be used. `docs/your_own_data.md` shows a row with all columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_mt.config.compose import compose
+from verl_mt.config.schema import DataConfig
+from verl_mt.data.conversation import Message
+from verl_mt.data.dataset import Columns, DataRow, examine_rows
+from verl_mt.errors import VerlMTError
+
+if TYPE_CHECKING:
+    from verl_mt.chat.template import ChatTemplate
+
+_MEANINGS = {
+    "data_source": "chooses the reward function; validation is reported under it",
+    "reward_model": "its ground_truth is what the reward is given",
+    "ground_truth": "what the reward is given",
+    "extra_info": "the reward is given it; tools_kwargs, tool_selection, interaction_kwargs in it are read",
+    "images": "pictures for the places <image> of the prompt",
+    "videos": "videos for the places <video> of the prompt",
+    "metadata": "metadata of the sample that a generate function sees",
+    "agent_name": "tool_agent or single_turn_agent: whether the row may call tools",
+}
+_OTHER = "kept with the row: agents, schedulers and ms-swift's rewards are given it"
+_ROLES = ("system", "user", "assistant", "tool")
+_NUM_SHOWN = 20
+"""Problems and remarks that are printed; `DataCheck` holds all."""
+
+
+@dataclass(frozen=True)
+class ColumnFound:
+    """A column, as it is in the rows."""
+
+    kinds: dict[str, int]
+    """text, whole number, number, ... -> rows; `absent` and `null` are kinds."""
+    example: Any
+    """Of the first row that has one."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What was understood of one file. True where every row can be used."""
+
+    path: str
+    num_rows: int
+    columns: dict[str, ColumnFound]
+    rows: list[DataRow] = field(repr=False)
+    """Those that can be used, their prompts as messages."""
+    rendered: str | None = None
+    """Its prompt as the model of `model=` reads it, generation prompt included, tools not. None = no model."""
+    longest: tuple[int, str] | None = None
+    """Most tokens in a prompt, and the row; None = no model."""
+    problems: list[str] = field(default_factory=list)
+    """Rows that no run can use, with file and row: a run refuses the first of them."""
+    remarks: list[str] = field(default_factory=list)
+    """What is probably not meant."""
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        good = "all can be used" if self else f"{len(self.problems)} cannot be used"
+        lines = [f"{self.path}: {self.num_rows} rows, {good}"]
+        width = max(map(len, self.columns), default=0)
+        for name, column in self.columns.items():
+            kinds = ", ".join(k if n == self.num_rows else f"{k} in {n} rows" for k, n in column.kinds.items())
+            lines += [f"  {name:{width}}  {kinds}: {_short(column.example)}", f"  {'':{width}}  -> {column.meaning}"]
+        if self.rows:
+            first, shown = self.rows[0], [self.rendered or ""]
+            if self.rendered is None:
+                shown = [f"{m['role']}> {_text(m)}" for m in first.prompt]
+            lines += ["first row:", *(f"  {line}" for text in shown for line in text.splitlines())]
+            truth = f"{_short(first.ground_truth)} ({_kind(first.ground_truth)})"
+            lines.append(f"  the reward for {first.data_source!r} is given the ground truth {truth}")
+        if self.longest is not None:
+            lines.append(f"longest prompt: {self.longest[0]} tokens without tools ({self.longest[1]})")
+        for word, found in (("note", self.remarks), ("problem", self.problems)):
+            lines += [f"{word}: {text}" for text in found[:_NUM_SHOWN]]
+            lines += [f"... and {len(found) - _NUM_SHOWN} more"] if len(found) > _NUM_SHOWN else []
+        return "\n".join(lines)
+
+
+def check_data(path: str | Path, *, model: str | None = None, overrides: Sequence[str] = ()) -> DataCheck:
+    """Read a data file as a run would, to its end.
+
+    Args:
+        path: a .parquet, .jsonl or .json file, or `module:function` as `data.train_files` takes it.
+        model: a folder or hub name: its chat template renders the prompts, and its tokenizer counts them.
+        overrides: keys of `data` that say how rows are read: `["data.prompt_key=question"]`.
+
+    Raises:
+        VerlMTError: the file cannot be read or has no rows, a key is wrong, or the model's template cannot be had.
+    """
+    data = compose(overrides, config_name="ppo_trainer").data if overrides else DataConfig()
+    columns = Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
+    raw, rows, problems = examine_rows(str(path), num_rows=data.train_max_samples, columns=columns)
+    remarks = _remarks(rows, columns.prompt)
+    rendered = longest = None
+    if model is not None and rows:
+        rendered, longest, unshown = _rendered(rows, model)
+        problems += unshown
+    found = {name: _column_found(name, list(raw.values()), columns) for row in raw.values() for name in row}
+    return DataCheck(str(path), len(raw), found, rows, rendered, longest, problems, remarks)
+
+
+def _column_found(name: str, rows: list[dict[str, Any]], columns: Columns) -> ColumnFound:
+    kinds = Counter(_kind(row[name]) if name in row else "absent" for row in rows)
+    example = next((row[name] for row in rows if row.get(name) is not None), None)
+    meaning = _MEANINGS.get(name, _OTHER)
+    if name == columns.prompt:
+        meaning = "the prompt; a text is one message of the user"
+    elif name == columns.label:
+        meaning = "what the reward is given"
+    elif name == "ground_truth" and any("reward_model" in row for row in rows):
+        meaning = "read where a row has no reward_model"
+    return ColumnFound(dict(kinds), example, meaning)
+
+
+def _remarks(rows: Sequence[DataRow], prompt: str) -> list[str]:
+    """What no run refuses, and few people want."""
+    found = []
+    taken_off = [row for row in rows if isinstance(given := row.raw.get(prompt), list) and _ends_in_answer(given)]
+    if taken_off:
+        found.append(f"{_places(taken_off)}: the last message is the assistant's; it is taken off, the model answers")
+    for role in dict.fromkeys(m["role"] for row in rows for m in row.prompt if m["role"] not in _ROLES):
+        having = [row for row in rows if any(m["role"] == role for m in row.prompt)]
+        found.append(f"{_places(having)}: role {role!r}; most templates know {', '.join(_ROLES)} only (try --model)")
+    kinds: dict[str, DataRow] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row.ground_truth), row)
+    if len(kinds) > 1:
+        each = "; ".join(f"{kind} in {row.place}" for kind, row in kinds.items())
+        found.append(
+            f"the ground truth is of several kinds: {each}. A reward that compares texts must make texts of them"
+        )
+    first: dict[str, DataRow] = {}
+    again = [row for row in rows if first.setdefault(repr((row.prompt, row.ground_truth)), row) is not row]
+    if again:
+        found.append(f"{_places(again)}: the same prompt and ground truth as an earlier row")
+    return found
+
+
+def _ends_in_answer(messages: list[Any]) -> bool:
+    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+
+
+def _rendered(rows: Sequence[DataRow], model: str) -> tuple[str, tuple[int, str] | None, list[str]]:
+    """The first row's prompt as text; most tokens and the row that has them; what the template cannot show."""
+    from verl_mt.chat.loading import load_chat  # transformers: seconds that nobody else waits for
+    from verl_mt.chat.prompt_messages import require_traces
+
+    chat: ChatTemplate = load_chat(model)
+    problems, lengths = [], []
+    for row in rows:
+        try:
+            lengths.append((len(chat.prompt_ids(row.prompt, None)), row.place))
+            require_traces(chat, row.prompt, None)
+        except VerlMTError as error:
+            problems.append(f"{row.place}: {error}")
+    text = chat.full_text(rows[0].prompt, None, add_generation_prompt=True)
+    return text, max(lengths, default=None), problems
+
+
+def _places(rows: Sequence[DataRow]) -> str:
+    return rows[0].place if len(rows) == 1 else f"{rows[0].place} and {len(rows) - 1} more"
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "truth value", str: "text", int: "whole number", float: "number", list: "list", type(None): "null"}
+    return "mapping" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else _short(content)
+
+
+def _shared(one: DataCheck, other: DataCheck) -> list[str]:
+    """What is in both files: what was trained on measures nothing."""
+    known = {repr(row.prompt) for row in one.rows}
+    both = [row for row in other.rows if repr(row.prompt) in known]
+    return [f"note: {_places(both)}: the prompt is in {one.path}, too"] if both else []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 where a row cannot be used, 2 for bad input (one line on stderr)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_mt.data_check",
+        usage="%(prog)s FILE [FILE ...] [--model PATH] [data.KEY=value ...]",
+        description=__doc__.split("\n")[0],
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help=".parquet, .jsonl or .json, or module:function")
+    parser.add_argument("--model", help="local folder or hub name: render the prompts with its chat template")
+    args = parser.parse_args(argv)
+    overrides = [word for word in args.files if word.startswith("data.") and "=" in word]
+    try:
+        checks = [check_data(f, model=args.model, overrides=overrides) for f in args.files if f not in overrides]
+    except VerlMTError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(map(str, checks)))
+    for one, other in combinations(checks, 2):
+        for note in _shared(one, other):
+            print(note)
+    return 0 if all(checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""Does the reward mean what its author means? It is asked about the truth of a few rows in the clothes in which models
+write answers, about wrong answers and about none, in real conversations of the run."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from verl_mt.data.trajectory import Status, Trajectory
+from verl_mt.doctor.findings import Finding, Subject, ok, warning
+from verl_mt.doctor.scripted import Talk, called, said
+from verl_mt.plugins import listing
+from verl_mt.rollout.prompts import Prompt
+
+_SLOT = "\0"
+"""Where the answer stands in a form."""
+_FORMS = tuple(
+    form.replace("@", _SLOT)
+    for form in (
+        "@", "#### @", r"\boxed{@}", "Answer: @", "The answer is @.", "<answer>@</answer>",
+        "<think>\nLet me see.\n</think>\n\n<answer>@</answer>",
+    )
+)  # fmt: skip
+_NOTHING = "I do not know."
+_ROWS_PER_SOURCE, _SOURCES = 2, 4
+_WRONG_FORMS = 3
+"""A wrong answer is tried in so many, those that pay best with the truth in them; in the one that pays least, and in
+what the prompt asks for."""
+_LONGEST_TRUTH, _LONGEST_TEXT = 100, 4000
+_SAME = 1e-9
+
+_ASKS_FOR_ANSWER = re.compile(
+    r"(?i)(?:\b(?:with|as|form|format|write|line|like|say|give|end|finish|reply|respond)\b[^\n]{0,40}?|[`'\"“«*])"
+    r"((?:the )?(?:final )?answer(?: is)?:)(?!\s*\Z)"
+)
+_SPAN = re.compile(r"[`'\"“«]([^`'\"”»\n]{2,80})[`'\"”»]")
+_PLACEHOLDER = re.compile(r"<\w[\w ]{0,20}>|\[\w[\w ]{0,20}\]|\{\w{1,20}\}|\.\.\.|\b[NXn]\b")
+
+
+def truths(subject: Subject) -> Iterator[Finding]:
+    """The reward tells right from wrong."""
+    sources: dict[str, list[Prompt]] = {}
+    for prompt in subject.prompts:
+        known = sources.setdefault(prompt.row.data_source, [])
+        text, asked_already = truth_text(prompt.row.ground_truth), [truth_text(p.row.ground_truth) for p in known]
+        if text is not None and text not in asked_already and len(known) < _ROWS_PER_SOURCE:
+            known.append(prompt)
+    asked = [prompts for prompts in list(sources.values())[:_SOURCES] if prompts]
+    if not asked:
+        yield ok(f"the rows have no short ground truth to ask it about{'' if subject.demos else '; --demos FILE does'}")
+    for prompts in asked:
+        yield from _Inquiry(subject, prompts).findings()
+
+
+def truth_text(truth: Any) -> str | None:
+    """A ground truth as a model would write it; None where it has none, or is no short text (test cases, rubrics)."""
+    if isinstance(truth, dict):
+        keys = [k for k in ("target", "targets", "answer", "value", "ground_truth", "label") if k in truth]
+        return truth_text(truth[keys[0]]) if keys else None
+    if isinstance(truth, list | tuple):
+        return truth_text(truth[0]) if truth else None
+    if isinstance(truth, float) and truth.is_integer():
+        truth = int(truth)
+    if not isinstance(truth, str | int | float):
+        return None
+    text = str(truth).strip()
+    return text if text and len(text) <= _LONGEST_TRUTH and "\n" not in text and text[0] not in "{[" else None
+
+
+def wrong_text(truth: str) -> str:
+    """An answer of the same kind that is not the truth."""
+    number = re.fullmatch(r"(\D*?)(-?\d+(?:\.\d+)?)(\D*)", truth.replace(",", ""))
+    if number:
+        value = float(number[2]) + 1 if "." in number[2] else int(number[2]) + 1
+        return f"{number[1]}{value}{number[3]}"
+    if len(truth) == 1 and truth.isalpha():
+        return "B" if truth.upper() != "B" else "C"
+    opposites = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+    return opposites.get(truth.lower(), "something else")
+
+
+@dataclass
+class _Inquiry:
+    """What the reward says of a few rows of one data source."""
+
+    subject: Subject
+    prompts: Sequence[Prompt]
+    calls: bool = False
+    """Each conversation begins with a tool call."""
+    failed: list[Trajectory] = field(default_factory=list)
+
+    def findings(self) -> Iterator[Finding]:
+        forms = [*dict.fromkeys([*_asked_forms(self.prompts[0]), *_own_forms(self.prompts[0]), *_FORMS])]
+        right, wrong, nothing = self._ask(forms)
+        if not _pays(right, wrong) and self._can_call():
+            self.calls = True
+            right, wrong, nothing = self._ask(forms)
+        prompt = self.prompts[0]
+        where, text = prompt.row.place, truth_text(prompt.row.ground_truth)
+        how = ", also behind a tool call" if self.calls else ""
+        paying = _pays(right, wrong)
+        if self.failed:
+            reason = (self.failed[0].error or "no error was recorded").strip().splitlines()[-1]
+            answer = next((m.get("content") for m in reversed(self.failed[0].messages) if m["role"] == "assistant"), "")
+            yield warning(
+                f"{where}: {len(self.failed)} conversations failed, the first with the answer {str(answer)[:60]!r}: "
+                f"{reason}",
+                "a run would train without them: let the reward answer with 0 where it finds nothing",
+            )
+        if paying:
+            yield from self._asked_for_another(forms, right, paying)
+            best = max(paying, key=lambda form: right[form])
+            yield from self._behind_a_call(best, right, wrong)
+            yield ok(
+                f"the truth earns {right[best]:.4g} as {_shown(best)}, a wrong answer {wrong[best]:.4g}, none "
+                f"{nothing:.4g}" + ("; the truth by itself " + f"{right[_SLOT]:.4g}" if _SLOT not in paying else "")
+            )
+            return
+        yield from self._no_difference(where, str(text), how, (right, wrong, nothing))
+
+    def _no_difference(
+        self, where: str, text: str, how: str, found: tuple[dict[str, float], dict[str, float], float]
+    ) -> Iterator[Finding]:
+        right, wrong, nothing = found
+        kind = self._other_type(right)
+        if kind is not None:
+            truth = self.prompts[0].row.ground_truth
+            yield warning(
+                f"{where}: the ground truth {truth!r} is of type {type(truth).__name__}, and the reward is "
+                f"{kind[1]:.4g} for a right answer only where it is {kind[0]}: as it is, no answer is ever right",
+                "compare both as text (str(ground_truth)) in the reward, or write the column so",
+            )
+            return
+        values = [*right.values(), *wrong.values(), nothing]
+        better = [form for form in wrong if wrong[form] > right[form] + _SAME]
+        told = f"{where}: truth {text!r}, asked as {_forms_shown(right)}{how}"
+        if max(values) - min(values) <= _SAME:
+            if self.subject.rewarded_demos:
+                yield ok(f"{values[0]:.4g} for the truth in its usual forms; the demonstrations show what it rewards")
+                return
+            yield warning(
+                f"the reward is {values[0]:.4g} for every answer: right, wrong and none ({told})",
+                "nothing can be learnt from a constant: see how the reward finds the answer in the text, and what it "
+                "compares it with; --demos FILE asks it about conversations of your own",
+            )
+        elif better:
+            yield warning(
+                f"a wrong answer earns more than the right one: {wrong[better[0]]:.4g} against {right[better[0]]:.4g} "
+                f"as {_shown(better[0])} ({told})",
+                "look at the sign and the comparison in the reward",
+            )
+        elif self.subject.rewarded_demos:
+            yield ok("it does not tell the truth from a wrong answer in the usual forms; the demonstrations do better")
+        else:
+            yield warning(
+                f"the reward is the same for right and wrong answers, {min(values):.4g} to {max(values):.4g} by their "
+                f"form ({told})",
+                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE asks it "
+                "about conversations of your own",
+            )
+
+    def _asked_for_another(
+        self, forms: Sequence[str], right: dict[str, float], paying: Sequence[str]
+    ) -> Iterator[Finding]:
+        """The prompt asks for a form that earns nothing."""
+        asked = _asked_forms(self.prompts[0])
+        if not asked or any(form in paying for form in asked):
+            return
+        row = self.prompts[0].row
+        yield warning(
+            f"the prompt of {row.place} asks for {listing(map(_shown, asked))}, for which the reward "
+            f"of the truth is {max(right[form] for form in asked):.4g}; it is {max(right[f] for f in paying):.4g} for "
+            f"{listing(map(_shown, paying[:3]))}",
+            "let the reward read the form that the prompt asks for (its regular expression, say), or change the prompt",
+        )
+
+    def _behind_a_call(self, form: str, right: dict[str, float], wrong: dict[str, float]) -> Iterator[Finding]:
+        """What earns something by itself earns it in a conversation that uses a tool, too."""
+        if self.calls or not self._can_call():
+            return
+        self.calls = True
+        talks = [self._talk(p, form.replace(_SLOT, str(truth_text(p.row.ground_truth)))) for p in self.prompts]
+        played = self.subject.open_stage().play(talks, unlimited=True)
+        broken = any(name.endswith("/errors") and count for t in played for name, count in t.counters.items())
+        found = fmean(map(earned, played))
+        if found > wrong[form] + _SAME or broken:
+            return
+        yield warning(
+            f"the truth as {_shown(form)} earns {right[form]:.4g} as the only turn, and {found:.4g} as the last of "
+            "a conversation that called a tool before",
+            "let the reward look at the last assistant message (extra_info.messages), whatever stands before it",
+        )
+
+    def _ask(self, forms: Sequence[str]) -> tuple[dict[str, float], dict[str, float], float]:
+        """Mean reward of the truth in each form, of a wrong answer in those that pay best, and of no answer."""
+        right = self._means(forms, wrong=False)
+        by_pay = sorted(forms, key=lambda form: -right[form])
+        tried = dict.fromkeys([*by_pay[:_WRONG_FORMS], by_pay[-1], *_asked_forms(self.prompts[0])])
+        return right, self._means([*tried], wrong=True), self._means([_NOTHING], wrong=True)[_NOTHING]
+
+    def _means(self, forms: Sequence[str], *, wrong: bool, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
+        talks = []
+        for form in forms:
+            for prompt, original in zip(prompts or self.prompts, self.prompts):
+                truth = str(truth_text(original.row.ground_truth))
+                talks.append(self._talk(prompt, form.replace(_SLOT, wrong_text(truth) if wrong else truth)))
+        played = self.subject.open_stage().play(talks, unlimited=True)
+        self.failed += [t for t in played if t.status in (Status.FAILED, Status.ABORTED)]
+        found = iter(played)
+        return {form: fmean(earned(next(found)) for _ in self.prompts) for form in forms}
+
+    def _talk(self, prompt: Prompt, answer: str) -> Talk:
+        chat = self.subject.known_chat
+        call = called(chat, prompt.tools[0]) if self.calls and prompt.tools else None
+        return Talk(prompt, [*([call] if call else []), said(chat, answer)])
+
+    def _can_call(self) -> bool:
+        rollout = self.subject.rollout
+        return bool(self.prompts[0].tools) and rollout.agent_function_path is None
+
+    def _other_type(self, right: dict[str, float]) -> tuple[str, float] | None:
+        """The type of ground truth with which a right answer earns more, and what it earns then."""
+        truth = self.prompts[0].row.ground_truth
+        text = truth_text(truth)
+        others: list[type] = [str] if isinstance(truth, int | float) else []
+        if isinstance(truth, str) and text and re.fullmatch(r"-?\d+", text):
+            others = [int]
+        elif isinstance(truth, str) and text and re.fullmatch(r"-?\d*\.\d+", text):
+            others = [float]
+        for kind in others:
+            changed = [_with_truth(prompt, kind(truth_text(prompt.row.ground_truth) or "")) for prompt in self.prompts]
+            found = self._means(list(right), wrong=False, prompts=changed)
+            better = max(found, key=lambda form: found[form] - right[form])
+            if found[better] > right[better] + _SAME:
+                return {str: "text", int: "a whole number", float: "a number"}[kind], found[better]
+        return None
+
+
+def earned(trajectory: Trajectory) -> float:
+    """The reward without what length costs; 0 where there is none."""
+    costs = sum(trajectory.reward_parts.get(name, 0.0) for name in ("turn_cost", "token_cost"))
+    return 0.0 if trajectory.reward is None else trajectory.reward - costs
+
+
+def _pays(right: dict[str, float], wrong: dict[str, float]) -> list[str]:
+    """Forms in which the truth earns more than a wrong answer."""
+    return [form for form in wrong if right[form] > wrong[form] + _SAME]
+
+
+def _asked_forms(prompt: Prompt) -> list[str]:
+    """Forms that the prompt's own words ask for."""
+    text = _text_of(prompt)
+    found = [f"{match[1]} {_SLOT}" for match in _ASKS_FOR_ANSWER.finditer(text)]
+    found += [f"#### {_SLOT}"] if "####" in text else []
+    found += [rf"\boxed{{{_SLOT}}}"] if r"\boxed" in text else []
+    found += [f"<answer>{_SLOT}</answer>"] if "<answer>" in text else []
+    return list(dict.fromkeys(found))
+
+
+def _own_forms(prompt: Prompt) -> list[str]:
+    """Forms that the prompt quotes with a gap in them, and texts of the row that hold the truth (a solution)."""
+    quoted = [_PLACEHOLDER.sub(_SLOT, m[1], count=1) for m in _SPAN.finditer(_text_of(prompt))]
+    truth, row = truth_text(prompt.row.ground_truth) or "", prompt.row
+    texts = [value for value in {**row.extra_info, **row.raw}.values() if isinstance(value, str)]
+    shown = row.raw.get("prompt")
+    if isinstance(shown, list) and shown and shown[-1].get("role") == "assistant":
+        texts.append(str(shown[-1].get("content")))
+    holds = re.compile(rf"(?<![\w.]){re.escape(truth)}(?![\w]|\.\d)")
+    solutions = [holds.sub(_SLOT, t) for t in texts if len(t) <= _LONGEST_TEXT and t not in _text_of(prompt)]
+    return [form for form in [*quoted[:4], *solutions[:4]] if _SLOT in form]
+
+
+def _text_of(prompt: Prompt) -> str:
+    said_to_model = [m.get("content") for m in prompt.messages if m.get("role") in ("system", "developer", "user")]
+    return "\n".join(text for text in said_to_model if isinstance(text, str))
+
+
+def _shown(form: str) -> str:
+    words = " ".join(form.replace(_SLOT, "x").split())
+    return f"`{words if len(words) <= 60 else '...' + words[-50:]}`"
+
+
+def _forms_shown(forms: dict[str, float]) -> str:
+    return ", ".join(map(_shown, list(forms)[:5])) + (f" and {len(forms) - 5} more" if len(forms) > 5 else "")
+
+
+def _with_truth(prompt: Prompt, truth: Any) -> Prompt:
+    """The same row with a ground truth of another type, wherever the row says it."""
+    row, old = prompt.row, prompt.row.ground_truth
+    raw = copy.copy(row.raw)
+    for key, value in raw.items():
+        if type(value) is type(old) and value == old:
+            raw[key] = truth
+        elif isinstance(value, dict) and value.get("ground_truth") == old:
+            raw[key] = {**value, "ground_truth": truth}
+    return replace(prompt, row=replace(row, ground_truth=truth, raw=raw))

@@ -1,0 +1,131 @@
+"""Rollout workers as Ray actors: Ray places them, carries what they say, and tells when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from verl_mt.errors import WorkerError, error_text
+from verl_mt.rollout_workers.links import Link, WorkerGone
+from verl_mt.rollout_workers.worker import live, sendable
+from verl_mt.workers.ray_group import forwarded_environment
+
+_CALLS_AT_ONCE = 1000
+_LAST_ANSWERS_S = 5.0
+"""How long calls of an actor that was ended may take to come back as failed."""
+
+
+class WorkerActor:
+    """The process of a worker. Its methods are coroutines, on one event loop with the worker's."""
+
+    def __init__(self, folder: str) -> None:
+        with contextlib.suppress(OSError):  # on another machine it need not exist
+            os.chdir(folder)
+        self._inbox: asyncio.Queue[tuple[Any, ...]] | None = None
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._life: asyncio.Task[None] | None = None
+        self._told: dict[int, bytes] = {}
+        self._num_heard = 0
+
+    async def tell(self, number: int, message: bytes) -> None:
+        """What the pool says, numbered from 0: calls of an actor with an event loop may begin in another order."""
+        if self._inbox is None:
+            self._inbox = asyncio.Queue()
+            self._life = asyncio.ensure_future(live(self._inbox, self._sender(asyncio.get_running_loop())))
+        self._told[number] = message
+        while (following := self._told.pop(self._num_heard, None)) is not None:
+            self._num_heard += 1
+            self._inbox.put_nowait(pickle.loads(following))
+
+    async def hear(self) -> list[bytes]:
+        """What the worker has to say, as soon as there is something."""
+        said = [await self._outbox.get()]
+        while not self._outbox.empty():
+            said.append(self._outbox.get_nowait())
+        return said
+
+    async def over(self) -> None:
+        """Return when it has closed all that it opened."""
+        if self._life is not None:
+            await self._life
+
+    def _sender(self, loop: asyncio.AbstractEventLoop) -> Any:
+        def send(message: tuple[Any, ...]) -> None:
+            try:
+                frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            except Exception as error:
+                frame = pickle.dumps(("failed", sendable(error)))
+            loop.call_soon_threadsafe(self._outbox.put_nowait, frame)
+
+        return send
+
+
+class RayLink(Link):
+    """An actor somewhere on the cluster. It asks for no CPU of Ray's: those are the ranks' and the engines'."""
+
+    def __init__(self) -> None:
+        environment = {"env_vars": forwarded_environment(os.environ)}
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE, "runtime_env": environment}
+        self._actor: Any = ray.remote(WorkerActor).options(**options, scheduling_strategy="SPREAD").remote(os.getcwd())
+        self._heard: list[bytes] = []
+        self._num_said = 0
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._ended = False
+        self._refused: Exception | None = None
+
+    @property
+    def actor(self) -> Any:
+        """Its handle."""
+        return self._actor
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        if self._ended or not ray.is_initialized():
+            return
+        try:
+            frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            self._refused = WorkerError(f"a rollout worker cannot be told {message[0]!r}: {error_text(error)}")
+            return
+        self._call("tell", self._num_said, frame)
+        self._num_said += 1
+
+    async def receive(self) -> tuple[Any, ...]:
+        if self._refused is not None:
+            return "failed", self._refused
+        while not self._heard:
+            try:
+                self._heard = await asyncio.shield(self._call("hear"))
+            except RayError as error:
+                reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+                raise WorkerGone(f"its Ray actor ended: {reason}") from error
+        return pickle.loads(self._heard.pop(0))
+
+    async def end(self, grace_s: float) -> None:
+        if self._ended or not ray.is_initialized():
+            return
+        self.send(("end",))
+        self._ended = True
+        if grace_s:
+            await asyncio.wait({self._call("over")}, timeout=grace_s)
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+        if self._pending:
+            # Also those that nobody waits for any more: Ray ends this process if one comes back after its shutdown.
+            await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
+
+    def _call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        answer = asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
+        self._pending.add(answer)
+        answer.add_done_callback(self._came_back)
+        return answer
+
+    def _came_back(self, answer: asyncio.Future[Any]) -> None:
+        self._pending.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # of one that nobody waits for any more, it is nobody's
