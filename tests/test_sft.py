@@ -84,14 +84,16 @@ def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
     trainer = trainer_of(words, rows)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)
-    assert trainer.loss(rows) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    # A mean of float32 log-probs of logits of some tens: a millionth, whatever its size.
+    loss = pytest.approx(expected.item(), rel=1e-5, abs=2e-6)
+    assert trainer.loss(rows) == loss
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
     optim = sft.config_of("x.jsonl", words).actor_rollout_ref.actor.optim
     torch.optim.AdamW(other.parameters(), lr=1e-3, betas=tuple(optim.betas), weight_decay=optim.weight_decay).step()
     (metrics,) = trainer.steps()
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["loss"] == loss
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     ours = dict(trainer.workers.policy_module.named_parameters())
     for name, parameter in other.named_parameters():
         # Adam's first step is lr * sign(gradient): where that is rounding noise the sign may differ.
@@ -376,7 +378,7 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
         assert sft.main(words_of(data, tmp_path / "cut")) == 2
     assert "is in use by another process" in capsys.readouterr().err and not (tmp_path / "cut-2").exists()
     assert sft.main(words_of(data, tmp_path / "cut")) == 0
-    assert "after step 3" in capsys.readouterr().out
+    assert "after step 3" in " ".join(capsys.readouterr().out.split())  # wherever the line is broken
     steps = [[line["step"] for line in read_jsonl_tolerant(tmp_path / n / "metrics.jsonl")] for n in ("whole", "cut")]
     assert steps == [[0, 1, 2, 3, 4, 5, 6]] * 2
     whole, cut = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))

@@ -175,7 +175,8 @@ def ambiguous(chat: ChatTemplate, grammar: Grammar, calls: list[ToolCall]) -> bo
     texts = (
         strings if grammar.as_python else [s for call in calls for s in call.arguments.values() if isinstance(s, str)]
     )
-    followed = any(part in s.replace(" ", "") for s in texts for part in (*whole, "</arg_value><arg_key>"))
+    whole = (*whole, "</arg_value><arg_key>", "</arg_value></tool_call>", "</arg_value>\n</tool_call>")
+    followed = any(part in s.replace(" ", "") for s in texts for part in whole)
     # A value that begins the way that the grammar goes on, after the tag that ends it.
     after = any(s.rstrip().endswith(("</arg_value>", "</parameter>", "</｜DSML｜parameter>")) for s in texts)
     # The opening of an argument ends a value; where that is in doubt the call is malformed.

@@ -111,6 +111,7 @@ def stretches(bits: list[int]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("caller")  # which takes longer than the tests
 @pytest.mark.parametrize("revision", REVISIONS)
 def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, caller, capsys):
     gsm8k(tmp_path, shared_data, "tool", "gsm8k")

@@ -14,11 +14,10 @@ from ray.exceptions import RayError
 from verl_mt.errors import WorkerError, error_text
 from verl_mt.rollout_workers.links import Link, WorkerGone
 from verl_mt.rollout_workers.worker import live, sendable
+from verl_mt.workers.engine_hosts import Answers
 from verl_mt.workers.ray_group import forwarded_environment
 
 _CALLS_AT_ONCE = 1000
-_LAST_ANSWERS_S = 5.0
-"""How long calls of an actor that was ended may take to come back as failed."""
 
 
 class WorkerActor:
@@ -75,7 +74,7 @@ class RayLink(Link):
         self._actor: Any = ray.remote(WorkerActor).options(**options, scheduling_strategy="SPREAD").remote(os.getcwd())
         self._heard: list[bytes] = []
         self._num_said = 0
-        self._pending: set[asyncio.Future[Any]] = set()
+        self._answers = Answers()
         self._ended = False
         self._refused: Exception | None = None
 
@@ -115,17 +114,7 @@ class RayLink(Link):
             await asyncio.wait({self._call("over")}, timeout=grace_s)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
-        if self._pending:
-            # Also those that nobody waits for any more: Ray ends this process if one comes back after its shutdown.
-            await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
+        await self._answers.last()
 
     def _call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        answer = asyncio.wrap_future(getattr(self._actor, method).remote(*args).future())
-        self._pending.add(answer)
-        answer.add_done_callback(self._came_back)
-        return answer
-
-    def _came_back(self, answer: asyncio.Future[Any]) -> None:
-        self._pending.discard(answer)
-        if not answer.cancelled():
-            answer.exception()  # of one that nobody waits for any more, it is nobody's
+        return self._answers.to(getattr(self._actor, method).remote(*args))

@@ -25,6 +25,31 @@ _LAST_ANSWERS_S = 5.0
 """How long calls of a process that was ended may take to come back as failed."""
 
 
+class Answers:
+    """Calls of one Ray actor that have not come back."""
+
+    def __init__(self) -> None:
+        self._pending: set[asyncio.Future[Any]] = set()
+
+    def to(self, reference: Any) -> asyncio.Future[Any]:
+        """What the call of this reference returns."""
+        answer = asyncio.wrap_future(reference.future())
+        self._pending.add(answer)
+        answer.add_done_callback(self._came_back)
+        return answer
+
+    async def last(self) -> None:
+        """Wait for the calls of an actor that was ended, also for those that nobody waits for any more: Ray ends this
+        process if one comes back after its shutdown."""
+        if self._pending:
+            await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
+
+    def _came_back(self, answer: asyncio.Future[Any]) -> None:
+        self._pending.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # of one that nobody waits for any more, it is nobody's
+
+
 class Resident:
     """In the process beside the ranks: holds one object, and calls its coroutines."""
 
@@ -58,7 +83,7 @@ class RayHost(EngineHost):
         self._options = {**options, "max_restarts": 0, "max_concurrency": _CALLS_AT_ONCE}
         self.resident: Any = None
         """Handle of the process; None = there is none."""
-        self._pending: set[asyncio.Future[Any]] = set()
+        self._answers = Answers()
 
     async def make(self, path: str, *args: Any) -> None:
         await self.end()
@@ -84,19 +109,14 @@ class RayHost(EngineHost):
         if resident is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
                 ray.kill(resident)
-        if self._pending:
-            # Also those that nobody waits for any more: Ray ends this process if one comes back after its shutdown.
-            await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
+        await self._answers.last()
 
     async def _result(self, submit: Callable[[], Any]) -> Any:
         if not ray.is_initialized():
             # Ray would start a cluster of its own for the asking.
             raise EngineGoneError(f"the Ray cluster with the engine beside {self.name} is closed")
         try:
-            answer = asyncio.wrap_future(submit().future())
-            self._pending.add(answer)
-            answer.add_done_callback(self._came_back)
-            return await asyncio.shield(answer)
+            return await asyncio.shield(self._answers.to(submit()))
         except RayError as error:
             raise as_engine_error(error) from error
         except VerlMTError:
@@ -104,11 +124,6 @@ class RayHost(EngineHost):
         except Exception as error:
             # Ray refuses to send anything to who is gone with no class of its own.
             raise EngineGoneError(error_text(error, named=True)) from error
-
-    def _came_back(self, answer: asyncio.Future[Any]) -> None:
-        self._pending.discard(answer)
-        if not answer.cancelled():
-            answer.exception()  # of one that nobody waits for any more, it is nobody's
 
 
 @dataclass(frozen=True)

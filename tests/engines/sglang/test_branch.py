@@ -64,7 +64,8 @@ def test_branches_ask_the_replicas_themselves_and_each_begins_with_another(run_a
         branches = [await branch_of(engine, worker) for worker in range(2)]
         outputs = [await ask(branch, "a") for branch in branches]
         assert [output.replica for output in outputs] == ["rank 0", "rank 1"]
-        assert [host.generated() for host in hosts] == [1, 1]
+        # The prompt once before its samples, then the sample.
+        assert [host.generated() for host in hosts] == [2, 2]
         assert [output.token_ids for output in outputs] == [[3], [3]]
         with pytest.raises(EngineError, match="not from a rollout worker"):
             await branches[0].apply(Ranks().update(1))

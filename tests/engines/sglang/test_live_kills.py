@@ -210,10 +210,15 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+ALL = bool(os.environ.get("VERL_MT_TEST_ALL_LOSSES"))
+"""Each loss costs a minute: every commit gets one of each kind, a release all of them."""
+
+
 def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(trainer_of, tmp_path):
     """And in the end the process that holds an engine alone, while the engine hangs: it would keep its device."""
-    last = len(PHASES) + 1
-    plan = {**dict(enumerate(PHASES, start=1)), last: "rollout"}
+    phases = PHASES if ALL else ("rollout", "sync")
+    last = len(phases) + 1
+    plan = {**dict(enumerate(phases, start=1)), last: "rollout"}
     trainer = trainer_of(f"trainer.total_training_steps={last + 2}", "trainer.save_freq=-1")
     lives: list[list[int]] = []
 
@@ -238,45 +243,58 @@ def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_train
     assert sum(line["actor/num_updates"] for line in lines) == 2 * (last + 2)
 
 
-DOING = {"rollout": "waiting for the rollout", "release": "updating the policy", "update": "updating the policy"}
-GIVING = "giving the engines their weights"
+UPDATING, GIVING = "updating the policy", "giving the engines their weights"
+# A release that takes its time is itself the place where the loss is noticed.
+DOING = {"rollout": "waiting for the rollout", "release": f"({UPDATING}|{GIVING})", "update": UPDATING}
 
 
-@pytest.mark.parametrize("who", ["rank", "node"])
-def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, who):
-    """Memory is resumed in a step, where the rank is killed, and before a run goes on from its checkpoint, where the
+LOST = {
+    "every commit": {"rollout": "node", "update": "rank", "resume": "node"},
+    "ranks": dict.fromkeys(PHASES, "rank"),
+    "nodes": dict.fromkeys(PHASES, "node"),
+}
+"""Who is lost in which phase, one after the other."""
+
+
+@pytest.mark.parametrize("plan", ["ranks", "nodes"] if ALL else ["every commit"])
+def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, plan):
+    """Memory is resumed in a step, where a rank is killed, and before a run goes on from its checkpoint, where the
     machine is lost."""
-    steps, run = len(PHASES) + 1, tmp_path / "run"
+    steps, run = len(LOST[plan]) + 1, tmp_path / "run"
     words = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
-    for number, phase in enumerate(PHASES):
+    for number, (phase, who) in enumerate(LOST[plan].items()):
         if (who, phase) == ("node", "resume"):
             lose_while_it_resumes(two_nodes, partial(trainer_of, *words))
             continue
-        trainer = trainer_of(*words)
-        assert trainer.step_number == number
-        engines, ranks = trainer.engine.pids, trainer.workers.worker_pids
-        there = two_nodes.processes()
-        (lost,) = [rank for rank, pid in enumerate(ranks) if pid in there]
-        kill = two_nodes.lose if who == "node" else partial(os.kill, ranks[lost], signal.SIGKILL)
-        # A machine, when the weights have come to its engine, and no rank is asked for anything any more.
-        killer = Killer(trainer, {number + 1: phase}, kill, late="sync" if who == "node" else "")
-        hold_rollout(trainer.engine, killer)
-        with pytest.raises(WorkerError) as error:
-            trainer.fit()
-        # What is lost when all have their weights is noticed by what comes next; the step may be finished by then.
-        late = killer.late == phase
-        doing = ".*" if late else DOING.get(phase, GIVING)
-        died = rf"rank {lost} \(process {ranks[lost]} on .*\) of 2 died while {doing};"
-        assert re.match(died, str(error.value))
-        assert str(error.value).endswith("The same command goes on from the run's last checkpoint")
-        assert killer.killed == [(number + 1, phase)] and len(metrics_of(run)) in (number + 1, number + 1 + late)
-        wait_until_gone(ranks, engines)
-        if who == "node":
-            two_nodes.bring_back()
+        lose_one(trainer_of(*words), two_nodes, run, (number, phase, who))
     trainer_of(*words).fit()
     assert_each_step_once(run, steps)
     assert checkpoint.load(run / "checkpoints" / f"step_{steps:06d}")["workers"]["actor"]["num_updates"] == 2 * steps
     assert_same_rows_and_rates(run, tmp_path / "straight", words)
+
+
+def lose_one(trainer: PPOTrainer, two_nodes: Nodes, run: Path, planned: tuple[int, str, str]) -> None:
+    """`planned`: the steps that are finished, the phase of the step after the next one, who is lost in it."""
+    number, phase, who = planned
+    assert trainer.step_number == number
+    engines, ranks = trainer.engine.pids, trainer.workers.worker_pids
+    there = two_nodes.processes()
+    (lost,) = [rank for rank, pid in enumerate(ranks) if pid in there]
+    kill = two_nodes.lose if who == "node" else partial(os.kill, ranks[lost], signal.SIGKILL)
+    # A machine, when the weights have come to its engine, and no rank is asked for anything any more.
+    killer = Killer(trainer, {number + 1: phase}, kill, late="sync" if who == "node" else "")
+    hold_rollout(trainer.engine, killer)
+    with pytest.raises(WorkerError) as error:
+        trainer.fit()
+    # What is lost when all have their weights is noticed by what comes next; the step may be finished by then.
+    late = killer.late == phase
+    doing = ".*" if late else DOING.get(phase, GIVING)
+    assert re.match(rf"rank {lost} \(process {ranks[lost]} on .*\) of 2 died while {doing};", str(error.value))
+    assert str(error.value).endswith("The same command goes on from the run's last checkpoint")
+    assert killer.killed == [(number + 1, phase)] and len(metrics_of(run)) in (number + 1, number + 1 + late)
+    wait_until_gone(ranks, engines)
+    if who == "node":
+        two_nodes.bring_back()
 
 
 def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> None:

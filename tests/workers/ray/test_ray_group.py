@@ -176,13 +176,13 @@ def test_a_host_that_is_ended_has_no_call_that_comes_back_later(cluster):
         host = RayHost("rank 0", 0, 1, (), {"num_cpus": 0})
         await host.make("asyncio.Event")
         given_up, waiting = (asyncio.ensure_future(host.call("wait")) for _ in range(2))
-        while len(host._pending) < 2:
+        while len(host._answers._pending) < 2:
             await asyncio.sleep(0.01)
         given_up.cancel()
         await asyncio.wait([given_up])
-        assert len(host._pending) == 2, "Ray has no answer yet"
+        assert len(host._answers._pending) == 2, "Ray has no answer yet"
         await host.end()
-        assert not host._pending
+        assert not host._answers._pending
         with pytest.raises(EngineGoneError):
             await waiting
         with pytest.raises(EngineGoneError):
