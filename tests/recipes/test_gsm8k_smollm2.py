@@ -126,7 +126,8 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     assert check_template(["--model", str(model)]) == 0, capsys.readouterr().out
     # Without bfloat16 in the CPU a hundred tokens take ten seconds: one short conversation, two short turns.
     shortest = tmp_path / "shortest.jsonl"
-    shortest.write_text(min((data / "demos.jsonl").read_text().splitlines(keepends=True), key=len))
+    with (data / "demos.jsonl").open() as demos:
+        shortest.write_text(min(demos, key=len))
     named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]
     small = ["trainer.total_training_steps=2", "trainer.save_freq=-1"]
     sft = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
