@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.config.schema import Config, leaves
+from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.tiny.problems import rows
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
@@ -140,8 +142,10 @@ def worst_difference_to_the_start(run: Path, step: int) -> float:
     from verl_mt.modeling.load import load_causal_lm
 
     module, worst = load_causal_lm("verl_mt://tiny", dtype="float32", device="cpu"), 0.0
-    for text in (run / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()[:8]:
-        (record,) = json.loads(text)["records"]
+    file = rows_of_step(run, step)
+    assert file is not None
+    for row in islice(read_rows(file.path), 8):
+        (record,) = row["records"]
         ids, sampled = torch.tensor(record["token_ids"]), torch.tensor(record["sampled"], dtype=torch.bool)
         table = torch.log_softmax(module(ids[None]).logits[0, :-1].float(), -1)
         own = table.gather(1, ids[1:, None])[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.requests import SamplingParams
+from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.engines.base import EngineSetup, InferenceEngine
 from verl_mt.rollout.prompts import Prompt
@@ -118,6 +120,17 @@ def worst_difference(module: Any, prompt: list[int], output: Any, temperature: f
     ids = torch.tensor(output.token_ids)[:, None]
     expected = log_probs(module, prompt, output.token_ids, temperature).gather(1, ids)[:, 0]
     return float((expected - torch.tensor(output.log_probs)).abs().max())
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(run: Path) -> list[list[dict[str, Any]]]:
+    """The training rows of each step: there is a file for every step of the metrics."""
+    files = [file for file in row_files(run) if file.split == "train"]
+    assert [file.step for file in files] == [step["step"] for step in metrics_of(run)] != []
+    return [list(read_rows(file.path)) for file in files]
 
 
 def processes_of_group(group: int) -> list[int]:

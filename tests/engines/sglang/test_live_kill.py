@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 
 import pytest
-from live import ROLLOUT, START_S, processes_of_group
+from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 
 from verl_mt.config.compose import compose
 from verl_mt.trainer.build import build_trainer
@@ -66,12 +65,11 @@ def train_and_kill(tmp_path, *overrides) -> list[dict]:
     assert not killer.is_alive() and pids[0] not in trainer.engine.pids
     assert not any(processes_of_group(group) for group in (*pids, *trainer.engine.pids))
 
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[1]["rollout/aborted"] == 0
     assert max(line["rollout/logprob_diff_max"] for line in lines) <= 1e-4
-    for step, file in enumerate(sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl")), start=1):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for step, rows in enumerate(rows_of(tmp_path / "run"), start=1):
         ids = [(row["prompt_id"], row["trajectory_id"]) for row in rows]
         assert len(ids) == len(set(ids)) == 8 * 8
         assert sorted(i for _, i in ids) == sorted(f"{p}.{n:02d}" for p in {p for p, _ in ids} for n in range(8))

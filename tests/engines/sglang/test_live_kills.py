@@ -4,7 +4,6 @@ each a rank of the worker group with a real SGLang beside it."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from live import ROLLOUT, START_S, processes_of_group
+from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 
 from verl_mt.config.compose import compose
 from verl_mt.engines.sglang.engine import SGLangEngine
@@ -171,15 +170,6 @@ def hold_rollout(engine: SGLangEngine, killer: Killer) -> None:
         return output
 
     engine.generate = for_an_hour
-
-
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows_of(run: Path) -> list[list[dict]]:
-    files = sorted((run / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def wait_until_gone(pids: list[int], groups: list[int], patience_s: float = 60.0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import socket
 from collections import Counter, defaultdict
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_models import request
-from live import ROLLOUT, START_S, processes_of_group
+from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 
 from verl_mt.config.compose import compose
 from verl_mt.trainer.build import build_trainer
@@ -54,15 +53,6 @@ def trainer_on(two_nodes, tmp_path, monkeypatch):
     yield make
     for trainer in made:
         trainer.close()
-
-
-def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows_of(run: Path) -> list[list[dict]]:
-    files = sorted((run / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
 def differences_by_replica(rows: list[dict]) -> dict[str, float]:
