@@ -57,7 +57,8 @@ def search_url() -> Iterator[str]:
 def stand_ins(config: Path, folder: Path) -> list[str]:
     """A model and rows of the recipe's kind; devices and packages that this machine need not have are left aside."""
     if config.parent == REPO / "config":
-        return ["data.train_max_samples=4096"]  # the default task's generator is endless
+        # The default task's generator is endless, and the base's learning rate is one for large models.
+        return ["data.train_max_samples=4096", *([f"{RATE}=3e-4"] if config.stem == "ppo_trainer" else [])]
     recipe, name = config.parents[1].name, config.stem
     extra: dict[str, object] = {}
     if recipe == "gsm8k" and "tiny" not in name:

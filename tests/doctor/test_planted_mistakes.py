@@ -79,10 +79,10 @@ MISTAKES = {
     ),
     "system prompt names tools that do not exist": Mistake(
         each_row("row['prompt'][0]['content'] = 'Call find_part first, then the tool `weigh`. End with Answer: N'"),
-        "prompts' words", ("names find_part, weigh", "offers lookup, add_weights", "train.jsonl, row 0"),
+        "prompts' words", ("names find_part, weigh", "offers add_weights, lookup", "train.jsonl, row 1"),
     ),
     "reward always 0": Mistake(
-        rewards("return 0.0"), "reward's meaning", ("is 0 for every answer", "train.jsonl, row 0")
+        rewards("return 0.0"), "reward's meaning", ("is 0 for every answer", "train.jsonl, row 1")
     ),
     "reward always 1": Mistake(rewards("return 1.0"), "reward's meaning", ("is 1 for every answer", "truth '300'")),
     "extraction of another form": Mistake(
@@ -111,10 +111,10 @@ MISTAKES = {
         keys(f"{ACTOR}.optim.lr=0.1"), "learning rate", ("optim.lr is 0.1", "0.9M parameters")
     ),
     "learning rate 0": Mistake(keys(f"{ACTOR}.optim.lr=0"), "steps", ("rate is 0",), before=True),
-    "no prompt column": error(each_row("row['question'] = row.pop('prompt')"), "rows", "prompt", "question", "row 0"),
-    "empty prompt": error(each_row("row['prompt'] = []"), "rows", "train.jsonl, row 0"),
+    "no prompt column": error(each_row("row['question'] = row.pop('prompt')"), "rows", "prompt", "question", "row 1"),
+    "empty prompt": error(each_row("row['prompt'] = []"), "rows", "train.jsonl, row 1"),
     "messages as from and value": error(
-        each_row("row['prompt'] = [{'from': 'human', 'value': 'What?'}]"), "rows", "train.jsonl, row 0", "role"
+        each_row("row['prompt'] = [{'from': 'human', 'value': 'What?'}]"), "rows", "train.jsonl, row 1", "role"
     ),
     "role human": Mistake(
         each_row("row['prompt'][1]['role'] = 'human'"), "prompts", ("leaves no trace", "did you mean 'user'"), "error"
@@ -144,7 +144,7 @@ MORE = {
         "prompts' words", ("end with their own answer", "'Answer: 300'"),
     ),
     "some training rows in the validation file": Mistake(
-        lambda project: project.rows(rows(0, 24) + rows(33, 34)), "validation rows", ("1 of 6", "val.parquet, row 3"),
+        lambda project: project.rows(rows(0, 24) + rows(33, 34)), "validation rows", ("1 of 6", "val.parquet, row 4"),
     ),
     "learning rate of a large model": Mistake(
         keys(f"{ACTOR}.optim.lr=1e-6"), "learning rate", ("nothing will change",)
@@ -170,7 +170,7 @@ MORE = {
     ),
     "demonstrations that the reward does not know": Mistake(
         lambda project: project.replace("demos.jsonl", "Answer: ", "Result: "),
-        "demonstrations", ("gives 0 to all 8 demonstrations", "demos.jsonl, row 0", "'300'"), demos=True,
+        "demonstrations", ("gives 0 to all 8 demonstrations", "demos.jsonl, row 1", "'300'"), demos=True,
     ),
     "demonstrations whose calls fail": Mistake(
         lambda project: project.tools(database="part.sqlite"),
@@ -309,7 +309,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0 if found is None else 1.0 if int(found[1]) == ground_truth else 0.1
 """
     plain_project(project, reward, made)
-    project.run["reward"]["token_cost"] = -0.0001
+    project.run["reward"]["token_cost"] = 0.0001
 
 
 def solutions(project: Project) -> None:

@@ -214,7 +214,8 @@ def schedule(subject: Subject) -> Iterator[Finding]:
 
 def rollout(subject: Subject) -> Iterator[Finding]:
     """Rows go through tools, interaction, limits, masks and reward as in a run; only the model is a script."""
-    found = subject.open_stage().play([_talk(subject, prompt) for prompt in subject.prompts[:_MAX_PROMPTS]], samples=2)
+    talks = [_talk(subject, prompt) for prompt in subject.prompts[:_MAX_PROMPTS]]
+    found = subject.open_stage().play(talks, samples=2)
     failed = [t for t in found if t.status in (Status.FAILED, Status.ABORTED)]
     if failed:
         reason = (failed[0].error or "no error was recorded").strip().splitlines()[-1]
@@ -242,7 +243,9 @@ def rollout(subject: Subject) -> Iterator[Finding]:
             f"the sanity check finds a mismatch: {counted[0]}",
             "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
         )
-    cut = Counter(t.stop_reason for t in found if t.stop_reason in _LIMITS)
+    # A simulated user who is never content asks on until something is full: that comes after the answer.
+    longest = max(len(talk.turns) for talk in talks)
+    cut = Counter(t.stop_reason for t in found if t.stop_reason in _LIMITS and t.num_turns <= longest)
     if cut.total() == len(found):
         yield warning(
             f"all {len(found)} scripted conversations (a call, where there is a tool, and one short line) were cut: "

@@ -223,7 +223,7 @@ class _Inquiry:
         return bool(self.prompts[0].tools) and rollout.agent_function_path is None
 
     def _other_type(self, right: dict[str, float]) -> tuple[str, float] | None:
-        """The type of ground truth with which a right answer earns more, and what it earns then."""
+        """The type of ground truth with which a right answer earns more, and more than a wrong one; what it earns then."""
         truth = self.prompts[0].row.ground_truth
         text = truth_text(truth)
         others: list[type] = [str] if isinstance(truth, int | float) else []
@@ -235,7 +235,8 @@ class _Inquiry:
             changed = [_with_truth(prompt, kind(truth_text(prompt.row.ground_truth) or "")) for prompt in self.prompts]
             found = self._means(list(right), wrong=False, prompts=changed)
             better = max(found, key=lambda form: found[form] - right[form])
-            if found[better] > right[better] + _SAME:
+            wrong = self._means([better], wrong=True, prompts=changed)[better]
+            if found[better] > max(right[better], wrong) + _SAME:
                 return {str: "text", int: "a whole number", float: "a number"}[kind], found[better]
         return None
 

@@ -22,7 +22,8 @@ from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import EngineError
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.runner import RolloutPlan, RolloutStream
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build_rollout
 
