@@ -123,7 +123,7 @@ def test_a_bad_row_is_named_when_it_is_read_and_no_earlier(tmp_path, kind):
     (source,) = opened(path)
     assert [row.index for row in source.rows[:3]] == [0, 1, 2]
     for index in (3, 5):
-        with pytest.raises(DataError, match=rf"a\.{kind}, row {index}"):
+        with pytest.raises(DataError, match=rf"a\.{kind}, row {index + 1}[,:]"):
             source.rows[index]
     assert [row.problem is not None for row in source.rows.take([2, 3, 4, 5])] == [False, True, False, True]
     assert [row.index for row in ShuffledSampler([source], shuffle=False).next_batch(8)] == list(range(8))
@@ -141,7 +141,7 @@ def test_a_line_that_is_no_json_is_a_bad_row_with_its_line_also_where_all_are_lo
     assert list(large.rows) == loaded.rows
     problems = [row.problem for row in loaded.rows]
     assert problems[0] is problems[3] is None and "a.jsonl, line 3: not JSON" in problems[1]
-    assert "a.jsonl, row 2: expected a mapping column -> value, got list" in problems[2]
+    assert "a.jsonl, row 3: expected a mapping column -> value, got list" in problems[2]
     with pytest.raises(DataError, match="line 3: not JSON"):
         opened(str(file))[0].rows[1]
 

@@ -132,7 +132,7 @@ def test_difficulty_grows_with_the_rows_drawn():
 @pytest.mark.parametrize(
     ("kwargs", "part"),
     [
-        ({"key": "nope", "schedule": SCHEDULE}, "row 0.*'nope'"),
+        ({"key": "nope", "schedule": SCHEDULE}, "row 1.*'nope'"),
         ({"key": "level", "schedule": []}, "no stage"),
         ({"key": "level", "schedule": [{"rows": 5, "max": 1}]}, "grow from 0"),
         ({"key": "level", "schedule": [{"rows": 0, "max": -1}]}, "no row has level <= -1; the smallest is 0"),

@@ -146,6 +146,7 @@ def test_an_answer_that_is_a_call_and_a_truth_that_is_not_there_are_told_from_em
     trajectory = lab.trajectory(1, 0, 0)
     call = trajectory.messages[2]
     trajectory.messages, trajectory.num_turns = [*trajectory.messages[:2], call | {"content": ""}], 1
+    trajectory.ground_truth = None
     line, details = told(lab, lab.row(trajectory, 1))
     assert (line["answer"], line["truth"], "truth" in details) == ("calls search", None, False)
     trajectory.ground_truth = ""

@@ -286,7 +286,7 @@ def whose(text, answer):
         (("gsm8k", "compute_score"), ConfigError, "is a registered reward"),
         (("gsm8k", None, {"mode": "strict"}), ConfigError, "gsm8k takes no mode; its parameters:.*method"),
         (("gsm8k", None, {"ground_truth": "1"}), ConfigError, "ground_truth of gsm8k comes from the rollout"),
-        (("absent.py",), PluginError, "does not exist"),
+        (("absent.py",), PluginError, "reward.path: no file 'absent.py'"),
         ((__file__,), PluginError, "has no 'compute_score'.*reward.name"),
         ((__file__, "rewardfunc"), PluginError, "did you mean 'reward_func'"),
         ((__file__, "reward_func", {"sample": 1}), ConfigError, "sample of .* comes from the rollout"),
@@ -340,17 +340,17 @@ def test_an_unknown_data_source_names_the_row_and_what_is_known():
     good, bad = score(reward, item(0), item(7, source="openai/gsm9k"))
     assert good == {"score": 1.0}
     assert bad.kind == "unknown_data_source"
-    for part in ("row 7", "'openai/gsm9k'", "did you mean 'openai/gsm8k'", "verl_mt/arithmetic", "reward.path"):
+    for part in ("row 8", "'openai/gsm9k'", "did you mean 'openai/gsm8k'", "verl_mt/arithmetic", "reward.path"):
         assert part in bad.error
     reward.check(row("gsm8k"))
-    with pytest.raises(ConfigError, match=r"train.parquet, row 7: no scorer for data_source 'mine'"):
+    with pytest.raises(ConfigError, match=r"train.parquet, row 8: no scorer for data_source 'mine'"):
         reward.check(row("mine"))
     load_reward("gsm8k").check(row("mine"))
 
 
 def test_a_row_that_a_model_is_to_score_is_not_scored_by_rule_in_silence():
     wants_model = row("gsm8k", {"style": "model", "ground_truth": "4"})
-    with pytest.raises(ConfigError, match=r"row 7: reward_model.style is 'model'.*rule for 'gsm8k'.*reward.path"):
+    with pytest.raises(ConfigError, match=r"row 8: reward_model.style is 'model'.*rule for 'gsm8k'.*reward.path"):
         load_reward().check(wants_model)
     load_reward().check(row("gsm8k", {"style": "rule", "ground_truth": "4"}))
     load_reward().check(row("gsm8k", {"style": "rule-lighteval/MATH_v2", "ground_truth": "4"}))

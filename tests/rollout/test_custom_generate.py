@@ -335,7 +335,7 @@ def test_one_sample_of_eight_that_raises_is_lost_alone_with_its_traceback(caplog
         trajectories = [g.trajectories[0] for g in roll_out(runner, prompts)]
     assert [t.trainable for t in trajectories] == [True] * 7 + [False]
     assert trajectories[7].status is Status.FAILED
-    assert "row 7: RuntimeError: lost my way after 4 tokens" in trajectories[7].error
+    assert "row 8: RuntimeError: lost my way after 4 tokens" in trajectories[7].error
     assert "in raises" in trajectories[7].error and "lost my way" in caplog.text
     runner = runner_of("generate_functions.swallows", lambda request: turn("yes"))
     [group] = roll_out(runner, rows("bad"))

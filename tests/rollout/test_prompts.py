@@ -56,7 +56,7 @@ def test_a_row_that_was_never_kept_is_rendered_and_forgotten():
     [({"need_tools_kwargs": True}, "need_tools_kwargs is True"), ({"tool_selection": ["calc"]}, r"\['calc'\]")],
 )
 def test_a_row_that_needs_tools_is_refused_where_there_are_none(extra, said):
-    with pytest.raises(DataError, match=rf"toy\.jsonl, row 7: extra_info\..*{said}.*tools_config_file"):
+    with pytest.raises(DataError, match=rf"toy\.jsonl, row 8: extra_info\..*{said}.*tools_config_file"):
         builder().keep([row("short"), row("q", 7, **extra)])
     kept = builder(single_turn=True).keep([row("q", 7, **extra)])
     assert len(kept) == 1
@@ -92,10 +92,10 @@ def test_what_a_row_says_wrongly_about_tools_is_refused_with_file_and_row(extra,
         return key
 
     prompts = PromptBuilder(CHAT, ToolSet([lookup]), 1000, True, "error")
-    with pytest.raises(DataError, match=rf"toy\.jsonl, row 7: extra_info\..*{said}"):
+    with pytest.raises(DataError, match=rf"toy\.jsonl, row 8: extra_info\..*{said}"):
         prompts.keep([row("good"), row("bad", 7, **extra)])
     made_during_the_run = prompts.build(row("bad", 8, **extra))
-    assert "toy.jsonl, row 8" in made_during_the_run.problem  # its own trajectories fail, and the run goes on
+    assert "toy.jsonl, row 9" in made_during_the_run.problem  # its own trajectories fail, and the run goes on
 
 
 def test_a_row_that_only_carries_arguments_of_tools_is_no_mistake():
@@ -110,7 +110,7 @@ HUGE = "two and two? " * 1_600_000
 @pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
 def test_a_prompt_of_twenty_megabytes_is_refused_at_once_with_its_row(truncation):
     begun = time.process_time()
-    with pytest.raises(DataError, match=r"toy\.jsonl, row 7: the prompt has 20,800,\d+ characters.*shorten it"):
+    with pytest.raises(DataError, match=r"toy\.jsonl, row 8: the prompt has 20,800,\d+ characters.*shorten it"):
         builder(2000, filtered=False, truncation=truncation).keep([row("short"), row(HUGE, 7)])
     assert time.process_time() - begun < 5
 

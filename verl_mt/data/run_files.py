@@ -63,7 +63,8 @@ _PLAIN = (
 )  # fmt: skip
 _WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id", "replicas")
 ROW_ORDER = (
-    "schema_version", "step", *_PLAIN, *_WHERE_KNOWN, "status", "stop_reason", "media", "time_spans", "records",
+    "schema_version", "step", *_PLAIN, *_WHERE_KNOWN, "ground_truth", "status", "stop_reason", "media", "time_spans",
+    "records",
 )  # fmt: skip
 RECORD_ORDER = (*TOKEN_COLUMNS, *UPDATE_COLUMNS, "has_log_probs", "messages", "tools", "turns")
 """How `plain_row` orders them: rows that come from columns are the same JSON, byte for byte."""

@@ -223,7 +223,7 @@ class _Inquiry:
         return bool(self.prompts[0].tools) and rollout.agent_function_path is None
 
     def _other_type(self, right: dict[str, float]) -> tuple[str, float] | None:
-        """The type of ground truth with which a right answer earns more, and more than a wrong one; what it earns then."""
+        """The type of ground truth with which a right answer earns more, also than a wrong one; what it earns then."""
         truth = self.prompts[0].row.ground_truth
         text = truth_text(truth)
         others: list[type] = [str] if isinstance(truth, int | float) else []

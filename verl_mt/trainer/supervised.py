@@ -107,7 +107,7 @@ def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
         trainer.export = partial(build.export_model, workers, chat, run)
         if sampled is not None:
             sampled.open_weights(run.path / "weights")
-            trainer.sampled = sampled
+            trainer.rollouts = sampled
         if state is not None:
             trainer.load_state_dict(state, run.resume_from)
             log.display.resume_at(trainer.step)
@@ -209,7 +209,7 @@ class SupervisedTrainer:
     log: RunLog | None = None
     """None = nothing is written or shown; `steps` alone can be used then."""
     store: checkpoint.CheckpointStore | None = None
-    sampled: Sampled | None = None
+    rollouts: Sampled | None = None
     """Measures the accuracy; None = only losses are."""
     export: Callable[[], object] = lambda: None
     enough: float | None = None
@@ -288,9 +288,9 @@ class SupervisedTrainer:
         begun = time.monotonic()
         found = {"val/loss": self.loss(self.held_out)} if self.held_out else {}
         passes: Passes = {}
-        if self.sampled is not None:
+        if self.rollouts is not None:
             self._random = checkpoint.random_state()
-            measured, passes = self.sampled.measure(self.step, self._while_waiting)
+            measured, passes = self.rollouts.measure(self.step, self._while_waiting)
             found |= measured
             self.accuracy = found["val/accuracy"]
             self._random = None
@@ -305,8 +305,8 @@ class SupervisedTrainer:
     def _while_waiting(self) -> None:
         self.interrupts.check()
         self.workers.check("waiting for the rollout")
-        if self.log is not None and self.sampled is not None:
-            self.log.display.rollout(self.sampled.runner.progress)
+        if self.log is not None and self.rollouts is not None:
+            self.log.display.rollout(self.rollouts.runner.progress)
 
     def _closing_rows(self) -> list[tuple[str, str]]:
         assert self.log is not None
