@@ -286,7 +286,7 @@ def _read(path: str, key: str, reading: Reading) -> list[Any]:
         if not file.is_file():
             raise DataError(f"{key}: no file {path!r} (looked at {file.absolute()})")
         reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
-        rows = list(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
+        rows = list(islice(reader(file), None if num_rows < 0 else num_rows))
     elif ":" in path and "://" not in path:
         rows = _generate(path, key, reading)
     else:
@@ -308,17 +308,17 @@ def _no_row(raw: Any, where: str) -> DataError:
     return DataError(f"{where}: expected a mapping column -> value, got {type(raw).__name__} {_short(raw)}")
 
 
-def _read_parquet(file: Path, num_rows: int) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    # In parts: of a large file few rows may be wanted.
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for part in table.iter_batches():
+                yield from map(without_nulls, part.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
-    if num_rows >= 0:
-        table = table.slice(0, num_rows)
-    yield from map(without_nulls, table.to_pylist())
 
 
-def _read_jsonl(file: Path, num_rows: int) -> Iterator[Any]:
+def _read_jsonl(file: Path) -> Iterator[Any]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -337,7 +337,7 @@ def read_line(line: bytes, file: Path, number: Callable[[], int]) -> Any:
         return DataError(f"{file}, line {number()}: {_TOO_DEEP}")
 
 
-def _read_json(file: Path, num_rows: int) -> Iterator[Any]:
+def _read_json(file: Path) -> Iterator[Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
