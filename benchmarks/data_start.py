@@ -68,7 +68,7 @@ def write(file: Path, num_rows: int, group: int) -> None:
 
 def measure(file: Path, state: Path, *overrides: str) -> dict[str, Any]:
     """In a process of its own. The first start leaves its fingerprint in `state`; a resume finds it there."""
-    config = compose([f"data.train_files={file}", "data.val_files=null", *overrides])
+    config = compose([f"data.train_files={file}", "data.train_max_samples=-1", "data.val_files=null", *overrides])
     chat = build_chat(config)
     resumes = state.exists()
     begun, begun_cpu = time.perf_counter(), time.process_time()
@@ -129,7 +129,7 @@ def main() -> None:
                 table.add_row(f"{num_rows:,}", what, size, *(f"{n:.2f}" for n in numbers), f"{found['peak_mb']:.0f}")
             if num_rows == min(args.rows):
                 loaded, large = (
-                    in_a_process(file, Path(folder) / f"{keys}.json", f"data.eager_rows={keys}")
+                    in_a_process(file, Path(folder) / f"eager_rows={keys}.json", f"data.eager_rows={keys}")
                     for keys in (num_rows, 0)
                 )
                 same = (loaded["drawn"], loaded["counts"]) == (large["drawn"], large["counts"])

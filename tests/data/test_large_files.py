@@ -100,6 +100,8 @@ def test_lines_are_found_as_reading_finds_them_wherever_a_part_ends(tmp_path_fac
         patch.setattr(large_files, "_SCANNED_BYTES", part)
         found = large_files.JsonLinesRows(file, -1)
         assert found.take(range(found.num_rows)) == expected
+        placed = [k for k, line in enumerate(file.read_bytes().split(b"\n")) if line.strip()]
+        assert [found.position_of(k) for k in range(found.num_rows)] == placed
         assert large_files.JsonLinesRows(file, 3).num_rows == min(3, len(expected))
 
 
@@ -140,9 +142,9 @@ def test_a_line_that_is_no_json_is_a_bad_row_with_its_line_also_where_all_are_lo
     loaded = large_files.load_entry(large_files.entries_of(str(file), "train")[0], replace(TRAIN, keeps_bad=True))
     assert list(large.rows) == loaded.rows
     problems = [row.problem for row in loaded.rows]
-    assert problems[0] is problems[3] is None and "a.jsonl, line 3: not JSON" in problems[1]
-    assert "a.jsonl, row 3: expected a mapping column -> value, got list" in problems[2]
-    with pytest.raises(DataError, match="line 3: not JSON"):
+    assert problems[0] is problems[3] is None and "a.jsonl, row 3: not JSON" in problems[1]
+    assert "a.jsonl, row 4: expected a mapping column -> value, got list" in problems[2]
+    with pytest.raises(DataError, match="row 3: not JSON"):
         opened(str(file))[0].rows[1]
 
 

@@ -340,7 +340,7 @@ def test_an_unknown_data_source_names_the_row_and_what_is_known():
     good, bad = score(reward, item(0), item(7, source="openai/gsm9k"))
     assert good == {"score": 1.0}
     assert bad.kind == "unknown_data_source"
-    for part in ("row 8", "'openai/gsm9k'", "did you mean 'openai/gsm8k'", "verl_mt/arithmetic", "reward.path"):
+    for part in ("row 7", "'openai/gsm9k'", "did you mean 'openai/gsm8k'", "verl_mt/arithmetic", "reward.path"):
         assert part in bad.error
     reward.check(row("gsm8k"))
     with pytest.raises(ConfigError, match=r"train.parquet, row 8: no scorer for data_source 'mine'"):

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -326,7 +325,7 @@ def _read(path: str, key: str, reading: Reading) -> dict[int, Any]:
         if not file.is_file():
             raise DataError(f"{key}: no file {path!r} (looked at {file.absolute()})")
         reader = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[file.suffix]
-        rows = dict(islice(reader(file, num_rows), None if num_rows < 0 else num_rows))
+        rows = dict(islice(reader(file), None if num_rows < 0 else num_rows))
     elif ":" in path and "://" not in path:
         rows = dict(enumerate(_generate(path, key, reading)))
     else:
@@ -348,24 +347,23 @@ def _no_row(raw: Any, where: str) -> DataError:
     return DataError(f"{where}: expected a mapping column -> value, got {type(raw).__name__} {_short(raw)}")
 
 
-def _read_parquet(file: Path, num_rows: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # In parts: of a large file few rows may be wanted.
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield from enumerate(without_nulls(row) for part in table.iter_batches() for row in part.to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
-    if num_rows >= 0:
-        table = table.slice(0, num_rows)
-    yield from enumerate(map(without_nulls, table.to_pylist()))
 
 
-def _read_jsonl(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
+def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
     with open(file, "rb") as lines:
         for index, line in enumerate(lines):
             if line.strip():
-                yield index, read_line(line, file, partial(int, index))
+                yield index, read_line(line, file, index)
 
 
-def read_line(line: bytes, file: Path, position: Callable[[], int]) -> Any:
+def read_line(line: bytes, file: Path, position: int) -> Any:
     """What a line of a JSON Lines file holds; where it is not one, a `DataError` that names its row.
 
     Args:
@@ -374,14 +372,14 @@ def read_line(line: bytes, file: Path, position: Callable[[], int]) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        return DataError(f"{_place(str(file), position())}: not JSON: {error.msg} at column {error.colno}")
+        return DataError(f"{_place(str(file), position)}: not JSON: {error.msg} at column {error.colno}")
     except UnicodeDecodeError as error:
-        return DataError(f"{_place(str(file), position())}: not UTF-8: {error}")
+        return DataError(f"{_place(str(file), position)}: not UTF-8: {error}")
     except RecursionError:
-        return DataError(f"{_place(str(file), position())}: {_TOO_DEEP}")
+        return DataError(f"{_place(str(file), position)}: {_TOO_DEEP}")
 
 
-def _read_json(file: Path, num_rows: int) -> Iterator[tuple[int, Any]]:
+def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -67,6 +67,9 @@ class RawRows(Protocol):
     def take(self, indices: Sequence[int]) -> list[Any]:
         """Rows by their numbers, in any order: mappings, or a `DataError` in the place of what is none."""
 
+    def position_of(self, index: int) -> int:
+        """In the file, from 0: lines that are blank have one, and are no rows."""
+
 
 class LargeRows(Sequence[DataRow]):
     """The rows of one file. Each access reads anew, and makes a new object."""
@@ -113,7 +116,7 @@ class LargeRows(Sequence[DataRow]):
                 "Put back what it held and give the same command to go on; write new rows to a new file"
             )
         made = zip(self._raw.take(indices), indices, strict=True)
-        return [self._reading.row_of(raw, index, self._entry) for raw, index in made]
+        return [self._reading.row_of(raw, self._raw.position_of(index), self._entry) for raw, index in made]
 
     def known_by(self) -> tuple[int, str, str]:
         """(bytes, hash, short hashes of the samples that it is made from): what a resumed run is compared by.
@@ -215,6 +218,9 @@ class ParquetRows:
                 found[place] = without_nulls(row)
         return found
 
+    def position_of(self, index: int) -> int:
+        return index
+
     def _rows_of(self, group: int, indices: np.ndarray) -> list[dict[str, Any]]:
         try:
             table = self._file.read_row_group(group)
@@ -233,52 +239,51 @@ class JsonLinesRows:
     def __init__(self, file: Path, num_rows: int):
         self._path = file
         self._lines = open(file, "rb")  # noqa: SIM115 - while rows are read
-        self._starts = _line_starts(self._lines, num_rows)
+        self._starts, blank = _line_starts(self._lines, num_rows)
+        self._rows_before = blank - np.arange(len(blank))
+        """Each blank line."""
         self.num_rows = len(self._starts)
 
     def take(self, indices: Sequence[int]) -> list[Any]:
-        return [self._row_at(int(self._starts[index])) for index in indices]
+        return [self._row_at(int(index)) for index in indices]
 
-    def _row_at(self, start: int) -> Any:
-        self._lines.seek(start)
-        return read_line(self._lines.readline(), self._path, lambda: self._position_of(start))
+    def position_of(self, index: int) -> int:
+        return int(index + np.searchsorted(self._rows_before, index, side="right"))
 
-    def _position_of(self, start: int) -> int:
-        self._lines.seek(0)
-        position = 0
-        while start > 0 and (part := self._lines.read(min(start, _SCANNED_BYTES))):
-            position, start = position + part.count(b"\n"), start - len(part)
-        return position
+    def _row_at(self, index: int) -> Any:
+        self._lines.seek(int(self._starts[index]))
+        return read_line(self._lines.readline(), self._path, self.position_of(index))
 
 
-def _line_starts(lines: IO[bytes], num_rows: int) -> np.ndarray:
-    """int64: where each line begins that is not blank; of the first `num_rows`, -1 = of all."""
-    found, count, base, at_start = [np.empty(0, dtype=np.int64)], 0, 0, True
+def _line_starts(lines: IO[bytes], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64: where each line begins that is not blank (of the first `num_rows`, -1 = of all), and which are blank."""
+    nothing = np.empty(0, dtype=np.int64)
+    found, blanks, count, num_lines, base, at_start = [nothing], [nothing], 0, 0, 0, True
     while (num_rows < 0 or count < num_rows) and (part := lines.read(_SCANNED_BYTES)):
         ends = np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == ord("\n")) + 1
         starts = np.concatenate([[0] if at_start else [], ends]).astype(np.int64) + base
         base += len(part)
         at_start = part.endswith(b"\n")
         starts = starts[starts < base]
-        found.append(_without_blank(lines, part, starts, base))
-        count += len(found[-1])
+        blank = _blank(lines, part, starts, base)
+        blanks.append(blank + num_lines)
+        found.append(np.delete(starts, blank))
+        num_lines, count = num_lines + len(starts), count + len(found[-1])
     starts = np.concatenate(found)
-    return starts if num_rows < 0 else starts[:num_rows]
+    return starts if num_rows < 0 else starts[:num_rows], np.concatenate(blanks)
 
 
-def _without_blank(lines: IO[bytes], part: bytes, starts: np.ndarray, base: int) -> np.ndarray:
-    """A row begins with a brace; only what begins with a space is read to see whether there is more."""
+def _blank(lines: IO[bytes], part: bytes, starts: np.ndarray, base: int) -> np.ndarray:
+    """Which lines of a part are blank. A row begins with a brace; only what begins with a space is read to see whether
+    there is more."""
     first = np.frombuffer(part, dtype=np.uint8)[starts - (base - len(part))]
-    suspects = np.flatnonzero(np.isin(first, _SPACES))
-    if not len(suspects):
-        return starts
     blank = []
-    for place in suspects:
+    for place in np.flatnonzero(np.isin(first, _SPACES)):
         lines.seek(int(starts[place]))
         if not lines.readline().strip():
             blank.append(place)
     lines.seek(base)
-    return np.delete(starts, blank)
+    return np.asarray(blank, dtype=np.int64)
 
 
 _FORMATS: dict[str, Any] = {".parquet": ParquetRows, ".jsonl": JsonLinesRows}

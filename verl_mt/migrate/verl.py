@@ -111,7 +111,7 @@ def with_counterparts(
         elif key == "actor_rollout_ref.rollout.trace.backend" and value in ("mlflow", "weave"):
             said.append(f"{key}={value}: not offered, left out; otel sends spans to any collector of OpenTelemetry")
         elif key == "actor_rollout_ref.rollout.trace.token2text":
-            said.append(f"{key}={value}: left out; the texts are in rollouts/*.jsonl")
+            said.append(f"{key}={value}: left out; `python -m verl_mt.report.rows` prints the texts")
         elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
             continue
         elif key.endswith(".ulysses_sequence_parallel_size") and value != "1":

@@ -200,13 +200,14 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-ALL = bool(os.environ.get("VERL_MT_TEST_ALL_LOSSES"))
-"""Each loss costs a minute: every commit gets one of each kind, a release all of them."""
+def losses(*every_commit: object, release: tuple[object, ...]) -> list:
+    """Each loss costs a minute: every commit gets one of each kind, a release all of them."""
+    return [*every_commit, *(pytest.param(value, marks=pytest.mark.release) for value in release)]
 
 
-def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(trainer_of, tmp_path):
+@pytest.mark.parametrize("phases", losses(("rollout", "sync"), release=(tuple(PHASES),)), ids=" ".join)
+def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(trainer_of, tmp_path, phases):
     """And in the end the process that holds an engine alone, while the engine hangs: it would keep its device."""
-    phases = PHASES if ALL else ("rollout", "sync")
     last = len(phases) + 1
     plan = {**dict(enumerate(phases, start=1)), last: "rollout"}
     trainer = trainer_of(f"trainer.total_training_steps={last + 2}", "trainer.save_freq=-1")
@@ -246,7 +247,7 @@ LOST = {
 """Who is lost in which phase, one after the other."""
 
 
-@pytest.mark.parametrize("plan", ["ranks", "nodes"] if ALL else ["every commit"])
+@pytest.mark.parametrize("plan", losses("every commit", release=("ranks", "nodes")))
 def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, plan):
     """Memory is resumed in a step, where a rank is killed, and before a run goes on from its checkpoint, where the
     machine is lost."""
