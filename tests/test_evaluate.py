@@ -116,12 +116,12 @@ def test_prompts_that_are_too_long_are_counted_not_forgotten(data, tmp_path, cap
 
 def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     parse = evaluate.argparse.Namespace
-    args = parse(run=None, config=None, model="/some/model", data="/some/data.jsonl", n=None)
-    config = evaluate._config(args, [])
+    args = parse(run=None, config=None, config_path=None, model="/some/model", data="/some/data.jsonl", n=None)
+    config = evaluate.config_of(args, [])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is None
     assert (config.data.val_files, config.data.val_max_samples) == ("/some/data.jsonl", -1)
     args.config = str(Path(__file__).parents[1] / "recipes" / "gsm8k" / "config" / "gsm8k_tool_grpo.yaml")
-    config = evaluate._config(args, ["data.val_max_samples=3"])
+    config = evaluate.config_of(args, ["data.val_max_samples=3"])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file == "tools_configs/gsm8k_tool.yaml"
     assert (config.actor_rollout_ref.model.path, config.data.val_max_samples) == ("/some/model", 3)
 

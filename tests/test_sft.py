@@ -164,7 +164,7 @@ def test_rollouts_of_another_tokenizer_are_refused(chat, tmp_path):
     strange = rollout(chat, "strange", 1.0, StopReason.FINISHED)
     strange.turn_texts = ["something else"]
     write_rows(tmp_path / "rows.jsonl", [trajectory_to_row(strange, step=1)])
-    with pytest.raises(DataError, match=r"row 0: this rollout was sampled with another tokenizer.*'something else'"):
+    with pytest.raises(DataError, match=r"row 1: this rollout was sampled with another tokenizer.*'something else'"):
         load_demonstrations(tmp_path / "rows.jsonl", chat, "--data")
 
 
