@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
-    """The configuration that the command's own arguments (run, config, config_path, model, data, n) and its overrides give.
+    """The configuration that the command's own arguments and its overrides give.
 
     Raises:
         ConfigError: what they say cannot be.
