@@ -302,7 +302,9 @@ def test_an_interrupt_at_any_moment_of_a_rendering_leaves_nothing_to_the_watch(m
     armed = False
 
     def interrupt(*_):
-        if armed:  # a signal at the end of the block is heard behind it, where nobody would catch what it raises
+        nonlocal armed
+        if armed:  # nobody would catch what is raised behind the block: by a signal at its end, or by a second one,
+            armed = False  # of the timer of this turn after a late one of the turn before
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
