@@ -71,6 +71,18 @@ def test_val_only_validates_the_checkpoint_it_is_given(tmp_path):
     assert not (tmp_path / "validated" / "checkpoints").exists()
 
 
+def test_the_live_line_says_what_is_going_on(tmp_path, monkeypatch):
+    trainer = small_trainer(tmp_path / "run", *TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1")
+    seen = []
+    monkeypatch.setattr(trainer.log.display, "phase", seen.append)
+    trainer.fit()
+    rollouts = [text for text in seen if text.startswith("rollout ")]  # 3/4, 80 tok/s, 2 tool calls
+    assert rollouts
+    parts = ["step", "rollout", "ref", "advantages", "update", "weights", "checkpoint"]
+    assert [text for text in seen if text not in rollouts] == parts
+    assert seen.index("rollout") < seen.index(rollouts[-1]) < seen.index("ref")
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_without_anything_left_to_do_ends_well(tmp_path, steps):
     overrides = (*TINY_STEPS, *NO_VALIDATION, f"trainer.total_training_steps={steps}")

@@ -135,8 +135,8 @@ class PPOTrainer:
         timing: dict[str, float] = {}
         # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
         self._at_boundary = {"sampler": self.sampler.state_dict(), "random": checkpoint.random_state()}
-        with _timed(timing, "step"):
-            with _timed(timing, "rollout"):
+        with self._timed(timing, "step"):
+            with self._timed(timing, "rollout"):
                 groups = self._rollout()
                 # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
@@ -150,15 +150,15 @@ class PPOTrainer:
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
-                with _timed(timing, "ref"):
+                with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
-                with _timed(timing, "advantages"):
+                with self._timed(timing, "advantages"):
                     metrics |= self.estimate_advantages(batch)
                     metrics |= self.selection.mask_overlong(batch, groups)
-                with _timed(timing, "update"):
+                with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
-            with _timed(timing, "weights"):
+            with self._timed(timing, "weights"):
                 self.weights.push(self.step_number + 1)
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
@@ -175,7 +175,7 @@ class PPOTrainer:
         if not self.val_prompts:
             return {}
         timing: dict[str, float] = {}
-        with _timed(timing, "validate"):
+        with self._timed(timing, "validate"):
             passes = validation_passes(self.stream, self.val_prompts, self.plan, self.step_number, self._while_waiting)
             metrics = validation_metrics(passes["val"], "") | _under("val/", self.prompt_counts)
             if "val_greedy" in passes:
@@ -334,6 +334,16 @@ class PPOTrainer:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
         return {k: v + self._drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
+    @contextmanager
+    def _timed(self, timing: dict[str, float], name: str) -> Iterator[None]:
+        """A part of the step: what the live line says now, and its seconds in `timing`."""
+        self.log.display.phase(name)
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            timing[f"time/{name}_s"] = time.monotonic() - begun
+
     def _while_waiting(self) -> None:
         self.interrupts.check()
         # What is sampled could not be trained on, and the next call would come after hours of it.
@@ -347,6 +357,7 @@ class PPOTrainer:
 
     def _save(self, overrides: dict[str, Any] | None = None) -> None:
         begun = time.monotonic()
+        self.log.display.phase("checkpoint")
         self.log.flush()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
@@ -424,15 +435,6 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         if self.requested.is_set():
             raise Insisted(self.exit_status)
         self.requested.set()
-
-
-@contextmanager
-def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
-    begun = time.monotonic()
-    try:
-        yield
-    finally:
-        timing[f"time/{name}_s"] = time.monotonic() - begun
 
 
 def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

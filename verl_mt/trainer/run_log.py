@@ -165,5 +165,3 @@ class RunLog(AbstractContextManager["RunLog"]):
 def _cpu_s() -> float:
     times = os.times()
     return times.user + times.system
-
-

@@ -238,7 +238,7 @@ const Prompts = (() => {
       el("tbody", {}, occasions(prompt).map((time) => {
         const average = mean(rewards(time.rollouts));
         return el("tr", {}, several() && el("td", {}, Store.state.runs[time.run].label), el("td", {}, time.split), el("td", { class: "num" }, time.step),
-          el("td", { class: "mean" }, el("span", {}, number(average)), el("span", { class: `bar${average < 0 ? " negative" : ""}`, style: { width: `${Math.round((60 * Math.abs(average ?? 0)) / most)}px` } })),
+          el("td", {}, el("div", { class: "mean" }, el("span", {}, number(average)), el("span", { class: `bar${average < 0 ? " negative" : ""}`, style: { width: `${Math.round((60 * Math.abs(average ?? 0)) / most)}px` } }))),
           el("td", { class: "samples" }, time.rollouts.map((r) => el("a", { class: `sample${r === left ? " left" : ""}`, href: App.promptLink(r, { left, right: r }),
             "aria-current": r === right ? "true" : null, title: `${r.id}: put it on the right` }, number(r.reward)))));
       }))));
