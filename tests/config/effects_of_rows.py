@@ -38,7 +38,7 @@ DATA = {
         "it is left out",
         probes.drawn,
         (lambda: f"data.train_files={parts.rows_file('bad')}", "data.val_files=null"),
-        refused="row 1, column prompt: expected messages",
+        refused="row 2, column prompt: expected messages",
     ),
     "train_batch_size": Effect("1", "trajectories per step", metric("rollout/trajectories"), NOT_VALIDATED),
     "val_batch_size": Effect("1", "validation in two parts", probes.val_rows, VALIDATES),

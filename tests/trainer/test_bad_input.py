@@ -214,13 +214,13 @@ def test_a_data_file_of_another_format(refusal, tmp_path):
 def test_a_broken_line_in_a_data_file(refusal, tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", good_rows(2))
     file.write_text(file.read_text() + "{broken\n")
-    says(refusal(f"data.train_files={file}"), f"{file}, line 3", "not JSON")
+    says(refusal(f"data.train_files={file}"), f"{file}, row 3", "not JSON")
 
 
 def test_a_line_that_is_nested_too_deep(refusal, tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", good_rows(2))
     file.write_text(file.read_text() + '{"prompt": ' + "[" * 3000 + "]" * 3000 + "}\n")
-    says(refusal(f"data.train_files={file}"), f"{file}, line 3", "nested too deep")
+    says(refusal(f"data.train_files={file}"), f"{file}, row 3", "nested too deep")
     file = tmp_path / "rows.json"
     file.write_text("[" * 3000 + "]" * 3000)
     says(refusal(f"data.train_files={file}"), str(file), "nested too deep")
@@ -444,7 +444,7 @@ def test_a_model_folder_without_its_vocabulary(refusal, model_copy):
 
 def test_a_reward_that_does_not_resolve(refusal, tmp_path):
     says(refusal("reward.path=exact_macht"), "reward.path", "'exact_macht'", "did you mean 'exact_match'")
-    says(refusal(f"reward.path={tmp_path}/my_reward.py"), f"{tmp_path}/my_reward.py", "does not exist")
+    says(refusal(f"reward.path={tmp_path}/my_reward.py"), "reward.path", f"no file '{tmp_path}/my_reward.py'")
 
 
 def test_a_plugin_file_that_fails(refusal, tmp_path):

@@ -81,7 +81,7 @@ def test_a_bad_row_stops_the_run_by_its_name_and_the_run_goes_on_without_it(tmp_
     step = place // 2
     keys = (*STEPS, jsonl(tmp_path / "a.jsonl", content), f"trainer.total_training_steps={step + 2}")
     run = tmp_path / "run"
-    with pytest.raises(DataError, match=rf"(?s)a\.jsonl, row {bad}.*data\.on_bad_row=skip: the same command then"):
+    with pytest.raises(DataError, match=rf"(?s)a\.jsonl, row {bad + 1}.*data\.on_bad_row=skip: the same command then"):
         fit(run, *keys)
     assert len(metrics_of(run)) == step
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step_{step:06d}"]
@@ -99,20 +99,20 @@ def test_bad_rows_are_left_out_and_counted_also_where_all_are_loaded(tmp_path, c
     content[3]["prompt"] = 5
     content[4]["data_source"] = "who"
     keys = (*STEPS, jsonl(tmp_path / "a.jsonl", content), "data.eager_rows=100", "trainer.total_training_steps=8")
-    with pytest.raises(DataError, match=r"a\.jsonl, row 3, column prompt"):
+    with pytest.raises(DataError, match=r"a\.jsonl, row 4, column prompt"):
         fit(tmp_path / "stops", *keys)
     lines = fit(tmp_path / "run", *keys, "data.on_bad_row=skip")
-    # Row 3 is known before the first step, row 4 has no reward and is met once in an epoch.
+    # Row 4 is known before the first step, row 5 has no reward and is met once in an epoch.
     assert sorted(line["data/bad_rows"] for line in lines) == [1] * (len(lines) - 1) + [2]
-    assert "left out (data.on_bad_row=skip)" in caplog.text and "row 3" in caplog.text and "'who'" in caplog.text
+    assert "left out (data.on_bad_row=skip)" in caplog.text and "row 4" in caplog.text and "'who'" in caplog.text
 
 
 def test_rows_that_are_all_bad_are_an_error_at_once(tmp_path):
     content = [{**row, "prompt": 5} for row in rows(20)]
     keys = (*STEPS, jsonl(tmp_path / "a.jsonl", content))
-    with pytest.raises(DataError, match=r"row 0, column prompt"):
+    with pytest.raises(DataError, match=r"row 1, column prompt"):
         fit(tmp_path / "run", *keys)
-    with pytest.raises(DataError, match=r"row 0, column prompt.*None of the first 16 rows of .*a\.jsonl has a prompt"):
+    with pytest.raises(DataError, match=r"row 1, column prompt.*None of the first 16 rows of .*a\.jsonl has a prompt"):
         fit(tmp_path / "run", *keys, "data.on_bad_row=skip")
     content = [{**row, "prompt": "9" * 3000} for row in rows(20)]
     with pytest.raises(DataError, match=r"data\.train_files gave \d+ rows, of which only 0 have prompts within"):

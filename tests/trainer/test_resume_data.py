@@ -52,7 +52,7 @@ def test_other_rows_of_the_same_number_are_refused_with_the_first_that_differs(s
         start()
     said = str(error.value)
     assert "step_000001 was written with other rows. data.train_files: train (" in said
-    assert "row 5 is the first that differs" in said and "trainer.resume_mode=other_data" in said
+    assert "row 6 is the first that differs" in said and "trainer.resume_mode=other_data" in said
     write(tmp_path / "train.jsonl", of_seed(0))
     start()
 
