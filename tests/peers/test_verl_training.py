@@ -84,7 +84,7 @@ def two_steps(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # its two tests are not one after the other
 def caller(tmp_path_factory, shared_data) -> Path:
     """The tiny model after it was shown how verl's tool is called, on the same few problems."""
     home = tmp_path_factory.mktemp("cold")

@@ -231,6 +231,7 @@ def test_a_widened_model_computes_the_same(formula, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_runs_that_were_not_used_in_the_fit_are_predicted_within_25_percent(tmp_path):
     fitted = ["small batch", "default", "in turns", "wide", "wide and deep", "one turn"]
     held_out = ["more samples", "slow tool", "larger model"]
