@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+from pathlib import Path
 
 import yaml
 
@@ -19,7 +21,9 @@ class TensorBoard(Tracker):
 
         _leave_out_its_traceback()
         purge = None if run.resume_step is None else run.resume_step + 1
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        folder = run.folder / "tensorboard"
+        _wait_for_a_later_name(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
         if purge is None:
             self._writer.add_text("config", as_written(yaml.safe_dump(run.config, sort_keys=False)), 0)
 
@@ -32,6 +36,13 @@ class TensorBoard(Tracker):
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Readers take event files in the order of their names, which begin with the second and end with a number that is
+    not padded: of two from one second "9" comes after "10", and what a resumed run takes back would stay."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
 
 
 @functools.cache
