@@ -173,10 +173,14 @@ class _Listener(logging.Handler):
 
 
 def _plain(text: str) -> str:
-    """Without numbers, frames and what the clock decides."""
-    lines = (" ".join(re.sub(r"[│─╭╮╰╯]", " ", line).split()) for line in text.splitlines())
-    by_clock = ("rollouts spent", "held by", "most in one step")
-    return "\n".join(re.sub(r"\d+(\.\d+)?", "#", line) for line in lines if line and not line.startswith(by_clock))
+    """Without numbers, frames and what the clock decides, which may be broken over lines: these begin with spaces."""
+    by_clock, kept, out = ("rollouts spent", "held by", "most in one step"), [], False
+    for line in text.splitlines():
+        words = " ".join(re.sub(r"[│─╭╮╰╯]", " ", line).split())
+        out = out if line.startswith("│    ") else words.startswith(by_clock)
+        if words and not out:
+            kept.append(re.sub(r"\d[\d,]*(\.\d+)?(e-?\d+)?", "#", words))
+    return "\n".join(kept)
 
 
 def _fit(config: Any, ran: Ran) -> None:
