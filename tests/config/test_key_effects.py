@@ -69,7 +69,10 @@ def test_without_another_value_a_probe_sees_no_difference(probe):
 
 def test_where_a_line_of_the_clock_breaks_is_no_difference():
     short = "│ most in one step   step 2: decode, 0.27 s │\n│ time               1 s wall │\ntok/s   941\n"
-    broken = "│ most in one step   step 2: prefill of s000002, │\n│                    0.27 s │\n│ time               2 s wall │\n"
+    broken = (
+        "│ most in one step   step 2: prefill of s000002, │\n│                    0.27 s │\n"
+        "│ time               2 s wall │\n"
+    )
     assert probes._plain(short) == probes._plain(broken + "tok/s 1,041") == "time # s wall\ntok/s #"
 
 
