@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,13 @@ def sharded_worker(
     dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
     passes: Passes = SHARED,
+    sequence: int = 1,
+    shard: int | None = None,
+    policy: Callable[[], Any] = tiny_policy,
     **kwargs: Any,
 ) -> ActorWorker:
-    """The same worker as `actor_toys.worker`, over the ranks."""
-    module = lora_policy(lora_rank, dtype) if lora_rank else copy.deepcopy(tiny_policy()).to(dtype)
+    """The same worker as `actor_toys.worker`, over the ranks, of which `sequence` share each row."""
+    module = lora_policy(lora_rank, dtype) if lora_rank else copy.deepcopy(policy()).to(dtype)
     if checkpointing:
         module.gradient_checkpointing_enable()
     if ranks.size == 1:
@@ -46,7 +51,8 @@ def sharded_worker(
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.zero_()  # only what rank 0 has counts
     use_passes(module, passes)
-    return worker(ShardedPolicy(module, ranks, device_type="cpu"), **kwargs)
+    ranks = replace(ranks, sequence=sequence)
+    return worker(ShardedPolicy(module, ranks, device_type="cpu", shard=shard), **kwargs)
 
 
 def gradients(actor: ActorWorker) -> dict[str, torch.Tensor]:
@@ -133,18 +139,25 @@ def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
     return {name: p.tensor() for bucket in packed if bucket is not None for name, p in bucket.items()}
 
 
-def sharded_critic(ranks: Ranks, *, shared: bool = False, **kwargs: Any) -> CriticWorker:
+def sharded_critic(
+    ranks: Ranks, *, shared: bool = False, sequence: int = 1, passes: Passes | None = None, **kwargs: Any
+) -> CriticWorker:
     """The same critic as `critic_toys.critic`, over the ranks."""
     from critic_toys import critic, value_head, value_model
 
+    ranks = replace(ranks, sequence=sequence)
     if shared:
         policy = copy.deepcopy(tiny_policy())
+        if passes is not None:
+            use_passes(policy, passes)
         return critic(
             value_head(),
             policy=policy if ranks.size == 1 else ShardedPolicy(policy, ranks, device_type="cpu"),
             **kwargs,
         )
     model = value_model()
+    if passes is not None:
+        use_passes(model, passes)
     if ranks.rank:
         with torch.no_grad():
             for tensor in model.parameters():

@@ -94,7 +94,7 @@ class ActorConfig(Section):
     )
     ppo_max_token_len: int = knob(
         16384,
-        "Tokens per forward pass; those of padding count unless `model.use_remove_padding`.",
+        "Tokens per forward pass and rank; those of padding count unless `model.use_remove_padding`.",
         min=1,
         read="step",
     )
@@ -165,6 +165,23 @@ class ActorConfig(Section):
         False,
         "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and "
         "costs two copies per step (nothing to save on the CPU).",
+    )
+    param_offload: bool = knob(
+        False,
+        "Keep the weights of actor and critic in CPU memory during rollouts; their device memory is the engine's then "
+        "(nothing to save on the CPU, nor for an engine that samples from the actor's own weights).",
+    )
+    fsdp_size: int | None = knob(
+        None,
+        "Ranks that weights, gradients and optimizer state are spread over; every such group has the whole policy, and "
+        "layers are gathered within it (HSDP). null = over all ranks.",
+        min=1,
+    )
+    ulysses_sequence_parallel_size: int = knob(
+        1,
+        "Neighbouring ranks that share each sequence, of actor, reference policy and critic: a row needs that much less "
+        "of a rank's memory (docs/scaling.md). At most the model's attention heads; needs `model.use_remove_padding`.",
+        min=1,
     )
     grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")
     skip_zero_advantage: bool = knob(

@@ -540,6 +540,15 @@ def _placement(config: Config) -> Iterator[str]:
     for key, number in ranks.items():
         if number > 1 and trainer.placement != "ray":
             yield f"{key} is {number}, which needs trainer.placement=ray (it is {trainer.placement})"
+    actor, total = config.actor_rollout_ref.actor, trainer.nnodes * trainer.n_workers_per_node
+    for name, size in (("fsdp_size", actor.fsdp_size or 1), (_SEQUENCE, actor.ulysses_sequence_parallel_size)):
+        if total % size:
+            yield (
+                f"{_ACTOR}.{name}={size} does not divide the number of ranks, which is {total} (trainer.nnodes x "
+                "trainer.n_workers_per_node, with trainer.placement=ray)"
+            )
+    if actor.ulysses_sequence_parallel_size > 1 and not config.actor_rollout_ref.model.use_remove_padding:
+        yield f"{_ACTOR}.{_SEQUENCE} spreads packed rows: it needs actor_rollout_ref.model.use_remove_padding=True"
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from verl_mt.data.batch import RowMedia
 from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.media import has_placeholders, media_arguments
-from verl_mt.modeling.passes import decoder_of, hidden_of_padded, logits_of_padded
+from verl_mt.modeling.passes import decoder_of, forbid_whole_rows, hidden_of_padded, logits_of_padded
+from verl_mt.modeling.sequence_parallel import Own
 from verl_mt.modeling.shared_prefix import eval_mode
 
 
@@ -79,19 +80,25 @@ def forward_log_probs(
     ids, mask, wanted = (x[used_B] for x in (input_ids_BT, attention_mask_BT, wanted_BT))
     index = (compact_N, position_N - 1)
     seen = [row for row, used in zip(media or [RowMedia()] * len(used_B), used_B.tolist()) if used]
+    own: Own | None = None
     if any(row.inputs for row in seen) or has_placeholders(model, ids):
-        hidden_NH, head = _with_media(model, ids, mask, seen, index)
+        hidden, head = _with_media(model, ids, mask, seen, index)
     else:
-        hidden_NH, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)
+        hidden, own, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)
+    targets_N = input_ids_BT[row_N, position_N]
     log_probs_N, entropy_N = head_log_probs(
         head,
-        hidden_NH,
-        input_ids_BT[row_N, position_N],
+        hidden,
+        targets_N if own is None else own.of(targets_N),
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
-        expected=None if expected_slope is None else partial(_at, expected_slope, (row_N, position_N)),
+        expected=None if expected_slope is None else partial(_at, expected_slope, (row_N, position_N), own),
     )
+    if own is None:
+        forbid_whole_rows(model)
+    else:
+        log_probs_N, entropy_N = own.everyone(log_probs_N), None if entropy_N is None else own.everyone(entropy_N)
 
     def scatter(values_N: Tensor) -> Tensor:
         return values_N.new_zeros(wanted_BT.shape).masked_scatter(wanted_BT.bool(), values_N)
@@ -99,9 +106,11 @@ def forward_log_probs(
     return LogProbs(scatter(log_probs_N), None if entropy_N is None else scatter(entropy_N))
 
 
-def _at(slope: Callable[[], Tensor | None], index: tuple[Tensor, Tensor]) -> Tensor | None:
+def _at(slope: Callable[[], Tensor | None], index: tuple[Tensor, Tensor], own: Own | None) -> Tensor | None:
     slope_BT = slope()
-    return None if slope_BT is None else slope_BT[index]
+    if slope_BT is None:
+        return None
+    return slope_BT[index] if own is None else own.of(slope_BT[index])
 
 
 def position_ids(attention_mask_BT: Tensor) -> Tensor:
@@ -111,8 +120,8 @@ def position_ids(attention_mask_BT: Tensor) -> Tensor:
 
 def _hidden_states(
     model: Any, ids_BT: Tensor, mask_BT: Tensor, wanted_BT: Tensor, index: tuple[Tensor, Tensor]
-) -> tuple[Tensor, nn.Module]:
-    """What the head must see to predict the wanted tokens, and the head.
+) -> tuple[Tensor, Own | None, nn.Module]:
+    """What the head must see to predict the wanted tokens, or this rank's of them; and the head.
 
     `index` = (rows, positions of the tokens before the wanted ones). Where the model does more than a plain head
     (soft-capped or scaled logits), the "hidden states" are its logits and the head does nothing.
@@ -121,13 +130,13 @@ def _hidden_states(
     right_padded = not bool((mask_BT[:, 1:].long() > mask_BT[:, :-1].long()).any()) and bool(mask_BT[:, 0].all())
     if right_padded:
         if not _has_plain_head(model):
-            return logits_of_padded(model, ids_BT, index), nn.Identity()
-        return hidden_of_padded(base, ids_BT, wanted_BT, index, model=model), head
+            return *logits_of_padded(model, ids_BT, index), nn.Identity()
+        return *hidden_of_padded(base, ids_BT, wanted_BT, index, model=model), head
     positions = position_ids(mask_BT)
     inputs = {"input_ids": ids_BT, "attention_mask": mask_BT.long(), "position_ids": positions, "use_cache": False}
     if not _has_plain_head(model):
-        return model(**inputs).logits[index], nn.Identity()
-    return base(**inputs).last_hidden_state[index], head
+        return model(**inputs).logits[index], None, nn.Identity()
+    return base(**inputs).last_hidden_state[index], None, head
 
 
 def _with_media(

@@ -20,7 +20,7 @@ Shape suffixes: `B` rows, `T` tokens of the packed sequence, `N` wanted hidden s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from verl_mt.modeling.sequence_parallel import Own, SequenceGroup
+
 NAME, FLASH_NAME = "verl_mt_packed", "verl_mt_packed_flash"
 """Of the attention functions; where a model is not handed packed rows they compute what `TWINS` says."""
 TWINS = {"sdpa": NAME, "flash_attention_2": FLASH_NAME}
@@ -44,6 +46,8 @@ _MAX_MASK = 2**24
 """Elements of a group's mask."""
 _ALONE = 512
 """Segments as long as that are not padded to others' lengths for attention."""
+NO_GQA_UNDER_A_MASK = {"cuda"}
+"""Devices whose kernels take a mask, or fewer key heads than query heads, but not both: torch would hold all scores."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
@@ -111,10 +115,20 @@ class PackedRows:
         ids_BT: int64; right-padded.
         row_N, position_N: where hidden states are wanted; every row at least once.
         share: prefixes that rows have in common stand in the sequence once.
+        sequence: the ranks that have a part of the sequence each; None = it is here, whole.
     """
 
-    def __init__(self, ids_BT: Tensor, row_N: Tensor, position_N: Tensor, *, share: bool):
+    def __init__(
+        self,
+        ids_BT: Tensor,
+        row_N: Tensor,
+        position_N: Tensor,
+        *,
+        share: bool,
+        sequence: SequenceGroup | None = None,
+    ):
         device = ids_BT.device
+        self.sequence = sequence
         ids, rows, positions = (x.cpu().numpy() for x in (ids_BT, row_N, position_N))
         length_B = np.zeros(len(ids), dtype=np.int64)
         np.maximum.at(length_B, rows, positions + 1)
@@ -151,7 +165,34 @@ class PackedRows:
         # An explicit 4D mask stops transformers from building one; `packed_attention` ignores it.
         no_mask = torch.zeros(1, 1, 1, 1, device=self.input_ids_1T.device)
         ids = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_1T}
+        if self.sequence is not None:
+            ids = {name: self.sequence.chunk(x_1T[0])[None] for name, x_1T in ids.items()}
         return {**ids, "attention_mask": no_mask, "use_cache": False, "packed_rows": self}
+
+    def wanted(self) -> tuple[Tensor, Own | None]:
+        """Where wanted hidden states are in what comes out, and which of them these are (None = all)."""
+        if self.sequence is None:
+            return self.wanted_N, None
+        own = self.sequence.own(self.wanted_N, self.input_ids_1T.shape[1])
+        return own.places, own
+
+    def exchanged(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *options: float | None
+    ) -> Tensor:
+        """`attend` (or `attend_flash`) of this object; over ranks, each for its heads."""
+        if self.sequence is None:
+            return attend(query, key, value, *options)
+        heads, num_tokens = self.sequence.heads(query.shape[1]), self.input_ids_1T.shape[1]
+        ratio = query.shape[1] // key.shape[1]
+        read = [sorted({head // ratio for head in own}) for own in heads]
+        own, own_read = heads[self.sequence.rank], read[self.sequence.rank]
+        query = self.sequence.to_heads(query, [[*of] for of in heads], num_tokens)
+        key, value = (self.sequence.to_heads(x, read, num_tokens) for x in (key, value))
+        if [head // ratio for head in own] != [kv for kv in own_read for _ in range(len(own) // len(own_read))]:
+            # Where ranks' shares cut through the heads that read one key, a kernel cannot tell which reads which.
+            which = torch.tensor([head // ratio - own_read[0] for head in own], device=key.device)
+            key, value = key.index_select(1, which), value.index_select(1, which)
+        return self.sequence.to_tokens(attend(query, key, value, *options), heads)
 
     def attend_flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """`attend` with one call of flash attention's kernel for rows of many lengths (Dao 2023, arXiv:2307.08691).
@@ -177,15 +218,18 @@ class PackedRows:
         """query [1, H, T, D], key and value [1, their heads, T, D] -> [1, T, H, D]."""
         pieces = []
         for group in self._groups:
+            k_bHKD, v_bHKD = _take(key, group.key), _take(value, group.key)
+            if group.mask is not None and query.device.type in NO_GQA_UNDER_A_MASK:
+                k_bHKD, v_bHKD = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (k_bHKD, v_bHKD))
             out_bHSD = scaled_dot_product_attention(
                 _take(query, group.query),
-                _take(key, group.key),
-                _take(value, group.key),
+                k_bHKD,
+                v_bHKD,
                 attn_mask=group.mask,
                 is_causal=group.mask is None,
                 dropout_p=dropout,
                 scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=query.shape[1] != k_bHKD.shape[1],
             )
             pieces.append(out_bHSD.transpose(1, 2).flatten(0, 1))
         out_THD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
@@ -266,7 +310,7 @@ def packed_attention(
     rows: PackedRows | None = kwargs.pop("packed_rows", None)
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return rows.attend(query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend, query, key, value, *_checked(module, kwargs)), None
 
 
 def packed_flash_attention(
@@ -281,7 +325,7 @@ def packed_flash_attention(
             return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
         finally:
             config._attn_implementation = FLASH_NAME
-    return rows.attend_flash(query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend_flash, query, key, value, *_checked(module, kwargs)), None
 
 
 def _checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl_mt.errors import ConfigError
 from verl_mt.modeling import packing
+from verl_mt.modeling.sequence_parallel import Own, SequenceGroup
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ class Passes:
     """Without padding (`packing.py`)."""
     share_prefixes: bool
     """What rows have in common goes through once."""
+    sequence: SequenceGroup | None = None
+    """The ranks that have a part of each packed sequence."""
 
 
 PLAIN = Passes(packed=False, share_prefixes=False)
@@ -69,33 +73,51 @@ def passes_of(model: Any) -> Passes:
     return getattr(model, _ATTRIBUTE)
 
 
+def forbid_whole_rows(model: Any) -> None:
+    """To be called where rows went through the model whole.
+
+    Raises:
+        ConfigError: several ranks were to share them; all of them would count the same gradient.
+    """
+    if passes_of(model).sequence is not None:
+        raise ConfigError(
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows of text, and these cannot be "
+            f"packed ({type(model).__name__}: images, padding on the left, or a head of its own); set it to 1"
+        )
+
+
 def decoder_of(model: Any) -> Any:
     """The part of a causal language model that makes hidden states."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return model.base_model if decoder is None or decoder is model else decoder
 
 
-def hidden_of_padded(base: Any, ids_BT: Tensor, wanted_BT: Tensor, index: tuple[Tensor, Tensor], *, model: Any) -> Any:
-    """Hidden states [N, H] of right-padded rows at `index` = (rows, positions), in the model's way."""
+def hidden_of_padded(
+    base: Any, ids_BT: Tensor, wanted_BT: Tensor, index: tuple[Tensor, Tensor], *, model: Any
+) -> tuple[Tensor, Own | None]:
+    """Hidden states [N, H] of right-padded rows at `index` = (rows, positions), in the model's way. Where a sequence is
+    spread over ranks, those [n, H] of this rank, and which they are."""
     passes = passes_of(model)
     if passes.packed:
-        rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes)
-        return base(**rows.arguments()).last_hidden_state[0, rows.wanted_N]
+        rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes, sequence=passes.sequence)
+        places, own = rows.wanted()
+        return base(**rows.arguments()).last_hidden_state[0, places], own
     if passes.share_prefixes and can_share_prefixes(model, base):
         plan = plan_prefixes(ids_BT, wanted_BT)
         if plan is not None:
-            return run_with_prefixes(base, ids_BT, plan, *index)
+            return run_with_prefixes(base, ids_BT, plan, *index), None
     # Causal attention never looks at padding on the right, so no mask is needed and the kernel may be causal.
-    return base(input_ids=ids_BT, use_cache=False).last_hidden_state[index]
+    return base(input_ids=ids_BT, use_cache=False).last_hidden_state[index], None
 
 
-def logits_of_padded(model: Any, ids_BT: Tensor, index: tuple[Tensor, Tensor]) -> Any:
+def logits_of_padded(model: Any, ids_BT: Tensor, index: tuple[Tensor, Tensor]) -> tuple[Tensor, Own | None]:
     """Logits [N, V] likewise, of a model that does more than a plain head does."""
     passes = passes_of(model)
     if passes.packed and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes)
-        return model(**rows.arguments(), logits_to_keep=rows.wanted_N).logits[0]
-    return model(input_ids=ids_BT, use_cache=False).logits[index]
+        rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes, sequence=passes.sequence)
+        places, own = rows.wanted()
+        return model(**rows.arguments(), logits_to_keep=places).logits[0], own
+    return model(input_ids=ids_BT, use_cache=False).logits[index], None
 
 
 def _why_not_packed(model: Any) -> str | None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import position_ids
 from verl_mt.modeling.media import has_placeholders
-from verl_mt.modeling.passes import decoder_of, hidden_of_padded
+from verl_mt.modeling.passes import decoder_of, forbid_whole_rows, hidden_of_padded
+from verl_mt.modeling.sequence_parallel import Own
 
 
 class ValueModel(nn.Module):
@@ -59,8 +60,11 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
         """float32 [B, T]; 0 where nothing is wanted. See `hidden_before`."""
-        hidden_NH = hidden_before(self, input_ids_BT, attention_mask_BT, wanted_BT=wanted_BT)
-        return scatter(self.head(hidden_NH).squeeze(1), wanted_BT)
+        hidden, own = hidden_before(self, input_ids_BT, attention_mask_BT, wanted_BT=wanted_BT)
+        values = self.head(hidden).squeeze(1)
+        if own is None:
+            forbid_whole_rows(self)
+        return scatter(values if own is None else own.everyone(values), wanted_BT)
 
 
 class ValueHead(nn.Module):
@@ -88,9 +92,12 @@ class ValueHead(nn.Module):
         return self.layers(hidden_NH.float()).squeeze(1)
 
 
-def hidden_before(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor) -> Tensor:
+def hidden_before(
+    model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *, wanted_BT: Tensor
+) -> tuple[Tensor, Own | None]:
     """[N, H]: the last hidden states at the tokens before the wanted ones, rows first; works under autograd. Rows go
-    through in the model's way (`passes.py`), as in the pass for log-probs.
+    through in the model's way (`passes.py`), as in the pass for log-probs; where a sequence is spread over ranks,
+    [n, H] are those of this rank, and the second result says which.
 
     Args:
         model: a Hugging Face causal language model, or a `ValueModel`.
@@ -117,7 +124,7 @@ def hidden_before(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, *
     if not bool((mask[:, 1:].long() > mask[:, :-1].long()).any()) and bool(mask[:, 0].all()):
         return hidden_of_padded(base, ids, wanted, index, model=model)
     output = base(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False)
-    return output.last_hidden_state[index]
+    return output.last_hidden_state[index], None
 
 
 def scatter(values_N: Tensor, wanted_BT: Tensor) -> Tensor:

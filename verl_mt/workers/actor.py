@@ -20,7 +20,7 @@ from verl_mt.errors import DataError
 from verl_mt.modeling import lora
 from verl_mt.workers.loss import ActorLoss, MicroBatchLoss
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
-from verl_mt.workers.sharding import ALONE, Ranks, dummy_pass, model_of, packs, score
+from verl_mt.workers.sharding import ALONE, Ranks, dummy_pass, expect_backward, model_of, packs, score
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
 
 
@@ -241,7 +241,8 @@ class ActorWorker(Trainable):
             packed=packs(self.module),
         )
         with self._training_mode():
-            for part in parts:
+            for number, part in enumerate(parts):
+                expect_backward(self.module, last=number == len(parts) - 1)
                 if part is None:
                     dummy_pass(self.module, self.device)
                     continue
@@ -260,8 +261,9 @@ class ActorWorker(Trainable):
                 found = self.loss.of_micro_batch(output, micro, of_micro, old)
                 if torch.is_grad_enabled():
                     found.loss.backward()
-                metrics.add(found)
-                loss += found.loss.detach()
+                if self.ranks.counts:
+                    metrics.add(found)
+                    loss += found.loss.detach()
                 seen_BT[part] = output.log_probs_BT.detach().float()
                 if found.clipped_BT is not None:
                     here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], found.clipped_BT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from verl_mt.errors import DataError
 from verl_mt.modeling.values import scatter
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.micro_batch import micro_batches
-from verl_mt.workers.sharding import ShardedCritic, hidden_states, packs, ranks_of
+from verl_mt.workers.sharding import ShardedCritic, expect_backward, hidden_states, packs, ranks_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan
 
 
@@ -140,7 +139,9 @@ class CriticWorker(Trainable):
         weights_BT = self._token_weights(here, rows, mode=mode, norm_constant=self._schedule.norm_constant)
         total = torch.zeros(2, device=self.device)
         with self._training_mode():
-            for part in self._micro_batches(here, active):
+            parts = self._micro_batches(here, active)
+            for number, part in enumerate(parts):
+                expect_backward(self.module, last=number == len(parts) - 1)
                 values_BT = self._forward(here, part)
                 if part is None:
                     if values_BT.requires_grad:
@@ -155,14 +156,15 @@ class CriticWorker(Trainable):
                 mask_BT = here[columns.LOSS_MASK][part]
                 loss = masked_sum(losses_BT * weights_BT[part], mask_BT)
                 loss.backward()
-                total += torch.stack([loss.detach(), masked_sum(clipped_BT.detach(), mask_BT)])
+                if self.ranks.counts:
+                    total += torch.stack([loss.detach(), masked_sum(clipped_BT.detach(), mask_BT)])
         self._add_up_gradients()
         loss, num_clipped = self.ranks.sum(total)
         seen.add(loss, num_clipped, here[columns.LOSS_MASK][rows].sum(), self._step(loss))
 
-    def _micro_batches(self, here: TensorDict, rows: Tensor) -> Iterator[Tensor | None]:
+    def _micro_batches(self, here: TensorDict, rows: Tensor) -> list[Tensor | None]:
         """This rank's; None = take part in a pass of the others."""
-        yield from micro_batches(
+        return micro_batches(
             here,
             rows,
             self.ranks,
@@ -194,7 +196,8 @@ class CriticWorker(Trainable):
         if self._policy is None or self.ranks.size == 1:
             return
         for parameter in self._parameters:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            counted = parameter.grad is not None and self.ranks.counts
+            own = parameter.grad if counted else torch.zeros_like(parameter)
             parameter.grad = self.ranks.sum(own)
 
 

@@ -51,8 +51,10 @@ def micro_batches(
 ) -> list[Tensor | None]:
     """This rank's micro-batches of `rows`. Every rank gets as many, because a pass is collective: None = a dummy.
 
-    Rows are dealt out so that the ranks have like numbers of tokens, not of rows.
+    Rows are dealt out so that the ranks have like numbers of tokens, not of rows. `max_tokens` are those of one rank:
+    ranks that share sequences take as many times more.
     """
+    max_tokens *= ranks.sequence
     if ranks.size == 1:
         return [*split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows, packed=packed)]
     lengths = batch[columns.ATTENTION_MASK].sum(1)[rows].tolist()
@@ -60,7 +62,7 @@ def micro_batches(
     parts = [
         split_rows(batch, rows[share], max_tokens=max_tokens, max_rows=max_rows, packed=packed) for share in shares
     ]
-    own = parts[ranks.rank]
+    own = parts[ranks.part]
     return [*own, *[None] * (max(map(len, parts)) - len(own))]
 
 

@@ -6,17 +6,22 @@ what is exchanged is gradients, a few numbers, and the log-probs that each rank 
 
 Parameters, gradients and optimizer state are spread with FSDP2 (`fully_shard`).
 Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are
-gathered for the whole pass. Forward and backward passes are collective: all ranks must run the same number of them,
-through the same layers in the same order. Hence two rules: a rank that has no rows left runs dummies (`dummy_pass`),
-and prefixes are shared between rows only where these are packed, which is one pass; the other way of sharing runs the
-layers as often as a rank's own rows want it. How rows pass is set before a policy is sharded (`use_passes`).
+gathered for the whole pass. With `shard` they are spread over fewer ranks, and every such group has the whole policy
+(HSDP): layers are gathered within a group, and gradients are added up over the groups once per update. With
+`Ranks.sequence` so many ranks share each row (modeling/sequence_parallel.py).
+
+Forward and backward passes are collective: all ranks must run the same number of them, through the same layers in the
+same order. Hence two rules: a rank that has no rows left runs dummies (`dummy_pass`), and prefixes are shared between
+rows only where these are packed, which is one pass; the other way of sharing runs the layers as often as a rank's own
+rows want it. How rows pass is set before a policy is sharded (`use_passes`).
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +30,8 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
-from verl_mt.modeling.passes import forbid_packing, passes_of
+from verl_mt.modeling.passes import forbid_packing, forbid_whole_rows, passes_of, use_passes
+from verl_mt.modeling.sequence_parallel import SequenceGroup
 from verl_mt.modeling.shared_prefix import forbid_sharing
 from verl_mt.modeling.values import hidden_before
 
@@ -36,6 +42,23 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    sequence: int = 1
+    """Neighbouring ranks that share each sequence; they take the same rows."""
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts rows are dealt out."""
+        return self.size // self.sequence
+
+    @property
+    def part(self) -> int:
+        """This rank's."""
+        return self.rank // self.sequence
+
+    @property
+    def counts(self) -> bool:
+        """Of the ranks that work on the same rows one alone says what came out, where it is summed."""
+        return self.rank % self.sequence == 0
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each."""
@@ -63,20 +86,20 @@ class Ranks:
         return gathered
 
     def shares(self, costs: Sequence[int]) -> list[list[int]]:
-        """Who takes what: the items of each rank, in ascending order. Fewer items than ranks leave some with none.
+        """Who takes what: the items of each part, in ascending order. Fewer items than parts leave some with none.
 
         The most expensive item left goes to the rank with the least so far (Graham 1969: the largest share is at most
-        4/3 - 1/(3 size) of the best possible one; with many items of like cost it is much closer).
+        4/3 - 1/(3 num_parts) of the best possible one; with many items of like cost it is much closer).
 
         Args:
             costs: of each item; tokens, as a rule.
         """
-        load = [(0, rank) for rank in range(self.size)]
-        taken: list[list[int]] = [[] for _ in range(self.size)]
+        load = [(0, part) for part in range(self.num_parts)]
+        taken: list[list[int]] = [[] for _ in range(self.num_parts)]
         for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-            cost, rank = heapq.heappop(load)
-            taken[rank].append(item)
-            heapq.heappush(load, (cost + costs[item], rank))
+            cost, part = heapq.heappop(load)
+            taken[part].append(item)
+            heapq.heappush(load, (cost + costs[item], part))
         return [sorted(items) for items in taken]
 
 
@@ -93,26 +116,34 @@ class ShardedPolicy(nn.Module):
         ranks: the group, with torch.distributed initialised.
         device_type: where shards and passes live, `cpu` or `cuda` (this process's current device).
         offload: keep the shards in CPU memory and copy them to the device layer by layer (cuda only).
+        shard: ranks that parameters are spread over, a divisor of the group's size; None = all.
+
+    Raises:
+        ConfigError: rows that cannot be packed, where ranks are to share them; or more such ranks than heads.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, *, device_type: str, offload: bool = False):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    def __init__(self, model: Any, ranks: Ranks, *, device_type: str, offload: bool = False, shard: int | None = None):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         super().__init__()
         self.model = model
         self.ranks = ranks
         forbid_sharing(model)
         forbid_packing(model)
-        mesh = init_device_mesh(device_type, (ranks.size,))
+        if ranks.sequence > 1:
+            _share_sequences(model, ranks, device_type)
+        mesh = _mesh(device_type, ranks.size, shard)
+        self._replicated = mesh.ndim > 1
         # `fully_shard` replaces the parameters by shards that each rank cuts out of its own memory, which is empty on
         # all but rank 0. So the whole weights are kept aside and dealt out behind it.
         weights = [parameter.detach() for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
         layer_names = set(getattr(model, "_no_split_modules", None) or ())
         parts = [m for m in model.modules() if type(m).__name__ in layer_names]
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        precision = MixedPrecisionPolicy(reduce_dtype=wide)
         for part in [*parts, self]:
-            sharded = fully_shard(part, mesh=mesh, offload_policy=policy)
+            sharded = fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
             # Denominators of the loss are global already: gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -125,12 +156,46 @@ class ShardedPolicy(nn.Module):
         output = forward_log_probs(self.model, *args, **kwargs)
         return output.log_probs_BT, output.entropy_BT  # FSDP finds tensors in tuples, not in a dataclass
 
+    def expect_backward(self, *, last: bool) -> None:
+        """To be called before a backward pass. Behind the `last` of an update gradients are added up over the groups
+        that each have the whole policy; until then each keeps its own."""
+        if self._replicated:
+            cast(Any, self).set_requires_all_reduce(last)  # fully_shard added the method
+
 
 class ShardedCritic(ShardedPolicy):
     """A `ValueModel` over several ranks. `forward` is its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
+
+
+@functools.cache
+def _mesh(device_type: str, size: int, shard: int | None) -> Any:
+    """Of all ranks; with `shard` of (groups that each have the whole policy, ranks of a group)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if shard is None or shard == size:
+        return init_device_mesh(device_type, (size,))
+    return init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+
+
+@functools.cache
+def _sequence_group(device_type: str, size: int, sequence: int) -> Any:
+    """The process group of the ranks that share sequences with this one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device_type, (size // sequence, sequence), mesh_dim_names=("rows", "sequence"))
+    return mesh.get_group("sequence")
+
+
+def _share_sequences(model: Any, ranks: Ranks, device_type: str) -> None:
+    group = _sequence_group(device_type, ranks.size, ranks.sequence)
+    sequence = SequenceGroup(group, ranks.rank % ranks.sequence, ranks.sequence)
+    sequence.heads(model.config.get_text_config().num_attention_heads)
+    use_passes(model, replace(passes_of(model), sequence=sequence))
+    if not passes_of(model).packed:
+        forbid_whole_rows(model)
 
 
 @torch.no_grad()
@@ -181,10 +246,18 @@ def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
 def hidden_states(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """`hidden_before` of a policy in one process or of a sharded one, without gradient; collective for the latter."""
     if not isinstance(module, ShardedPolicy):
-        return hidden_before(module, *args, **kwargs)
-    states_NH = module(*args, hidden=True, **kwargs)
+        return hidden_before(module, *args, **kwargs)[0]
+    states, own = module(*args, hidden=True, **kwargs)
     cast(Any, module).reshard()
-    return states_NH
+    if own is None:
+        forbid_whole_rows(module.model)
+    return states if own is None else own.everyone(states)
+
+
+def expect_backward(module: nn.Module, *, last: bool) -> None:
+    """See `ShardedPolicy.expect_backward`; nothing for a policy in one process."""
+    if isinstance(module, ShardedPolicy):
+        module.expect_backward(last=last)
 
 
 def dummy_pass(module: nn.Module, device: torch.device) -> None:

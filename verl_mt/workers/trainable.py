@@ -72,6 +72,8 @@ class Trainable:
             _disable_dropout(module)
         optim = plan.optim
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter in self._parameters:
+            _add_up_in_float32(parameter)
         offload = plan.optimizer_offload and self.device.type != "cpu"
         if plan.optimizer_offload and not offload:
             _log.warning("%s.optimizer_offload has nothing to move: the optimizer's state is in CPU memory", plan.key)
@@ -226,6 +228,21 @@ def updates_per_step(epochs: int, mini_batch_size: int | None, num_prompts: int 
 def steps_of_actor(total_steps: int, critic_warmup: int) -> int:
     """Training steps of a run in which the actor learns too; at least 1, so that there is a schedule."""
     return max(1, total_steps - critic_warmup)
+
+
+def _add_up_in_float32(parameter: Tensor) -> None:
+    """Let gradients of micro-batches be added up in float32, whatever the parameter's precision: in bfloat16 what a
+    micro-batch adds to the sum of many is mostly rounded away (benchmarks/gradient_accumulation.py)."""
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return
+    parameter.grad_dtype = None  # any
+
+    def widen(parameter: Tensor) -> None:
+        # The first one; the others are added to it. FSDP2 calls this for shards, which autograd never sees.
+        if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+            parameter.grad = parameter.grad.float()
+
+    parameter.register_post_accumulate_grad_hook(widen)
 
 
 def _disable_dropout(module: nn.Module) -> None:

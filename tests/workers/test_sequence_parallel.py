@@ -1,0 +1,131 @@
+"""Ranks that share each sequence (`ulysses_sequence_parallel_size`): the update is that of one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from actor_toys import REWARDS, VOCAB, fill_advantages, make_batch, tiny_policy
+from critic_toys import batch_with_values, critic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sharded_jobs import PACKED, SHARED, one_update, train_critic
+
+from verl_mt.data import batch as col
+from verl_mt.errors import ConfigError
+from verl_mt.modeling.sequence_parallel import SequenceGroup
+from verl_mt.workers.sharding import ALONE, Ranks
+
+pytestmark = pytest.mark.slow
+PRECISION = {"atol": 5e-6, "rtol": 0.0}
+
+
+@functools.cache
+def policy(heads: int, key_heads: int):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=8 * heads, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=key_heads, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def a_batch(seed: int = 0):
+    batch = make_batch([*REWARDS, [1.0, 1.0]], seed=seed, records=2)
+    fill_advantages(batch)
+    batch[col.REF_LOG_PROBS] = torch.where(batch[col.LOSS_MASK], -3.1, 0.0)
+    return batch
+
+
+def check(got, expected):
+    assert len(got["gradients"]) == len(expected["gradients"]) == 1
+    torch.testing.assert_close(got["gradients"], expected["gradients"], **PRECISION)
+    assert got["metrics"] == pytest.approx(expected["metrics"], abs=1e-5, rel=1e-4)
+    torch.testing.assert_close(got["old"], expected["old"], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("passes", [PACKED, SHARED], ids=["packed", "prefixes shared"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio": 3e-4},
+        {"policy_loss": {"loss_mode": "gspo"}, "ppo_max_token_len": 1},  # a record a pass: ratios over several of them
+        {"entropy_coeff": 0.1, "use_kl_loss": True, "loss_agg_mode": "seq-mean-token-sum"},
+    ],
+    ids=["vanilla", "gspo", "gspo, records apart", "entropy and kl"],
+)
+@pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 2), (4, 4), (3, 3)])
+def test_gradients_metrics_and_old_log_probs_are_those_of_one_process(ranks, size, sequence, options, passes):
+    made = functools.partial(policy, 4, 2)
+    batch = a_batch()
+    expected = one_update(ALONE, batch.clone(), policy=made, **options)
+    for got in ranks(size)(one_update, batch, policy=made, sequence=sequence, passes=passes, **options):
+        check(got, expected)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ranks_of_each=st.sampled_from([(2, 2), (4, 2), (4, 4), (3, 3)]),
+    heads=st.sampled_from([(4, 1), (4, 4), (6, 2), (7, 7), (5, 1), (6, 3)]),
+    tokens=st.sampled_from([1, 16, 4096]),
+    checkpointing=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_heads_that_do_not_divide_are_dealt_out_unevenly(ranks, ranks_of_each, heads, tokens, checkpointing, seed):
+    size, sequence = ranks_of_each
+    made = functools.partial(policy, *heads)
+    batch = a_batch(seed)
+    expected = one_update(ALONE, batch.clone(), policy=made)
+    options = {"sequence": sequence, "checkpointing": checkpointing, "ppo_max_token_len": tokens}
+    for got in ranks(size)(one_update, batch, policy=made, **options):
+        check(got, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own trunk", "the policy's trunk"])
+@pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 2)])
+def test_a_critic_learns_what_it_learns_in_one_process(ranks, size, sequence, shared):
+    options = {"ppo_micro_batch_size": 2, "shared": shared}
+    data = [batch_with_values(critic(), [*REWARDS[:2], [1.0]], seed=0, records=2)]
+    values, metrics, state = train_critic(ALONE, [data[0].clone()], **options)
+    for own in ranks(size)(train_critic, data, sequence=sequence, passes=SHARED, **options):
+        torch.testing.assert_close(own[0], values, **PRECISION)
+        assert own[1][0] == pytest.approx(metrics[0], abs=1e-5, rel=1e-4)
+        moments = [name for name in state["tensors"] if name.endswith("exp_avg")]
+        for name in moments:  # of one update: the gradient, a tenth of it
+            torch.testing.assert_close(own[2]["tensors"][name], state["tensors"][name], **PRECISION)
+
+
+def test_adapters_too(ranks):
+    batch = a_batch()
+    expected = one_update(ALONE, batch.clone(), lora_rank=4)
+    for got in ranks(2)(one_update, batch, lora_rank=4, sequence=2):
+        check(got, expected)
+
+
+def test_more_ranks_than_heads_and_rows_that_cannot_be_packed_are_refused(ranks):
+    with pytest.raises(RuntimeError, match=r"ulysses_sequence_parallel_size=4.*has 2 heads"):
+        ranks(4)(one_update, a_batch(), policy=tiny_policy, sequence=4)
+    from verl_mt.modeling.passes import PLAIN
+
+    with pytest.raises(RuntimeError, match="packed rows of text"):
+        ranks(2)(one_update, a_batch(), sequence=2, passes=PLAIN)
+
+
+def test_heads_and_tokens_of_each_rank():
+    group = SequenceGroup(None, 2, 4)
+    assert [list(own) for own in group.heads(14)] == [[*range(4)], [*range(4, 8)], [8, 9, 10], [11, 12, 13]]
+    with pytest.raises(ConfigError, match="has 3 heads"):
+        group.heads(3)
+    assert group.chunk(torch.arange(1, 11)).tolist() == [7, 8, 9]
+    assert SequenceGroup(None, 3, 4).chunk(torch.arange(1, 11)).tolist() == [10, 0, 0]
+    assert group.chunk(torch.tensor([5])).tolist() == [0]
+
+
+def test_ranks_that_share_sequences_take_the_same_rows_and_one_of_them_counts():
+    own = [Ranks(rank, 4, sequence=2) for rank in range(4)]
+    assert [r.part for r in own] == [0, 0, 1, 1] and [r.counts for r in own] == [True, False, True, False]
+    assert own[0].shares([5, 4, 3, 2]) == [[0, 3], [1, 2]]
