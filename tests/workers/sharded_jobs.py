@@ -182,3 +182,18 @@ def resume_critic(ranks: Ranks, state: dict[str, Any], folder: Path | None, **kw
     worker = sharded_critic(ranks, **kwargs)
     worker.load_checkpoint(state, folder, "critic")
     return {n: whole(t).clone() for n, t in worker.tensors().items()}
+
+
+def three_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Weights behind an update of each batch, as the trainer does it: log-probs, the update, a rollout, a checkpoint's
+    tensors. And the bytes of this rank's weights while it waits, after each."""
+    actor = sharded_worker(ranks, **kwargs)
+    waiting = []
+    for batch in batches:
+        actor.put_away()
+        local = (p.to_local() if hasattr(p, "to_local") else p for p in actor.module.parameters())
+        waiting.append(sum(tensor.untyped_storage().nbytes() for tensor in local))
+        actor.bring()
+        actor.compute_log_probs(batch)
+        actor.update(batch)
+    return {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()}, waiting

@@ -179,8 +179,9 @@ class ActorConfig(Section):
     )
     ulysses_sequence_parallel_size: int = knob(
         1,
-        "Neighbouring ranks that share each sequence, of actor, reference policy and critic: a row needs that much less "
-        "of a rank's memory (docs/scaling.md). At most the model's attention heads; needs `model.use_remove_padding`.",
+        "Neighbouring ranks that share each sequence, of actor, reference policy and critic: a row takes that much "
+        "less of a rank's memory (docs/scaling.md). At most the model's attention heads; needs "
+        "`model.use_remove_padding`.",
         min=1,
     )
     grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")

@@ -32,6 +32,7 @@ from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_SEQUENCE = "ulysses_sequence_parallel_size"
 _WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
 """Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
 _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +40,22 @@ class Passes:
 PLAIN = Passes(packed=False, share_prefixes=False)
 
 
-def choose_passes(model: Any, *, remove_padding: bool = True, share_prefixes: bool = True) -> Passes:
+def choose_passes(
+    model: Any, *, remove_padding: bool = True, share_prefixes: bool = True, device: str | torch.device | None = None
+) -> Passes:
     """What is wanted, as far as the model can do it. Runs two tiny forward passes; warns where padding stays.
 
     Args:
         model: a Hugging Face causal language model with its weights.
         remove_padding: `actor_rollout_ref.model.use_remove_padding`.
         share_prefixes: `actor_rollout_ref.actor.share_prefixes`.
+        device: where the model is going to run; None = where it is. A kernel may work there and nowhere else, so its
+            first layers go there for the trial.
     """
-    reason = _why_not_packed(model) if remove_padding else None
+    reason = None
+    if remove_padding:
+        with _beginning_on(decoder_of(model), device):
+            reason = _why_not_packed(model)
     if reason is not None:
         _log.warning(
             "%s cannot be trained without padding: %s. Its passes are padded; the results are the same "
@@ -142,6 +151,23 @@ def _why_not_packed(model: Any) -> str | None:
         return f"a trial pass raised {type(error).__name__}: {error}"
     finally:
         config._attn_implementation = kernel
+
+
+@contextmanager
+def _beginning_on(base: Any, device: str | torch.device | None) -> Iterator[None]:
+    """A decoder with its first two layers only, on another device than its own; as it was afterwards."""
+    before, after = next(base.parameters()).device, None if device is None else torch.device(device)
+    stays = after is None or (after.type == before.type and after.index in (None, before.index))
+    if stays or not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        yield
+        return
+    layers, base.layers = base.layers, base.layers[:2]
+    try:
+        base.to(after)
+        yield
+    finally:
+        base.to(before)
+        base.layers = layers
 
 
 @torch.no_grad()

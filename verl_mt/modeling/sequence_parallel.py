@@ -131,7 +131,7 @@ class _Everyone(torch.autograd.Function):
         return values_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
         return grad_N[ctx.own.index_n], None
 
 
@@ -144,7 +144,7 @@ class _Exchange(torch.autograd.Function):
         return got
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Exchange.apply(grad, ctx.sequence, ctx.sizes[::-1]), None, None
 
 

@@ -361,6 +361,7 @@ class PPOTrainer:
         self.log.flush()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
+        self.workers.put_away()
         self.log.saved(time.monotonic() - begun)
 
 

@@ -56,7 +56,9 @@ class ActorWorker(Trainable):
     ):
         optim, mini = config.optim, config.ppo_mini_batch_size
         key, offload = "actor_rollout_ref.actor", config.optimizer_offload
-        plan = UpdatePlan(optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, key, offload)
+        plan = UpdatePlan(
+            optim, config.ppo_epochs, mini, config.shuffle, config.grad_clip, key, offload, config.param_offload
+        )
         super().__init__(module, plan, total_steps=total_steps, train_batch_size=train_batch_size, seed=seed)
         self.config = config
         self.loss = ActorLoss(config)

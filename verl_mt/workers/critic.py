@@ -62,6 +62,7 @@ class CriticWorker(Trainable):
         shuffle: prompts, between mini-batches.
         schedule: see there.
         policy: the actor's module, for a `ValueHead`; it is never changed here, and feels no gradient.
+        param_offload: see `UpdatePlan`.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class CriticWorker(Trainable):
         schedule: CriticSchedule,
         shuffle: bool = True,
         policy: nn.Module | None = None,
+        param_offload: bool = False,
     ):
         plan = UpdatePlan(
             config.optim, config.ppo_epochs or 1, config.ppo_mini_batch_size, shuffle, config.grad_clip, "critic"
         )
+        plan = replace(plan, param_offload=param_offload)
         steps, prompts = schedule.total_steps, schedule.train_batch_size
         super().__init__(module, plan, total_steps=steps, train_batch_size=prompts, seed=schedule.seed)
         self.config = config
@@ -196,9 +199,8 @@ class CriticWorker(Trainable):
         if self._policy is None or self.ranks.size == 1:
             return
         for parameter in self._parameters:
-            counted = parameter.grad is not None and self.ranks.counts
-            own = parameter.grad if counted else torch.zeros_like(parameter)
-            parameter.grad = self.ranks.sum(own)
+            own = parameter.grad if self.ranks.counts else None
+            parameter.grad = self.ranks.sum(torch.zeros_like(parameter) if own is None else own)
 
 
 @dataclass

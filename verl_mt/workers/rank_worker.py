@@ -32,6 +32,7 @@ from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.state import all_weights, count_parameters
+from verl_mt.workers.trainable import bring, put_away
 from verl_mt.workers.worker_group import HandedOver, load_workers_state
 
 _BUCKET_BYTES = 2**28
@@ -118,7 +119,8 @@ class RankWorker:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             ranks = self._ranks
             # While one rank gives weights to engines, the others wait in a collective.
-            patience = timedelta(seconds=max(1800.0, 3 * setup.config.rollout.engine_timeout_s))
+            engines = 3 * setup.config.rollout.engine_timeout_s
+            patience = timedelta(seconds=max(setup.placement.collective_timeout_s, engines))
             dist.init_process_group(
                 backend, init_method=address, rank=ranks.rank, world_size=ranks.size, timeout=patience
             )
@@ -129,6 +131,7 @@ class RankWorker:
         """Metrics, and the columns that the update filled in: none where only the critic learned."""
         from verl_mt.data.batch import CLIPPED, OLD_LOG_PROBS
 
+        bring(self.actor, self.critic)
         metrics = update_policy_and_critic(self.actor, self.critic, batch)
         filled = (OLD_LOG_PROBS, CLIPPED)
         return self._once((metrics, {name: batch[name] for name in filled if batch.get(name, None) is not None}))
@@ -136,15 +139,18 @@ class RankWorker:
     def compute_values(self, batch: TensorDict) -> Tensor | None:
         """By the critic."""
         assert self.critic is not None
+        bring(self.actor, self.critic)
         return self._once(self.critic.compute_values(batch))
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor | None:
         """By the current policy."""
+        self.actor.bring()
         return self._once(self.actor.compute_log_probs(batch))
 
     def compute_ref_log_probs(self, batch: TensorDict) -> Tensor | None:
         """By the reference policy."""
         assert self.ref is not None
+        self.actor.bring()  # whose adapters may be all that the two differ in
         return self._once(self.ref.compute_log_probs(batch))
 
     def give_back_memory(self) -> None:
@@ -159,6 +165,7 @@ class RankWorker:
     def bucket(self, number: int, converted: bool) -> dict[str, Packed] | None:
         """Whole weights of some layers, merged with adapters, in the names and shapes of the model's checkpoint or of
         the module that transformers makes of it."""
+        self.actor.bring()
         gathered = self._gather(self._buckets()[number], converted if self._ranks.rank == 0 else None)
         return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
 
@@ -173,6 +180,7 @@ class RankWorker:
         Returns:
             For each of its own what went wrong, or None.
         """
+        self.actor.bring()
         own = receivers.get(self._ranks.rank, ())
         gathering: list[BaseException] = []
 
@@ -195,7 +203,12 @@ class RankWorker:
                 problems = [problem] * len(own)
         for _ in tensors:  # gathering is collective: the other ranks wait for this one
             pass
+        self.put_away()  # before the engine takes its cache back
         return problems
+
+    def put_away(self) -> None:
+        """A rollout comes."""
+        put_away(self.actor, self.critic)
 
     def leave_groups(self) -> None:
         """Of the engines that it gives weights to by broadcasts: servers outlive this process."""
@@ -226,6 +239,7 @@ class RankWorker:
         lora = lora_of(model)
         if lora is None:
             return None
+        self.actor.bring()
         tensors = {name: Packed.of(whole(p)) for name, p in model.named_parameters() if is_adapter(name)}
         return self._once((lora, tensors))
 
@@ -236,6 +250,7 @@ class RankWorker:
 
     def save_shards(self, folder: Path) -> dict[str, str]:
         """The large part, every rank its own. Returns the digests of this rank's files."""
+        bring(self.actor, self.critic)
         digests = save_shards(self.actor.tensors(), folder)
         if self.critic is not None:
             digests |= save_shards(self.critic.tensors(), folder, "critic")
@@ -243,6 +258,7 @@ class RankWorker:
 
     def load(self, state: dict[str, Any], folder: Path | None) -> None:
         """Take a checkpoint of any placement."""
+        bring(self.actor, self.critic)
         load_workers_state(self.actor, self.critic, state, folder)
 
     def _once(self, value: Any) -> Any:

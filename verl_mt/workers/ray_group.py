@@ -40,7 +40,6 @@ from verl_mt.workers.ray_cluster import (
 )
 from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
-from verl_mt.workers.sharding import Ranks
 from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 
 _PLACEMENT_TIMEOUT_S = 120.0
@@ -148,6 +147,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def give_back_memory(self) -> None:
         self._call("give_back_memory", doing="giving memory back")
+
+    def put_away(self) -> None:
+        if self._setup.config.actor.param_offload:
+            self._call("put_away", doing="putting weights away")
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
@@ -274,7 +277,7 @@ class RayWorkerGroup(WorkerGroup):
                 "num_gpus": 1 if setup.device == "cuda" else 0,
                 "max_restarts": 0,
             }
-            self._workers.append(remote.options(**options).remote(setup, Ranks(number, placement.num_ranks)))
+            self._workers.append(remote.options(**options).remote(setup, setup.ranks(number)))
 
     def _beside(self, rank: int) -> dict[str, Any]:
         """Options of a Ray actor on this rank's machine."""
@@ -334,14 +337,23 @@ class RayWorkerGroup(WorkerGroup):
                     errors[refs.index(ref)] = error
             return left
 
-        while pending and not errors:
-            pending = take(1, None)
-        if not errors:
+        limit = self._setup.placement.worker_timeout_s
+        deadline = time.monotonic() + limit
+        while pending and not errors and time.monotonic() < deadline:
+            pending = take(1, max(0.0, deadline - time.monotonic()))
+        if not pending and not errors:
             return [results[k] for k in range(len(refs))]
-        if pending:
-            take(len(pending), _GRACE_S)
-        rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]))
-        failure = self._explain(rank, error, doing)
+        if pending and errors:
+            pending = take(len(pending), _GRACE_S)
+        missing = [self._names[refs.index(ref)] for ref in pending]
+        rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]), default=(0, None))
+        if error is None:
+            failure: VerlMTError = _not_come(missing, self._names, doing, f"trainer.worker_timeout_s={limit:g}")
+        elif missing and _waited(error):
+            limit = self._setup.placement.collective_timeout_s
+            failure = _not_come(missing, self._names, doing, f"trainer.collective_timeout_s={limit:g}")
+        else:
+            failure = self._explain(rank, error, doing)
         with self._order:
             if self._broken is not None:  # another call met the cause first, and ended the ranks under this one
                 raise WorkerError(self._broken) from error
@@ -363,6 +375,21 @@ class RayWorkerGroup(WorkerGroup):
             cause = error.cause if isinstance(error, RayTaskError) else error
             what = f"{name} of {total} failed while {doing}: {type(cause).__name__}: {cause}"
         return WorkerError(f"{what}\nThe same command goes on from the run's last checkpoint")
+
+
+def _waited(error: Exception) -> bool:
+    """Whether a rank gave up waiting for another; torch.distributed has no exception of its own for that."""
+    return _seriousness(error) == 2 and "timed out" in str(error).lower()
+
+
+def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit: str) -> WorkerError:
+    """The error for ranks that neither answer nor fail."""
+    who = "no rank" if len(missing) == len(names) else f"{' and '.join(missing)} of {len(names)}"
+    said = "has answered" if len(missing) == len(names) else "did not answer, and the others waited"
+    return WorkerError(
+        f"{who} {said} for {limit} seconds while {doing}: a machine or a connection that hangs? If it only takes long, "
+        "raise that limit\nThe same command goes on from the run's last checkpoint"
+    )
 
 
 def _failed(ref: Any) -> bool:

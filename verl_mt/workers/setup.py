@@ -25,7 +25,7 @@ from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic, ShardedPolicy, model_of
-from verl_mt.workers.trainable import steps_of_actor
+from verl_mt.workers.trainable import put_away, steps_of_actor
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Placement:
     num_threads: int | None = None
     """Of one Ray worker; None = its part of the machine's cores."""
     deterministic: bool = False
+    collective_timeout_s: float = 1800.0
+    """Longest that ranks wait for each other."""
+    worker_timeout_s: float = 14400.0
+    """Longest that a call to them takes."""
     external_plugins: tuple[str, ...] = ()
     """Files (absolute) and modules that every process imports before anything else."""
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +77,10 @@ class WorkerSetup:
     seed: int
     placement: Placement
     algorithm: AlgorithmNeeds = AlgorithmNeeds()
+
+    def ranks(self, rank: int) -> Ranks:
+        """One rank's view of the group."""
+        return Ranks(rank, self.placement.num_ranks, self.config.actor.ulysses_sequence_parallel_size)
 
     @property
     def has_ref(self) -> bool:
@@ -113,7 +121,9 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     )
     if setup.algorithm.rollout_correction:
         actor.loss.correction = RolloutCorrection(read_rollout_correction(setup.algorithm.rollout_correction))
-    return actor, _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
+    reference, critic = _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
+    put_away(actor, critic)
+    return actor, reference, critic
 
 
 def _load_ref(setup: WorkerSetup, ranks: Ranks, ref: Any, actor: ActorWorker) -> RefWorker | None:
@@ -159,7 +169,8 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
     if setup.config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable()
     values = _spread(ValueModel(model), setup, ranks)
-    return CriticWorker(values, config, schedule=schedule, shuffle=shuffle)
+    param_offload = setup.config.actor.param_offload
+    return CriticWorker(values, config, schedule=schedule, shuffle=shuffle, param_offload=param_offload)
 
 
 def _first_policy(setup: WorkerSetup, ranks: Ranks, path: str | None = None) -> Any:
@@ -214,9 +225,11 @@ def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = Fa
             module,
             remove_padding=config.model.use_remove_padding,
             share_prefixes=config.actor.share_prefixes,
+            device=setup.device,
         )
     use_passes(module, ranks.gather(wanted)[0])
     if ranks.size == 1:
         return module
     kind = ShardedCritic if isinstance(module, ValueModel) else ShardedPolicy
-    return kind(module, ranks, device_type=torch.device(setup.device).type, offload=offload)
+    device, shard = torch.device(setup.device).type, config.actor.fsdp_size
+    return kind(module, ranks, device_type=device, offload=offload, shard=shard)

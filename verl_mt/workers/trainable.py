@@ -41,6 +41,8 @@ class UpdatePlan:
     """Where its section is in the configuration, for errors."""
     optimizer_offload: bool = False
     """The optimizer's state lies in CPU memory between steps."""
+    param_offload: bool = False
+    """The weights lie in CPU memory from `put_away` to `bring`."""
 
 
 class Trainable:
@@ -71,6 +73,7 @@ class Trainable:
             # transformers checkpoints activations only in training mode, which must then not mean dropout.
             _disable_dropout(module)
         optim = plan.optim
+        self._host = HostWeights(module) if plan.param_offload else None
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         for parameter in self._parameters:
             _add_up_in_float32(parameter)
@@ -86,6 +89,16 @@ class Trainable:
     def device(self) -> torch.device:
         """Where the module lives."""
         return next(self.module.parameters()).device
+
+    def bring(self) -> None:
+        """The weights are about to be used. Nothing to do where they are on the device."""
+        if self._host is not None:
+            self._host.bring()
+
+    def put_away(self) -> None:
+        """The weights are not used for a while; with `param_offload` they leave the device."""
+        if self._host is not None:
+            self._host.put_away()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
@@ -213,6 +226,56 @@ class Trainable:
             yield
         finally:
             self.module.eval()
+
+
+class HostWeights:
+    """Weights that wait in CPU memory. Tensors stay what they are, shards included: what moves is the memory behind
+    them, so that optimizer and FSDP2 need not know. In between nobody may read one: there is no memory behind it.
+
+    Args:
+        module: on any device; on the CPU there is nothing to save, and it works all the same.
+    """
+
+    def __init__(self, module: nn.Module):
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+        storages = [tensor.untyped_storage() for tensor in local]
+        self._storages = [*{storage._cdata: storage for storage in storages}.values()]  # tied ones once
+        self._kept: list[Tensor] = []
+
+    def put_away(self) -> None:
+        """Idempotent."""
+        if self._kept:
+            return
+        for storage in self._storages:
+            on_gpu = storage.device.type == "cuda"
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+            self._kept.append(host.copy_(_as_bytes(storage)))
+            storage.resize_(0)
+
+    def bring(self) -> None:
+        """Idempotent."""
+        for storage, host in zip(self._storages, self._kept):
+            storage.resize_(host.nbytes)
+            _as_bytes(storage).copy_(host)
+        self._kept = []
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def bring(*workers: Trainable | None) -> None:
+    """See `Trainable.bring`; None = there is no such worker."""
+    for worker in workers:
+        if worker is not None:
+            worker.bring()
+
+
+def put_away(*workers: Trainable | None) -> None:
+    """See `Trainable.put_away`."""
+    for worker in workers:
+        if worker is not None:
+            worker.put_away()
 
 
 def num_mini_batches(num_prompts: int | None, size: int | None) -> int:

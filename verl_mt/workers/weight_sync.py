@@ -41,6 +41,8 @@ class LiveWeights:
         for name, tensor in state:
             self.num_bytes += tensor.nbytes
             yield name, tensor
+        if isinstance(self.policy, WorkerGroup):
+            self.policy.put_away()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def weight_update_for(
         path = transport.folder / f"version_{version:06d}"
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
         without_adapters(module).save_pretrained(path)
+        if isinstance(policy, WorkerGroup):
+            policy.put_away()
         return Disk(version, str(path.resolve()))
     raise ConfigError(
         f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"

@@ -27,6 +27,7 @@ from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import AlgorithmNeeds, Placement, WorkerSetup, load_workers
 from verl_mt.workers.state import count_parameters
+from verl_mt.workers.trainable import bring, put_away
 
 _INLINE = Placement()
 _NOTHING = AlgorithmNeeds()
@@ -82,6 +83,10 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def give_back_memory(self) -> None:
         """Device memory that training holds in reserve goes back to the device, where the engine needs it."""
+
+    def put_away(self) -> None:  # noqa: B027 - there may be no place to put them
+        """A rollout comes: with `actor.param_offload` the weights leave the device, until something needs them. Whoever
+        gave weights to engines, or wrote them, has to say so."""
 
     @abc.abstractmethod
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -160,35 +165,46 @@ class InlineWorkerGroup(WorkerGroup):
 
     @property
     def policy_module(self) -> nn.Module:
+        self.actor.bring()
         return self.actor.module
 
     def refresh_policy_module(self) -> None:
         """It is the module that is trained."""
 
     def update(self, batch: TensorDict) -> dict[str, float]:
+        bring(self.actor, self.critic)
         return update_policy_and_critic(self.actor, self.critic, batch)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
+        self.actor.bring()
         return self.actor.compute_log_probs(batch)
 
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self.ref is not None:
+            self.actor.bring()  # whose adapters may be all that the two differ in
             batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
 
     def add_values(self, batch: TensorDict) -> None:
         if self.critic is not None:
+            bring(self.actor, self.critic)
             batch[columns.VALUES] = self.critic.compute_values(batch)
 
     def give_back_memory(self) -> None:
         torch.cuda.empty_cache()
 
+    def put_away(self) -> None:
+        put_away(self.actor, self.critic)
+
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        self.actor.bring()
         return named_weights(self.actor.module)
 
     def adapter(self) -> Adapter | None:
+        self.actor.bring()
         return adapter_of(self.actor.module)
 
     def state_dict(self) -> dict[str, Any]:
+        bring(self.actor, self.critic)
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
         return {"actor": self.actor.state_dict(), **critic}
 
@@ -196,6 +212,7 @@ class InlineWorkerGroup(WorkerGroup):
         return {}  # all of the state is in `state_dict`
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        bring(self.actor, self.critic)
         load_workers_state(self.actor, self.critic, state, folder)
 
 

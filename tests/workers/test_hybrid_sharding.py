@@ -1,0 +1,52 @@
+"""Policies of which several groups of ranks each have the whole (`fsdp_size`), and whose weights leave the device during
+rollouts (`param_offload`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from actor_toys import REWARDS, fill_advantages, make_batch, tiny_policy, worker
+from sharded_jobs import one_update, three_updates
+
+from verl_mt.workers.sharding import ALONE
+from verl_mt.workers.trainable import HostWeights
+
+pytestmark = pytest.mark.slow
+
+
+def a_batch(seed: int = 0):
+    batch = make_batch([*REWARDS, [1.0, 1.0]], seed=seed, records=2)
+    fill_advantages(batch)
+    return batch
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(("shard", "sequence"), [(2, 1), (1, 1), (2, 2)])
+def test_three_updates_over_four_ranks_are_those_of_one_process(ranks, shard, sequence, offload):
+    batches = [a_batch(seed) for seed in range(3)]
+    options = {"lr": 1e-3, "ppo_max_token_len": 40, "param_offload": offload}
+    expected, _ = three_updates(ALONE, [batch.clone() for batch in batches], **options)
+    start = dict(tiny_policy().named_parameters())
+    assert all((start[name] - weights).abs().max() > 1e-3 for name, weights in expected.items())
+    for weights, waiting in ranks(4)(three_updates, batches, shard=shard, sequence=sequence, **options):
+        torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0.0)
+        assert all(bytes_ == 0 for bytes_ in waiting) == offload
+
+
+def test_a_group_holds_all_and_each_of_its_ranks_a_part(ranks):
+    whole_bytes, whole_state = one_update(ALONE, a_batch())["bytes"]
+    for shard, share in ((2, 0.55), (4, 0.3)):
+        for got in ranks(4)(one_update, a_batch(), shard=shard):
+            assert got["bytes"][0] < share * whole_bytes and got["bytes"][1] < share * whole_state
+
+
+def test_tied_weights_go_and_come_once():
+    actor = worker(tiny_policy(), param_offload=True)
+    before = {name: p.detach().clone() for name, p in actor.module.named_parameters()}
+    actor.put_away()
+    actor.put_away()
+    assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
+    actor.bring()
+    actor.bring()
+    assert all(torch.equal(p, before[name]) for name, p in actor.module.named_parameters())
+    assert len(HostWeights(actor.module)._storages) == len(before)
