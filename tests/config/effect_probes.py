@@ -114,6 +114,16 @@ def placed(overrides: tuple[str, ...]) -> Any:
     return ""
 
 
+@refused
+def started(overrides: tuple[str, ...]) -> Any:
+    """What the engine says of the configuration, nothing made."""
+    from verl_mt import engines
+
+    config = compose([*overrides])
+    engines.check(config.actor_rollout_ref, config.trainer)
+    return ""
+
+
 # --- whole runs
 
 

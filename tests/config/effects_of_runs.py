@@ -24,6 +24,26 @@ def without_gpu(overrides: tuple[str, ...]) -> Any:
         return probes.printed(overrides)
 
 
+def waits(overrides: tuple[str, ...]) -> Any:
+    """What the first of two ranks says of the second, which never comes."""
+    from verl_mt.trainer import build
+    from verl_mt.workers.rank_worker import RankWorker
+    from verl_mt.workers.setup import WorkerSetup
+    from verl_mt.workers.sharding import Ranks
+
+    config = probes.compose([*overrides])
+    with mock.patch("verl_mt.trainer.build.build_worker_group", lambda model, **given: given["placement"]):
+        placement = build.build_workers(config, total_steps=1)
+    setup = WorkerSetup(config.actor_rollout_ref, 1, None, "cpu", 0, placement)
+    threads = torch.get_num_threads()
+    try:
+        RankWorker(setup, Ranks(0, 2)).start("tcp://127.0.0.1:0")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        torch.set_num_threads(threads)
+
+
 TRAINER = {
     "total_training_steps": Effect("1", "steps", probes.steps, NOT_VALIDATED),
     "total_epochs": Effect(
@@ -71,6 +91,7 @@ TRAINER = {
     ),
     "nnodes": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "n_workers_per_node": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
+    "worker_timeout_s": Effect("2", "how long a rank waits", waits, base="1", refused="Timed out after"),
     "progress": Effect("on", "a live line", probes.live, ("trainer.logger=[console]", *NOT_VALIDATED)),
     "rollout_rows": Effect("parquet", "files of another format", probes.files, NOT_VALIDATED),
     "debug_rollout_data": Effect("$RUN/{rollout_id}.pt", "a file for each step", probes.files, NOT_VALIDATED),

@@ -7,6 +7,8 @@ import effect_probes as probes
 from effect_kinds import AC, KL, MO, NOT_VALIDATED, OFF_POLICY, PPO, RO, Effect
 from effect_probes import metric
 
+FOUR_RANKS = ("trainer.placement=ray", "trainer.n_workers_per_node=4", "trainer.device=cpu")
+
 ACTOR = {
     "optim.lr": Effect("0.01", "other weights", probes.weights, NOT_VALIDATED),
     "optim.betas": Effect("[0.5, 0.6]", "other weights", probes.weights, NOT_VALIDATED),
@@ -49,6 +51,11 @@ ACTOR = {
         ("reward.path=effect_parts:constant", *NOT_VALIDATED),
     ),
     "optimizer_offload": Effect("True", "said where there is nothing to move", probes.warned, NOT_VALIDATED),
+    "param_offload": Effect("True", "an engine that has no weights", probes.started, refused="takes the weights away"),
+    "fsdp_size": Effect("3", "groups of ranks", probes.placed, FOUR_RANKS, refused="does not divide the number of"),
+    "ulysses_sequence_parallel_size": Effect(
+        "3", "groups of ranks", probes.placed, FOUR_RANKS, refused="does not divide the number of"
+    ),
     "use_sampler_log_probs": Effect("never", "old log-probs are computed", probes.shapes, NOT_VALIDATED),
 }
 

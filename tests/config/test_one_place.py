@@ -41,6 +41,10 @@ NOT_WITH_THE_DEFAULT_TASK = {
     **dict.fromkeys((f"{ROLLOUT}.{name}" for name in ("top_p", "top_k", "min_p")), "training needs all tokens"),
     **dict.fromkeys((f"{ROLLOUT}.agent_function_path", f"{ROLLOUT}.multi_turn.enable"), "it has tools"),
     **dict.fromkeys(("trainer.nnodes", "trainer.n_workers_per_node"), "it is one process"),
+    **dict.fromkeys(
+        (f"actor_rollout_ref.actor.{name}" for name in ("param_offload", "ulysses_sequence_parallel_size")),
+        "it is one process that samples from the actor's own weights",
+    ),
     "reward.placement": "it has one reward per trajectory",
 }
 """No other default of these would go with config/tiny.yaml, as the value on the command line does not: why."""

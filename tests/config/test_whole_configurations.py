@@ -60,10 +60,10 @@ def test_both_forms_of_a_whole_configuration_are_one(folder):
 @both
 def test_a_changed_key_without_a_counterpart_is_refused_in_a_whole_configuration(folder, tmp_path):
     text = (folder / "_generated_ppo_trainer.yaml").read_text()
-    assert "ulysses_sequence_parallel_size: 1" in text
-    text = text.replace("ulysses_sequence_parallel_size: 1", "ulysses_sequence_parallel_size: 2", 1)
+    assert "num_cycles: 0.5" in text
+    text = text.replace("num_cycles: 0.5", "num_cycles: 0.7", 1)
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size") as error:
+    with pytest.raises(ConfigError, match="num_cycles") as error:
         compose([], "mine", tmp_path)
     assert "problems in" not in str(error.value)
 

@@ -35,12 +35,11 @@ def sharded_worker(
     dtype: torch.dtype = torch.float32,
     lora_rank: int = 0,
     passes: Passes = SHARED,
-    sequence: int = 1,
-    shard: int | None = None,
     policy: Callable[[], Any] = tiny_policy,
     **kwargs: Any,
 ) -> ActorWorker:
-    """The same worker as `actor_toys.worker`, over the ranks, of which `sequence` share each row."""
+    """The same worker as `actor_toys.worker`, over the ranks; `sequence` of them share each row, `shard` the policy."""
+    sequence, shard = kwargs.pop("sequence", 1), kwargs.pop("shard", None)
     module = lora_policy(lora_rank, dtype) if lora_rank else copy.deepcopy(policy()).to(dtype)
     if checkpointing:
         module.gradient_checkpointing_enable()

@@ -32,7 +32,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_the_sum_over_micro_batches_is_that_of_one_pass():
-    """Each row's gradient has the rounding of bfloat16; their sum adds none. Summed in bfloat16 it is 3 times as far."""
+    """Each row's gradient has the rounding of bfloat16; their sum adds none."""
     policy = tiny_policy().to(BFLOAT16)
     tiny_policy.cache_clear()
     options = {"grad_clip": 0.0, "ppo_micro_batch_size": 1, "share_prefixes": False}

@@ -1,5 +1,5 @@
-"""Policies of which several groups of ranks each have the whole (`fsdp_size`), and whose weights leave the device during
-rollouts (`param_offload`)."""
+"""Policies of which several groups of ranks each have the whole (`fsdp_size`), and whose weights leave the device
+during rollouts (`param_offload`)."""
 
 from __future__ import annotations
 

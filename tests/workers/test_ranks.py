@@ -60,6 +60,7 @@ def test_a_rank_takes_the_gpu_that_ray_gave_it_even_where_it_sees_all(given, vis
 def test_what_goes_wrong_with_engines_is_told_and_what_goes_wrong_with_gathering_is_raised(where, raises):
     """Also when the last tensor has been taken: the ranks are then where they were before."""
     worker = RankWorker.__new__(RankWorker)
+    worker.actor = worker.critic = None
     worker._ranks, worker._buckets = Ranks(0, 1), lambda: [{"w": torch.zeros(2)}]
 
     def gather(bucket, converted):

@@ -40,7 +40,8 @@ class RecordingEngine(ScriptedEngine):
 
 def group(module):
     """As much of a worker group as weights need."""
-    return InlineWorkerGroup(SimpleNamespace(module=module, device="cpu"))  # type: ignore[arg-type]
+    actor = SimpleNamespace(module=module, device="cpu", bring=lambda: None, put_away=lambda: None)
+    return InlineWorkerGroup(actor)  # type: ignore[arg-type]
 
 
 def run(coroutine, while_waiting):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,7 +175,7 @@ class ActorConfig(Section):
     fsdp_size: int | None = knob(
         None,
         "Ranks that weights, gradients and optimizer state are spread over; every such group has the whole policy, and "
-        "layers are gathered within it (HSDP). null = over all ranks.",
+        "layers are gathered within it (HSDP). null, or a number above that of the ranks = over all of them.",
         min=1,
     )
     ulysses_sequence_parallel_size: int = knob(
@@ -207,6 +208,25 @@ class ActorConfig(Section):
         """(low, high): the ratio is trusted in [1 - low, 1 + high]."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         return low, self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+def problems_of_ranks(model: ModelConfig, actor: ActorConfig, num_ranks: int) -> Iterator[str]:
+    """What is wrong with how a policy and its rows are to be spread over so many ranks."""
+    shard, sequence = actor.fsdp_size or num_ranks, actor.ulysses_sequence_parallel_size
+    for name, size, wrong in (
+        ("fsdp_size", shard, shard < num_ranks and num_ranks % shard),
+        ("ulysses_sequence_parallel_size", sequence, num_ranks % sequence),
+    ):
+        if wrong:
+            yield (
+                f"actor_rollout_ref.actor.{name}={size} does not divide the number of ranks, which is {num_ranks} "
+                "(trainer.nnodes x trainer.n_workers_per_node)"
+            )
+    if sequence > 1 and not model.use_remove_padding:
+        yield (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows: it needs "
+            "actor_rollout_ref.model.use_remove_padding=True"
+        )
 
 
 @dataclass

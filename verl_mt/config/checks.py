@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.knob import shown
 from verl_mt.config.options import (
     KL_CTRL,
@@ -32,7 +33,6 @@ from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_SEQUENCE = "ulysses_sequence_parallel_size"
 _WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
 """Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
 _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
@@ -541,15 +541,8 @@ def _placement(config: Config) -> Iterator[str]:
     for key, number in ranks.items():
         if number > 1 and trainer.placement != "ray":
             yield f"{key} is {number}, which needs trainer.placement=ray (it is {trainer.placement})"
-    actor, total = config.actor_rollout_ref.actor, trainer.nnodes * trainer.n_workers_per_node
-    for name, size in (("fsdp_size", actor.fsdp_size or 1), (_SEQUENCE, actor.ulysses_sequence_parallel_size)):
-        if total % size:
-            yield (
-                f"{_ACTOR}.{name}={size} does not divide the number of ranks, which is {total} (trainer.nnodes x "
-                "trainer.n_workers_per_node, with trainer.placement=ray)"
-            )
-    if actor.ulysses_sequence_parallel_size > 1 and not config.actor_rollout_ref.model.use_remove_padding:
-        yield f"{_ACTOR}.{_SEQUENCE} spreads packed rows: it needs actor_rollout_ref.model.use_remove_padding=True"
+    parts = config.actor_rollout_ref
+    yield from problems_of_ranks(parts.model, parts.actor, trainer.nnodes * trainer.n_workers_per_node)
 
 
 def _run(config: Config) -> Iterator[str]:

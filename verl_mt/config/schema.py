@@ -278,14 +278,12 @@ class TrainerConfig(Section):
     placement: str = knob("inline", "Where the workers live.", choices=("inline", "ray"))
     nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
     n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
-    collective_timeout_s: float = knob(
-        1800.0,
-        "Longest that ranks wait for another one in an exchange among them; the run ends then and names the one that "
-        "did not come.",
-        min=1,
-    )
     worker_timeout_s: float = knob(
-        14400.0, "Longest that a call to the ranks (an update, a checkpoint) may take before the run ends.", min=1
+        1800.0,
+        "Longest that ranks wait for another one in an exchange; the run ends then and names the one that did not "
+        "come (at least three times rollout.engine_timeout_s, where ranks give weights to engines). A whole call to "
+        "them (an update, a checkpoint) may take ten times as long.",
+        min=1,
     )
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
     rollout_rows: Any = knob(

@@ -36,6 +36,11 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
                 f"actor_rollout_ref.rollout.dtype is {config.rollout.dtype}: {_KEY}={name} samples with the actor's "
                 f"own weights, which are {dtype}; leave it null, or change actor_rollout_ref.model.dtype"
             )
+        if config.actor.param_offload and trainer.placement == "inline":
+            raise ConfigError(
+                f"actor_rollout_ref.actor.param_offload=True takes the weights away during rollouts, and {_KEY}={name} "
+                "samples with the actor's own: leave it out, or use an engine of its own (sglang)"
+            )
         if trainer.placement == "ray" and trainer.device == "cuda":
             raise ConfigError(
                 f"{_KEY}={name} with trainer.placement=ray samples on the CPU, from a copy of the policy in the "

@@ -114,8 +114,6 @@ def with_counterparts(
             said.append(f"{key}={value}: left out; `python -m verl_mt.report.rows` prints the texts")
         elif key == "actor_rollout_ref.rollout.over_sample_rate" and _is_number(value):
             continue
-        elif key.endswith(".ulysses_sequence_parallel_size") and value != "1":
-            said.append(f"{key}={value}: left out; a sequence lives on one rank, which needs more of its memory")
         elif key == "trainer.device" and value == "npu":
             said.append(f"{word}: left out; the device is found where the run starts")
         else:

@@ -125,7 +125,7 @@ def plus_one(value: Any) -> Any:
 
 
 def bound(value: Any) -> Any:
-    """verl's first spelling of a bound writes off as -1."""
+    """verl writes no bound as -1."""
     return DROP if value in (None, -1, -1.0) else value
 
 

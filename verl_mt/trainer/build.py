@@ -216,7 +216,6 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
             critic_warmup=trainer.critic_warmup,
         ),
         placement=Placement(
-            collective_timeout_s=trainer.collective_timeout_s,
             worker_timeout_s=trainer.worker_timeout_s,
             kind=trainer.placement,
             nnodes=trainer.nnodes,

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt import engines
 from verl_mt.engines.base import Giver, Givers, Receiver
 from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
@@ -119,10 +120,15 @@ class RankWorker:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             ranks = self._ranks
             # While one rank gives weights to engines, the others wait in a collective.
-            engines = 3 * setup.config.rollout.engine_timeout_s
-            patience = timedelta(seconds=max(setup.placement.collective_timeout_s, engines))
+            rollout, patience = setup.config.rollout, setup.placement.worker_timeout_s
+            if not engines.samples_from_policy(rollout.name):
+                patience = max(patience, 3 * rollout.engine_timeout_s)
             dist.init_process_group(
-                backend, init_method=address, rank=ranks.rank, world_size=ranks.size, timeout=patience
+                backend,
+                init_method=address,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                timeout=timedelta(seconds=patience),
             )
         self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)
@@ -180,7 +186,7 @@ class RankWorker:
         Returns:
             For each of its own what went wrong, or None.
         """
-        self.actor.bring()
+        bring(self.actor)
         own = receivers.get(self._ranks.rank, ())
         gathering: list[BaseException] = []
 

@@ -46,6 +46,8 @@ _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
 _CHECK_EVERY_S = 1.0
+_CALL = 10
+"""A call may take as many times longer than the ranks wait for each other in one exchange."""
 _OWN_GPUS_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Where `ray start` had it set to 1, as other libraries' scripts do, an engine would see all GPUs and take the first,
 which may be training's."""
@@ -338,7 +340,7 @@ class RayWorkerGroup(WorkerGroup):
             return left
 
         limit = self._setup.placement.worker_timeout_s
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + _CALL * limit
         while pending and not errors and time.monotonic() < deadline:
             pending = take(1, max(0.0, deadline - time.monotonic()))
         if not pending and not errors:
@@ -348,10 +350,9 @@ class RayWorkerGroup(WorkerGroup):
         missing = [self._names[refs.index(ref)] for ref in pending]
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]), default=(0, None))
         if error is None:
-            failure: VerlMTError = _not_come(missing, self._names, doing, f"trainer.worker_timeout_s={limit:g}")
+            failure: VerlMTError = _not_come(missing, self._names, doing, _CALL * limit)
         elif missing and _waited(error):
-            limit = self._setup.placement.collective_timeout_s
-            failure = _not_come(missing, self._names, doing, f"trainer.collective_timeout_s={limit:g}")
+            failure = _not_come(missing, self._names, doing, limit)
         else:
             failure = self._explain(rank, error, doing)
         with self._order:
@@ -382,13 +383,14 @@ def _waited(error: Exception) -> bool:
     return _seriousness(error) == 2 and "timed out" in str(error).lower()
 
 
-def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit: str) -> WorkerError:
+def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit_s: float) -> WorkerError:
     """The error for ranks that neither answer nor fail."""
-    who = "no rank" if len(missing) == len(names) else f"{' and '.join(missing)} of {len(names)}"
-    said = "has answered" if len(missing) == len(names) else "did not answer, and the others waited"
+    who = "no rank answered within"
+    if len(missing) < len(names):
+        who = f"{' and '.join(missing)} of {len(names)} did not answer, and the others waited"
     return WorkerError(
-        f"{who} {said} for {limit} seconds while {doing}: a machine or a connection that hangs? If it only takes long, "
-        "raise that limit\nThe same command goes on from the run's last checkpoint"
+        f"{who} {limit_s:g} s while {doing}: a machine or a connection that hangs? If a step really takes so "
+        "long, raise trainer.worker_timeout_s\nThe same command goes on from the run's last checkpoint"
     )
 
 

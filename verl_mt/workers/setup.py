@@ -38,10 +38,8 @@ class Placement:
     num_threads: int | None = None
     """Of one Ray worker; None = its part of the machine's cores."""
     deterministic: bool = False
-    collective_timeout_s: float = 1800.0
-    """Longest that ranks wait for each other."""
-    worker_timeout_s: float = 14400.0
-    """Longest that a call to them takes."""
+    worker_timeout_s: float = 1800.0
+    """`trainer.worker_timeout_s`."""
     external_plugins: tuple[str, ...] = ()
     """Files (absolute) and modules that every process imports before anything else."""
     objects: Mapping[str, Any] = field(default_factory=dict)

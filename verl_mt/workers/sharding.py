@@ -116,7 +116,7 @@ class ShardedPolicy(nn.Module):
         ranks: the group, with torch.distributed initialised.
         device_type: where shards and passes live, `cpu` or `cuda` (this process's current device).
         offload: keep the shards in CPU memory and copy them to the device layer by layer (cuda only).
-        shard: ranks that parameters are spread over, a divisor of the group's size; None = all.
+        shard: ranks that parameters are spread over, a divisor of the group's size, or at least as many; None = all.
 
     Raises:
         ConfigError: rows that cannot be packed, where ranks are to share them; or more such ranks than heads.
@@ -175,7 +175,7 @@ def _mesh(device_type: str, size: int, shard: int | None) -> Any:
     """Of all ranks; with `shard` of (groups that each have the whole policy, ranks of a group)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if shard is None or shard == size:
+    if shard is None or shard >= size:
         return init_device_mesh(device_type, (size,))
     return init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
 

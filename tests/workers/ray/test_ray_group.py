@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,3 +203,32 @@ def test_an_error_of_a_rank_arrives_as_what_it_is(cluster, config):
     batch = make_batch(REWARDS)
     with pytest.raises(DataError, match="the batch has no column ref_log_probs"):
         group.update(batch)
+
+
+def test_a_rank_that_hangs_is_named_by_those_who_waited(cluster, config):
+    """Stopped, not dead: nobody closes its connections, and it never answers."""
+    group = build(config, Placement("ray", n_workers_per_node=2, num_threads=1, worker_timeout_s=4.0))
+    pids = group.worker_pids
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=rf"rank 1 \(process {pids[1]} on .*\) of 2 did not answer") as raised:
+            step_without_ref(group)
+        assert "the others waited 4 s while updating the policy" in str(raised.value)
+        assert "trainer.worker_timeout_s" in str(raised.value)
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+        group.close()
+
+
+def test_a_call_that_nobody_answers_ends_too(cluster, config, monkeypatch):
+    monkeypatch.setattr(ray_group, "_CALL", 1)
+    group = build(config, Placement("ray", num_threads=1, worker_timeout_s=60.0))
+    (pid,) = group.worker_pids
+    group._setup = replace(group._setup, placement=replace(group._setup.placement, worker_timeout_s=2.0))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match="no rank answered within 2 s while updating the policy"):
+            step_without_ref(group)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        group.close()
