@@ -86,3 +86,17 @@ def test_checkpoint_digests_gives_the_ratios_of_saving_and_loading():
     assert re.fullmatch(
         r"checkpoint digests: save with / without = \d+\.\d\d, load with / without = \d+\.\d\d", line
     ), line
+
+
+@pytest.mark.slow
+def test_gradients_added_up_in_float32_are_as_good_as_exact():
+    last = last_lines("gradient_accumulation.py", "--micro-batches", "16", "--tokens", "8")[-1]
+    before, after = re.search(r"bfloat16 ([\d.]+)% off, in float32 (\S+)$", last).groups()
+    assert float(after) < 1e-6 < 1e-1 < float(before)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_row_keep_their_part_of_it():
+    last = last_lines("sequence_parallel.py", "--tokens", "512", "--sizes", "1", "2", "--size", "tiny")[-1]
+    kept = re.search(r"2 ranks ([\d.]+),", last)
+    assert kept and 0.4 < float(kept[1]) < 0.7

@@ -288,7 +288,8 @@ def _lengths(config: Config) -> Iterator[str]:
     if (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and of_ref is not None:
         passes["actor_rollout_ref.ref.log_prob_max_token_len"] = of_ref
     for key, limit in passes.items():
-        if limit < longest:
+        # So much of each rank; as many as share sequences have as much more.
+        if limit * actor.ulysses_sequence_parallel_size < longest:
             yield f"{key} ({limit}) is less than the longest sequence ({longest} = prompt + response tokens): raise it"
 
 

@@ -241,15 +241,16 @@ class Demand:
         width = 2 if model.dtype == "bfloat16" else 4
         trained = size if not model.lora_rank else _adapter_parameters(subject)
         optimizer = 8 + (4 if width == 2 else 0)  # two moments; the exact weights where they are rounded
-        own = trained * (width + optimizer) + size * width
+        own = trained * (4 + optimizer) + size * width  # gradients are float32
         needs_ref = actor.use_kl_loss or subject.config.algorithm.use_kl_in_reward
         ref = size * width if needs_ref and not model.lora_rank and not config.ref.offload else 0
         has_critic = subject.config.algorithm.adv_estimator == "gae" and not subject.config.critic.share_trunk
-        critic = size * (2 * width + optimizer) if has_critic else 0
+        critic = size * (4 + width + optimizer) if has_critic else 0
+        shards = min(actor.fsdp_size or subject.num_ranks, subject.num_ranks)
         return cls(
             weight_bytes=size * width,
-            checkpoint_bytes=size * width + trained * optimizer + critic,
-            state_bytes=(own + ref + critic) / subject.num_ranks,
+            checkpoint_bytes=size * width + trained * optimizer + (size * (width + optimizer) if has_critic else 0),
+            state_bytes=(own + ref + critic) / shards,
             activation_bytes=_activations(subject, width),
             cache_bytes=_cache(subject, width),
         )
@@ -285,7 +286,7 @@ def _activations(subject: Subject, width: int) -> float:
     config, sizes = subject.config.actor_rollout_ref, subject.module.config.get_text_config()
     actor = config.actor
     if actor.ppo_micro_batch_size is not None:
-        tokens = actor.ppo_micro_batch_size * subject.max_model_len
+        tokens = -(-actor.ppo_micro_batch_size * subject.max_model_len // actor.ulysses_sequence_parallel_size)
     else:
         tokens = min(
             actor.ppo_max_token_len, subject.config.data.train_batch_size * config.rollout.n * subject.max_model_len

@@ -76,7 +76,7 @@ class Trainable:
         self._host = HostWeights(module) if plan.param_offload else None
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         for parameter in self._parameters:
-            _add_up_in_float32(parameter)
+            add_up_in_float32(parameter)
         offload = plan.optimizer_offload and self.device.type != "cpu"
         if plan.optimizer_offload and not offload:
             _log.warning("%s.optimizer_offload has nothing to move: the optimizer's state is in CPU memory", plan.key)
@@ -293,7 +293,7 @@ def steps_of_actor(total_steps: int, critic_warmup: int) -> int:
     return max(1, total_steps - critic_warmup)
 
 
-def _add_up_in_float32(parameter: Tensor) -> None:
+def add_up_in_float32(parameter: Tensor) -> None:
     """Let gradients of micro-batches be added up in float32, whatever the parameter's precision: in bfloat16 what a
     micro-batch adds to the sum of many is mostly rounded away (benchmarks/gradient_accumulation.py)."""
     if parameter.dtype not in (torch.bfloat16, torch.float16):
