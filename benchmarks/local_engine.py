@@ -93,8 +93,8 @@ def run_generate(model: Any, work: list[Conversation], temperature: float = 1.0)
         mask = torch.tensor([[0] * (longest - len(streams[i])) + [1] * len(streams[i]) for i in active])
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         output = model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             max_new_tokens=max(work[i].turns[turn][0] for i in active),
             **(sampling if temperature else {"do_sample": False}),
         )
@@ -129,6 +129,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
@@ -137,7 +138,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    model = make_model()
+    model = make_model().to(args.device)
     print(
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )

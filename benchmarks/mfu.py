@@ -21,6 +21,7 @@ from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
 VOCAB = 151936
@@ -131,40 +132,45 @@ def matmul_peak(device: str, size: int = 8192, repetitions: int = 20) -> float:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.5B", "1.5B"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--tokens", type=int, default=32768, help="per update")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "flash_attention_2"))
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--share-prefixes", action="store_true", help="FLOPs then count shared tokens once per row")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the commands, with toy")
     args = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         sys.exit("mfu.py measures a GPU, and torch finds no CUDA device; the other benchmarks run without one")
-    peak = matmul_peak("cuda")
+    peak = matmul_peak("cuda") if on_gpu else matmul_peak("cpu", size=256, repetitions=2)
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix products {peak / 1e12:.0f} TFLOP/s",
+        f"{torch.cuda.get_device_name() if on_gpu else 'cpu'}, torch {torch.__version__}; matrix products "
+        f"{peak / 1e12:.0f} TFLOP/s",
         flush=True,
     )
     for name in args.shapes:
+        vocabulary = VOCAB if on_gpu else 1024
         for length in args.lengths:
-            model = make_policy(SHAPES[name], length, "cuda", args.attention)
+            model = make_policy(SHAPES[name], length, args.device, args.attention, vocabulary)
             if args.checkpointing:
                 model.gradient_checkpointing_enable()
-            batch = make_update_batch(length, args.tokens, VOCAB)
+            batch = make_update_batch(length, args.tokens, vocabulary)
             seconds = seconds_of_update(model, batch, args.repetitions, share=args.share_prefixes)
             flops = flops_of(model, batch)
-            memory = torch.cuda.max_memory_allocated() / 1e9
+            memory = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
             print(
                 f"{name}, {len(batch)} rows of {length}: {seconds:.2f} s, {flops / seconds / 1e12:.0f} TFLOP/s, "
                 f"MFU {flops / seconds / peak:.1%}, {memory:.0f} GB",
                 flush=True,
             )
             del model
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            if on_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

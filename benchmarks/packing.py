@@ -80,6 +80,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--size", default="tiny", help="of the model, see models.py")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
@@ -93,7 +94,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}, model {args.size}")
-    model = make_model(args.size, max_positions=4096)
+    model = make_model(args.size, max_positions=4096).to(args.device)
     files = [Path(name) for pattern in args.rollouts for name in sorted(glob.glob(pattern))]
     task = batch_of_rows(files) if args.rollouts else rollouts_of_the_default_task()
     lines = compare("default task", model, task, args.max_tokens, args.repetitions)

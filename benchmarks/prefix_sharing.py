@@ -87,6 +87,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--size", default="tiny", help="of the model, see models.py")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rows", type=int, default=128)
@@ -99,7 +100,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}, model {args.size}")
-    model = make_model(args.size, max_positions=4096)
+    model = make_model(args.size, max_positions=4096).to(args.device)
     lines = []
     for size in args.group_sizes:
         groups = max(1, args.rows // size)

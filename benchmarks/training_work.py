@@ -96,7 +96,7 @@ def train(model: Any, batch: TensorDict, parts: Sequence[torch.Tensor], passes: 
     model.zero_grad(set_to_none=True)
     start = time.perf_counter()
     for part in parts:
-        rows = batch[part]
+        rows = batch[part].to(model.device)
         output = forward_log_probs(
             model,
             rows[columns.INPUT_IDS],
@@ -107,6 +107,8 @@ def train(model: Any, batch: TensorDict, parts: Sequence[torch.Tensor], passes: 
             entropy_grad=False,
         )
         output.log_probs_BT.sum().backward()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 

@@ -8,9 +8,11 @@ import importlib.util
 import pytest
 import torch
 from test_log_probs import random_batch, tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_mt.modeling import head_log_probs as head
 from verl_mt.modeling.log_probs import forward_log_probs
+from verl_mt.modeling.packing import PackedRows
 from verl_mt.modeling.passes import PLAIN, Passes, choose_passes, use_passes
 from verl_mt.workers.optimizer import build_adamw, state_of
 
@@ -77,3 +79,21 @@ def test_an_offloaded_optimizer_steps_like_one_on_the_device(dtype):
         assert state_of(optimizer, parameter)["exp_avg"].device.type == ("cpu" if offload else "cuda")
         weights.append(parameter.detach())
     torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [False, True])
+def test_packed_rows_do_without_the_kernel_that_holds_all_scores(share, dtype):
+    """Forward and backward, with fewer key heads than query heads."""
+    prompt = list(range(1, 101))
+    ids = torch.tensor([[*prompt, *[row + 1] * 60] for row in range(4)], device="cuda")
+    row_N, position_N = (torch.arange(ids.shape[1], device="cuda") > 100).expand_as(ids).nonzero(as_tuple=True)
+    rows = PackedRows(ids, row_N, position_N, share=share)
+    size = rows.input_ids_1T.shape[1]
+    assert any(group.mask is not None for group in rows._groups) == share
+    query, key, value = (
+        torch.randn(1, heads, size, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        rows.attend(query, key, value, None, 0.0).sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (query, key, value))

@@ -86,13 +86,19 @@ MOVES = [
     "actor_rollout_ref.actor.entropy_coeff=1e-3",
 ]  # fmt: skip
 """In every step, also in one whose groups are all right or all wrong."""
+SHARED_ROWS = (
+    "actor_rollout_ref.actor.param_offload=True",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.actor.fsdp_size=1",
+)
 
 
 @pytest.mark.sglang
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
-def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path):
+@pytest.mark.parametrize("over_ranks", [(), SHARED_ROWS], ids=["", "shared rows, weights away during rollouts"])
+def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path, over_ranks):
     """After every update the engine's log-probs are those of the ranks' new weights, and far from those before."""
-    trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang", *MOVES)
+    trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang", *MOVES, *over_ranks)
     push, differences = trainer.weights.push, []
     modules = [copy.deepcopy(trainer.workers.policy_module)]
 

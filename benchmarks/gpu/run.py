@@ -1,0 +1,332 @@
+"""What verl_mt does on this GPU, in one command: tests, training, resume, speed and memory. One JSON of results.
+
+    python benchmarks/gpu/run.py [--out gpu_results] [--only STAGE ...] [--again STAGE ...] [--rehearse]
+
+Stages run one after the other, each in processes of its own with a limit of ten minutes. `results.json` in the output
+folder is written anew behind every stage: a run that was ended goes on with the next stage, and `--again` repeats some.
+A stage that fails is recorded with the end of its output, the others run all the same, and the command ends with 1.
+
+`--rehearse` runs all of it on a CPU, small, in minutes: it shows that the commands work, not what they measure. Neither
+verl_mt nor Ray nor SGLang need to be installed; `wheels.txt` names the packages that an image with torch and
+transformers lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+LIMIT_S = 600
+_TAIL = 4000
+"""Characters of a stage's output that are kept."""
+Command = tuple[str, ...]
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One entry of the results."""
+
+    name: str
+    what: str
+    on_gpu: Command
+    in_rehearsal: Command
+    read: Callable[[str, Path], Numbers]
+    """(what was printed, the folder it ran in) -> numbers."""
+
+    def command(self, rehearse: bool) -> list[str]:
+        return [sys.executable, *(self.in_rehearsal if rehearse else self.on_gpu)]
+
+
+# --- what is read of each
+
+
+def counts(text: str, folder: Path) -> Numbers:
+    """Of pytest's closing line."""
+    closing = next((line for line in reversed(text.splitlines()) if " in " in line and re.search(r"\d+ \w+", line)), "")
+    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", closing)}
+
+
+def training(text: str, folder: Path) -> Numbers:
+    """Rewards, seconds and memory of a run, of what it wrote."""
+    files = sorted(folder.rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    rows = [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
+    steps = [row for row in rows if "reward/mean" in row]
+    found: Numbers = {"steps": len(steps), **peak(text, folder)}
+    if steps:
+        found |= {"first reward": steps[0]["reward/mean"], "last reward": steps[-1]["reward/mean"]}
+        found["last step"] = steps[-1].get("step")
+        found["largest log-prob difference"] = max(row.get("rollout/logprob_diff_max", 0.0) for row in steps)
+    validations = {
+        name: value for row in rows for name, value in row.items() if name.startswith("val/") and "reward" in name
+    }
+    return found | dict(sorted(validations.items())[:4])
+
+
+def peak(text: str, folder: Path) -> Numbers:
+    """What `inside` printed at the end."""
+    said = re.search(r"^peak memory: ([\d.]+) GB \((.*)\), ([\d.]+) s$", text, re.MULTILINE)
+    return {"peak GB": float(said[1]), "of": said[2], "seconds in the trainer": float(said[3])} if said else {}
+
+
+def lines_with(*marks: str) -> Callable[[str, Path], Numbers]:
+    """The printed lines that have one of the marks: benchmarks end with such lines."""
+
+    def read(text: str, folder: Path) -> Numbers:
+        return {"lines": [line for line in text.splitlines() if any(mark in line for mark in marks)]}
+
+    return read
+
+
+# --- what there is
+
+
+def _train(name: str, device: str, *words: str) -> Command:
+    common = (f"trainer.device={device}", "trainer.default_local_dir=run", f"trainer.experiment_name={name}")
+    return (__file__, "--inside-trainer", *common, "trainer.progress=off", *words)
+
+
+def _mfu(shape: str, *words: str) -> tuple[Command, Command]:
+    script = str(REPO / "benchmarks" / "mfu.py")
+    small = ("--device", "cpu", "--shapes", "toy", "--lengths", "64", "--tokens", "256", "--repetitions", "1")
+    lengths = ("--lengths", "4096", "32768") if "--checkpointing" in words else ("--lengths", "4096", "8192")
+    return (script, "--shapes", shape, *lengths, *words), (script, *small, *words)
+
+
+def _benchmark(name: str, on_gpu: tuple[str, ...], in_rehearsal: tuple[str, ...]) -> tuple[Command, Command]:
+    script = str(REPO / "benchmarks" / name)
+    return (script, *on_gpu), (script, *in_rehearsal)
+
+
+def _stages() -> list[Stage]:
+    pytest = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q")
+    short = (
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=4",
+        "data.val_max_samples=8",
+    )
+    mark, bfloat16 = ("MFU",), "actor_rollout_ref.model.dtype=bfloat16"
+    mfu = [
+        Stage(f"mfu-{shape}{suffix}", f"update step, {shape}{said}", *_mfu(shape, *words), lines_with(*mark))
+        for shape in ("0.5B", "1.5B")
+        for suffix, said, words in (
+            ("", "", ()),
+            ("-checkpointing", ", activations recomputed", ("--checkpointing",)),
+            ("-prefixes", ", prefixes shared", ("--share-prefixes", "--checkpointing")),
+        )
+    ]
+    return [
+        Stage(
+            "tests",
+            "the tests marked gpu",
+            (*pytest, "-m", "gpu and not sglang and not ray", str(REPO / "tests")),
+            (
+                *pytest,
+                "-m",
+                "",
+                str(REPO / "tests/modeling/test_on_cuda.py"),
+                str(REPO / "tests/workers/test_optimizer.py"),
+            ),
+            counts,
+        ),
+        Stage(
+            "train-float32", "the default task", _train("float32", "cuda"), _train("float32", "cpu", *short), training
+        ),
+        Stage(
+            "train-bfloat16",
+            "the default task in bfloat16",
+            _train("bfloat16", "cuda", bfloat16),
+            _train("bfloat16", "cpu", bfloat16, *short),
+            training,
+        ),
+        Stage(
+            "resume",
+            "the first run goes on from its checkpoint",
+            _train("float32", "cuda", "trainer.total_training_steps=45"),
+            _train("float32", "cpu", *short[1:], "trainer.total_training_steps=3"),
+            training,
+        ),
+        *mfu,
+        Stage(
+            "log-prob-memory",
+            "log-probs behind a large vocabulary",
+            *_benchmark(
+                "log_prob_memory.py",
+                ("--device", "cuda", "--dtype", "bfloat16", "--hidden", "896"),
+                ("--shapes", "64x2000", "--hidden", "16", "--repetitions", "1"),
+            ),
+            lines_with(" of naive's memory"),
+        ),
+        Stage(
+            "packing",
+            "packed and padded passes",
+            *_benchmark("packing.py", ("--device", "cuda", "--size", "large"), ("--rows", "8", "--repetitions", "1")),
+            lines_with("packed / padded", "gradients differ"),
+        ),
+        Stage(
+            "prefix-sharing",
+            "prefixes once and in every row",
+            *_benchmark(
+                "prefix_sharing.py",
+                ("--device", "cuda", "--size", "large"),
+                ("--rows", "8", "--group-sizes", "4", "--repetitions", "1"),
+            ),
+            lines_with("not shared / shared", "gradients differ"),
+        ),
+        Stage(
+            "decode",
+            "tokens a second of the local engine, and of generate",
+            *_benchmark("local_engine.py", ("--device", "cuda"), ("--sequences", "4", "--repetitions", "1")),
+            lines_with("tokens/s", "local engine / generate"),
+        ),
+    ]
+
+
+# --- running them
+
+
+def run_stage(stage: Stage, folder: Path, rehearse: bool, limit_s: float) -> Numbers:
+    """One stage, to its end or its limit; never raises for what the stage does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, start = folder / f"{stage.name}.log", time.monotonic()
+    paths = [str(REPO), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            stage.command(rehearse),
+            cwd=folder,
+            env=os.environ | settings,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    status = "over the limit" if code is None else "ok" if code == 0 else "failed"
+    result: Numbers = {"what": stage.what, "status": status, "code": code, "rehearsal": rehearse}
+    result["seconds"] = round(time.monotonic() - start, 1)
+    result["command"] = stage.command(rehearse)[1:]
+    try:
+        result["numbers"] = stage.read(text, folder)
+    except (ValueError, KeyError, OSError) as error:
+        result |= {"status": "failed", "numbers": {}, "unreadable": f"{type(error).__name__}: {error}"}
+    if result["status"] != "ok":
+        result["output"] = text[-_TAIL:]
+    return result
+
+
+def environment() -> Numbers:
+    """The device and the versions."""
+    import torch
+    import transformers
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
+    gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "memory GB": round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1) if gpu else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def write(file: Path, results: Numbers) -> None:
+    """Whole or not at all."""
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    beside.replace(file)
+
+
+def read_results(file: Path, rehearse: bool) -> Numbers:
+    """What an earlier run has left; nothing, if it was a rehearsal and this is none, or the other way round."""
+    if not file.is_file():
+        return {"stages": {}}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        sys.exit(f"{file} is no JSON ({error}): move it away, or give another --out")
+    if any(stage["rehearsal"] != rehearse for stage in found["stages"].values()):
+        sys.exit(f"{file} is of {'a run on a GPU' if rehearse else 'a rehearsal'}: give another --out")
+    return found
+
+
+def run_inside_trainer(words: list[str]) -> int:
+    """`python -m verl_mt.trainer` in this process; then what it needed is printed."""
+    import runpy
+
+    start = time.monotonic()
+    sys.argv = ["verl_mt.trainer", *words]
+    try:
+        runpy.run_module("verl_mt.trainer", run_name="__main__")
+    finally:
+        import torch
+
+        asked = sorted({"ray", "sglang"} & sys.modules.keys())
+        if asked:
+            print(f"imported without being asked for: {', '.join(asked)}")
+        if torch.cuda.is_available():
+            used, of = torch.cuda.max_memory_allocated() / 1e9, "the GPU's"
+        else:
+            status = Path("/proc/self/status").read_text()
+            used, of = int(status.partition("VmHWM:")[2].split()[0]) / 1e6, "the process's"
+        print(f"peak memory: {used:.2f} GB ({of}), {time.monotonic() - start:.1f} s")
+    return 1 if asked else 0
+
+
+def main() -> int:
+    """The exit status: 0 if every stage of the results is well."""
+    if sys.argv[1:2] == ["--inside-trainer"]:
+        return run_inside_trainer(sys.argv[2:])
+    stages = _stages()
+    names = [stage.name for stage in stages]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of results and logs")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="STAGE", help="though it is done")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage")
+    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    results = read_results(out / "results.json", args.rehearse)
+    results["environment"] = environment()
+    if results["environment"]["device"] == "cpu" and not args.rehearse:
+        sys.exit("torch finds no CUDA device; --rehearse runs the same commands on the CPU, small")
+    out.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        done = results["stages"].get(stage.name, {}).get("status") == "ok"
+        if stage.name not in (*args.only, *args.again) or (done and stage.name not in args.again):
+            continue
+        print(f"{stage.name}: {stage.what} ...", end=" ", flush=True)
+        found = results["stages"][stage.name] = run_stage(stage, out / "work", args.rehearse, args.limit)
+        write(out / "results.json", results)
+        print(f"{found['status']}, {found['seconds']:.0f} s: {json.dumps(found['numbers'])}", flush=True)
+    wrong = [name for name, stage in results["stages"].items() if stage["status"] != "ok"]
+    missing = [name for name in names if name not in results["stages"]]
+    print(f"{out / 'results.json'}: {len(results['stages']) - len(wrong)} of {len(names)} stages are well", end="")
+    print("".join(f"; {what}: {', '.join(them)}" for what, them in (("wrong", wrong), ("not run", missing)) if them))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""benchmarks/gpu/run.py: what fails is recorded, what is done is not done again, and the commands work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "benchmarks" / "gpu" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("gpu_run", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_run"] = module  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(text: str) -> tuple[str, ...]:
+    return ("-c", text)
+
+
+def test_a_stage_that_fails_or_takes_too_long_is_recorded_with_its_output(command, tmp_path):
+    def stage(text, read=None):
+        read = read or command.lines_with("the la" + "st")  # a traceback shows the command
+        return command.Stage("name", "what", python("raise SystemExit(9)"), python(text), read)
+
+    good = command.run_stage(stage("print('first'); print('the last')"), tmp_path, True, 30)
+    assert (good["status"], good["numbers"], "output" in good) == ("ok", {"lines": ["the last"]}, False)
+    bad = command.run_stage(stage("print('the', 'last'); raise ValueError('no such kernel')"), tmp_path, True, 30)
+    assert (bad["status"], bad["code"], bad["numbers"]) == ("failed", 1, {"lines": ["the last"]})
+    assert "no such kernel" in bad["output"]
+    long = command.run_stage(stage("import time; print('begun', flush=True); time.sleep(60)"), tmp_path, True, 1.0)
+    assert (long["status"], long["code"]) == ("over the limit", None) and "begun" in long["output"]
+    unread = command.run_stage(stage("print()", read=lambda text, folder: {"x": {}["y"]}), tmp_path, True, 30)
+    assert unread["status"] == "failed" and "KeyError" in unread["unreadable"]
+    assert command.run_stage(stage(""), tmp_path, False, 30)["code"] == 9
+
+
+def test_numbers_are_read_where_the_commands_write_them(command, tmp_path):
+    assert command.counts("x\n=== 3 failed, 13 passed, 2 skipped in 4.20s ===\n", tmp_path) == {
+        "failed": 3, "passed": 13, "skipped": 2,
+    }  # fmt: skip
+    said = "a\npeak memory: 1.25 GB (the GPU's), 61.0 s\n"
+    assert command.peak(said, tmp_path) == {"peak GB": 1.25, "of": "the GPU's", "seconds in the trainer": 61.0}
+    assert command.training("", tmp_path) == {"steps": 0}
+
+
+def test_every_stage_has_a_name_of_its_own_and_both_commands_of_files_that_are_there(command):
+    stages = command._stages()
+    assert len({stage.name for stage in stages}) == len(stages) == 14
+    for stage in stages:
+        for words in (stage.on_gpu, stage.in_rehearsal):
+            assert words != () and all(Path(word).exists() for word in words if word.startswith(str(REPO)))
+
+
+def test_wheels_are_what_the_project_needs_and_neither_ray_nor_sglang():
+    lines = (SCRIPT.parent / "wheels.txt").read_text().splitlines()
+    names = {line.partition("==")[0].replace("_", "-") for line in lines if line and not line.startswith("#")}
+    assert {"hydra-core", "omegaconf", "tensordict", "pydantic", "jsonschema", "docstring-parser"} <= names
+    assert not names & {"ray", "sglang", "torch", "transformers"}
+
+
+@pytest.mark.slow
+def test_stages_that_are_done_are_not_done_again(tmp_path):
+    def rehearse(*words):
+        out = ("--out", str(tmp_path))
+        done = subprocess.run([sys.executable, str(SCRIPT), *out, *words], capture_output=True, text=True)
+        return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
+
+    code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
+    assert code == 0 and "1 of 14 stages are well; not run: tests, train-float32" in printed, printed
+    first = results["stages"]["log-prob-memory"]
+    assert first["status"] == "ok" and "recomputed" in first["numbers"]["lines"][0]
+    assert results["environment"]["torch"] and results["environment"]["device"]
+    code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory", "mfu-0.5B")
+    assert code == 0 and "log-prob-memory:" not in printed and results["stages"]["log-prob-memory"] == first
+    assert "MFU" in results["stages"]["mfu-0.5B"]["numbers"]["lines"][0]
+    refused = subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path)], capture_output=True, text=True)
+    assert refused.returncode and "is of a rehearsal: give another --out" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_trainer_runs_without_ray_and_sglang_and_tells_its_memory(tmp_path):
+    small = ("trainer.total_training_steps=1", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.device=cpu")
+    command = [sys.executable, str(SCRIPT), "--inside-trainer", *small, "trainer.default_local_dir=run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "peak memory: " in done.stdout.splitlines()[-1] and "imported without" not in done.stdout
