@@ -109,89 +109,72 @@ def _benchmark(name: str, on_gpu: tuple[str, ...], in_rehearsal: tuple[str, ...]
     return (script, *on_gpu), (script, *in_rehearsal)
 
 
-def _stages() -> list[Stage]:
-    pytest = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q")
+def _runs() -> list[Stage]:
+    """Of the trainer."""
     short = (
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=-1",
-        "data.train_batch_size=4",
-        "data.val_max_samples=8",
+        "trainer.total_training_steps=2", "trainer.test_freq=-1", "data.train_batch_size=4", "data.val_max_samples=8",
+    )  # fmt: skip
+    bfloat16 = "actor_rollout_ref.model.dtype=bfloat16"
+    more, one_more = ("trainer.total_training_steps=45",), (*short[1:], "trainer.total_training_steps=3")
+    table = (
+        ("train-float32", "the default task", "float32", (), short),
+        ("train-bfloat16", "the default task in bfloat16", "bfloat16", (bfloat16,), (bfloat16, *short)),
+        ("resume", "the first run goes on from its checkpoint", "float32", more, one_more),
     )
-    mark, bfloat16 = ("MFU",), "actor_rollout_ref.model.dtype=bfloat16"
-    mfu = [
-        Stage(f"mfu-{shape}{suffix}", f"update step, {shape}{said}", *_mfu(shape, *words), lines_with(*mark))
-        for shape in ("0.5B", "1.5B")
-        for suffix, said, words in (
-            ("", "", ()),
-            ("-checkpointing", ", activations recomputed", ("--checkpointing",)),
-            ("-prefixes", ", prefixes shared", ("--share-prefixes", "--checkpointing")),
-        )
-    ]
     return [
-        Stage(
-            "tests",
-            "the tests marked gpu",
-            (*pytest, "-m", "gpu and not sglang and not ray", str(REPO / "tests")),
-            (
-                *pytest,
-                "-m",
-                "",
-                str(REPO / "tests/modeling/test_on_cuda.py"),
-                str(REPO / "tests/workers/test_optimizer.py"),
-            ),
-            counts,
-        ),
-        Stage(
-            "train-float32", "the default task", _train("float32", "cuda"), _train("float32", "cpu", *short), training
-        ),
-        Stage(
-            "train-bfloat16",
-            "the default task in bfloat16",
-            _train("bfloat16", "cuda", bfloat16),
-            _train("bfloat16", "cpu", bfloat16, *short),
-            training,
-        ),
-        Stage(
-            "resume",
-            "the first run goes on from its checkpoint",
-            _train("float32", "cuda", "trainer.total_training_steps=45"),
-            _train("float32", "cpu", *short[1:], "trainer.total_training_steps=3"),
-            training,
-        ),
-        *mfu,
-        Stage(
-            "log-prob-memory",
-            "log-probs behind a large vocabulary",
-            *_benchmark(
-                "log_prob_memory.py",
-                ("--device", "cuda", "--dtype", "bfloat16", "--hidden", "896"),
-                ("--shapes", "64x2000", "--hidden", "16", "--repetitions", "1"),
-            ),
-            lines_with(" of naive's memory"),
-        ),
-        Stage(
-            "packing",
-            "packed and padded passes",
-            *_benchmark("packing.py", ("--device", "cuda", "--size", "large"), ("--rows", "8", "--repetitions", "1")),
-            lines_with("packed / padded", "gradients differ"),
-        ),
-        Stage(
-            "prefix-sharing",
-            "prefixes once and in every row",
-            *_benchmark(
-                "prefix_sharing.py",
-                ("--device", "cuda", "--size", "large"),
-                ("--rows", "8", "--group-sizes", "4", "--repetitions", "1"),
-            ),
-            lines_with("not shared / shared", "gradients differ"),
-        ),
-        Stage(
-            "decode",
-            "tokens a second of the local engine, and of generate",
-            *_benchmark("local_engine.py", ("--device", "cuda"), ("--sequences", "4", "--repetitions", "1")),
-            lines_with("tokens/s", "local engine / generate"),
-        ),
+        Stage(name, what, _train(run, "cuda", *words), _train(run, "cpu", *small), training)
+        for name, what, run, words, small in table
     ]
+
+
+def _updates() -> list[Stage]:
+    """`mfu.py`."""
+    ways = (
+        ("", "", ()),
+        ("-checkpointing", ", activations recomputed", ("--checkpointing",)),
+        ("-prefixes", ", prefixes shared", ("--share-prefixes", "--checkpointing")),
+    )
+    return [
+        Stage(f"mfu-{shape}{suffix}", f"update step, {shape}{said}", *_mfu(shape, *words), lines_with("MFU"))
+        for shape in ("0.5B", "1.5B")
+        for suffix, said, words in ways
+    ]
+
+
+def _benchmarks() -> list[Stage]:
+    """That compare two ways on the device."""
+    cuda, once = ("--device", "cuda"), ("--repetitions", "1")
+    tokens_and_width = ("--shapes", "64x2000", "--hidden", "16")
+    table = (
+        (
+            "log-prob-memory", "log-probs behind a large vocabulary", "log_prob_memory.py",
+            (*cuda, "--dtype", "bfloat16", "--hidden", "896"), tokens_and_width, (" of naive's memory",),
+        ),
+        (
+            "packing", "packed and padded passes", "packing.py",
+            (*cuda, "--size", "large"), ("--rows", "8"), ("packed / padded", "gradients differ"),
+        ),
+        (
+            "prefix-sharing", "prefixes once and in every row", "prefix_sharing.py", (*cuda, "--size", "large"),
+            ("--rows", "8", "--group-sizes", "4"), ("not shared / shared", "gradients differ"),
+        ),
+        (
+            "decode", "tokens a second of the local engine, and of generate", "local_engine.py",
+            cuda, ("--sequences", "4"), ("tokens/s", "local engine / generate"),
+        ),
+    )  # fmt: skip
+    return [
+        Stage(name, what, *_benchmark(file, on_gpu, (*small, *once)), lines_with(*marks))
+        for name, what, file, on_gpu, small, marks in table
+    ]
+
+
+def _stages() -> list[Stage]:
+    pytest = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-m")
+    small = [str(REPO / "tests" / file) for file in ("modeling/test_on_cuda.py", "workers/test_optimizer.py")]
+    on_gpu = (*pytest, "gpu and not sglang and not ray", str(REPO / "tests"))
+    tests = Stage("tests", "the tests marked gpu", on_gpu, (*pytest, "", *small), counts)
+    return [tests, *_runs(), *_updates(), *_benchmarks()]
 
 
 # --- running them

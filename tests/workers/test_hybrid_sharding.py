@@ -50,3 +50,15 @@ def test_tied_weights_go_and_come_once():
     actor.bring()
     assert all(torch.equal(p, before[name]) for name, p in actor.module.named_parameters())
     assert len(HostWeights(actor.module)._storages) == len(before)
+
+
+def test_memory_of_a_file_that_was_opened_stays(tmp_path):
+    """`from_pretrained` may map a file instead of reading it; such memory cannot be let go."""
+    policy = tiny_policy()
+    policy.save_pretrained(tmp_path)
+    mapped = type(policy).from_pretrained(tmp_path)
+    assert not all(p.untyped_storage().resizable() for p in mapped.parameters())
+    host = HostWeights(mapped)
+    host.put_away()
+    host.bring()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(mapped.parameters(), policy.parameters(), strict=True))

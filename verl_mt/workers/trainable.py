@@ -233,13 +233,15 @@ class HostWeights:
     them, so that optimizer and FSDP2 need not know. In between nobody may read one: there is no memory behind it.
 
     Args:
-        module: on any device; on the CPU there is nothing to save, and it works all the same.
+        module: on any device; on the CPU there is nothing to save, and it works all the same, but for memory of a file
+            that was opened and not read, which stays.
     """
 
     def __init__(self, module: nn.Module):
         local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
         storages = [tensor.untyped_storage() for tensor in local]
-        self._storages = [*{storage._cdata: storage for storage in storages}.values()]  # tied ones once
+        tied_once = {storage._cdata: storage for storage in storages}.values()
+        self._storages = [storage for storage in tied_once if storage.resizable()]
         self._kept: list[Tensor] = []
 
     def put_away(self) -> None:
