@@ -233,30 +233,29 @@ class HostWeights:
     them, so that optimizer and FSDP2 need not know. In between nobody may read one: there is no memory behind it.
 
     Args:
-        module: on any device; on the CPU there is nothing to save, and it works all the same, but for memory of a file
-            that was opened and not read, which stays.
+        module: on any device; on the CPU there is nothing to save, and it works all the same, but for memory that
+            others have too (of a file that was opened and not read, or that an engine reads), which stays.
     """
 
     def __init__(self, module: nn.Module):
         local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
         storages = [tensor.untyped_storage() for tensor in local]
-        tied_once = {storage._cdata: storage for storage in storages}.values()
-        self._storages = [storage for storage in tied_once if storage.resizable()]
-        self._kept: list[Tensor] = []
+        self._storages = [*{storage._cdata: storage for storage in storages}.values()]  # tied ones once
+        self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def put_away(self) -> None:
         """Idempotent."""
         if self._kept:
             return
         for storage in self._storages:
-            on_gpu = storage.device.type == "cuda"
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-            self._kept.append(host.copy_(_as_bytes(storage)))
-            storage.resize_(0)
+            if storage.resizable():
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                self._kept.append((storage, host.copy_(_as_bytes(storage))))
+                storage.resize_(0)
 
     def bring(self) -> None:
         """Idempotent."""
-        for storage, host in zip(self._storages, self._kept):
+        for storage, host in self._kept:
             storage.resize_(host.nbytes)
             _as_bytes(storage).copy_(host)
         self._kept = []
