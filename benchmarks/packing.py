@@ -46,10 +46,11 @@ def compare(name: str, model: Any, batch: Any, max_tokens: int, repetitions: int
 
     rows, lengths = torch.arange(len(batch)), batch[columns.ATTENTION_MASK].sum(1)
     real = int(lengths.sum())
-    packed = split_rows(batch, rows, max_tokens=max_tokens, max_rows=None, packed=True)
+    sizes = (lengths, batch[columns.PROMPT_INDEX], rows)
+    packed = split_rows(*sizes, max_tokens=max_tokens, max_rows=None, packed=True)
     ways = {
         "padded, as they come": (in_order(batch, max_tokens), PLAIN),
-        "padded, sorted": (split_rows(batch, rows, max_tokens=max_tokens, max_rows=None), PLAIN),
+        "padded, sorted": (split_rows(*sizes, max_tokens=max_tokens, max_rows=None), PLAIN),
         "packed": (packed, Passes(packed=True, share_prefixes=False)),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -56,8 +56,8 @@ def compare(name: str, model: Any, batch: Any, repetitions: int) -> str:
     from verl_mt.workers.micro_batch import split_rows
 
     batch = batch[batch[columns.LOSS_MASK].any(1)]
-    rows = torch.arange(len(batch))
-    packed, padded = (split_rows(batch, rows, max_tokens=16384, max_rows=None, packed=p) for p in (True, False))
+    sizes = (batch[columns.ATTENTION_MASK].sum(1), batch[columns.PROMPT_INDEX], torch.arange(len(batch)))
+    packed, padded = (split_rows(*sizes, max_tokens=16384, max_rows=None, packed=p) for p in (True, False))
     ways = {
         "packed, not shared": (packed, Passes(packed=True, share_prefixes=False)),
         "packed, shared": (packed, Passes(packed=True, share_prefixes=True)),

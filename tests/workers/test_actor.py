@@ -314,7 +314,7 @@ def test_a_saved_and_loaded_worker_goes_on_bit_for_bit(policy, kwargs, dtype, tm
 def test_mini_batches_hold_whole_prompts_and_every_row_once_per_epoch(policy):
     actor = worker(policy, ppo_mini_batch_size=2, ppo_epochs=2)
     batch = make_batch(REWARDS, records=2)
-    parts = list(actor._mini_batches(batch))
+    parts = list(actor._mini_batches(batch[col.PROMPT_INDEX]))
     assert len(parts) == 4
     for epoch in (parts[:2], parts[2:]):
         assert sorted(torch.cat(epoch).tolist()) == list(range(len(batch)))

@@ -306,6 +306,7 @@ def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
     """The mean is over executions, so the slopes are scaled by their number and not by that of trajectories."""
     from verl_mt.algorithms.aggregate import token_weights
     from verl_mt.workers.loss import WholeMiniBatch, group_contrast
+    from verl_mt.workers.shares import Share
 
     batch = shared_executions()
     owner, execution = batch[col.TRAJECTORY_INDEX], batch[col.EXECUTION_INDEX]
@@ -313,7 +314,7 @@ def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
     old = batch[col.ROLLOUT_LOG_PROBS].double()
     shift = 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     new = (old + shift).requires_grad_()
-    whole = WholeMiniBatch(batch, rows, mask, old, lambda _: new.detach(), torch.Generator())
+    whole = WholeMiniBatch.of(Share.alone(batch), rows, old, lambda share, rows: new.detach())
     slopes = group_contrast(whole, real_tau=0.5)["slope_B"].double()
     weights = token_weights(mask, execution, mode="seq-mean-token-mean", norm_constant=None)
     (found,) = torch.autograd.grad((weights * slopes[:, None] * torch.where(mask, new - old, 0.0)).sum(), new)

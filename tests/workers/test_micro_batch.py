@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
-from verl_mt.data import batch as col
 from verl_mt.workers.micro_batch import split_rows
 
 
@@ -20,10 +18,9 @@ from verl_mt.workers.micro_batch import split_rows
 )
 def test_every_row_once_and_within_the_limits(rows, max_tokens, max_rows, packed):
     lengths = torch.tensor([length for length, _ in rows])
-    mask = torch.arange(12) < lengths.unsqueeze(1)
     prompts = torch.tensor([prompt for _, prompt in rows])
-    batch = TensorDict({col.ATTENTION_MASK: mask, col.PROMPT_INDEX: prompts}, batch_size=[len(rows)])
-    parts = split_rows(batch, torch.arange(len(rows)), max_tokens=max_tokens, max_rows=max_rows, packed=packed)
+    limits = {"max_tokens": max_tokens, "max_rows": max_rows, "packed": packed}
+    parts = split_rows(lengths, prompts, torch.arange(len(rows)), **limits)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(rows)))
     for part in parts:
         tokens = int(lengths[part].sum()) if packed else len(part) * int(lengths[part].max())
@@ -32,18 +29,15 @@ def test_every_row_once_and_within_the_limits(rows, max_tokens, max_rows, packed
 
 
 def test_rows_that_are_packed_fill_a_micro_batch_with_their_own_tokens_only():
-    mask = torch.arange(100) < torch.tensor([[100], [10], [10], [10]])
-    batch = TensorDict({col.ATTENTION_MASK: mask, col.PROMPT_INDEX: torch.zeros(4)}, batch_size=[4])
+    lengths, prompts = torch.tensor([100, 10, 10, 10]), torch.zeros(4)
     sizes = [
-        [len(part) for part in split_rows(batch, torch.arange(4), max_tokens=130, max_rows=None, packed=packed)]
+        [len(p) for p in split_rows(lengths, prompts, torch.arange(4), max_tokens=130, max_rows=None, packed=packed)]
         for packed in (False, True)
     ]
     assert sizes == [[3, 1], [4]]
 
 
 def test_rows_of_a_prompt_stay_together():
-    batch = TensorDict(
-        {col.ATTENTION_MASK: torch.ones(6, 4), col.PROMPT_INDEX: torch.tensor([0, 1, 0, 1, 0, 1])}, batch_size=[6]
-    )
-    parts = split_rows(batch, torch.arange(6), max_tokens=12, max_rows=None)
-    assert [batch[col.PROMPT_INDEX][p].unique().tolist() for p in parts] == [[0], [1]]
+    prompts = torch.tensor([0, 1, 0, 1, 0, 1])
+    parts = split_rows(torch.full((6,), 4), prompts, torch.arange(6), max_tokens=12, max_rows=None)
+    assert [prompts[p].unique().tolist() for p in parts] == [[0], [1]]

@@ -8,12 +8,14 @@ import time
 from types import SimpleNamespace
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from actor_toys import make_batch
+from tensordict import NonTensorStack
 
 from verl_mt.data import batch as columns
 from verl_mt.data.media import MediaInput
 from verl_mt.workers import ray_group
 from verl_mt.workers.ray_group import RayWorkerGroup
+from verl_mt.workers.sharding import ALONE
 
 
 class Rank:
@@ -46,12 +48,14 @@ def test_an_update_and_weights_for_an_engine_that_comes_back_do_not_cross():
     group._workers = []
 
 
-def test_a_worker_of_its_own_process_is_sent_the_images_of_the_rows(monkeypatch):
+def test_a_worker_of_its_own_process_is_sent_the_images_of_the_rows():
     seen = columns.RowMedia((MediaInput("image", 0, 1, {"pixel_values": torch.ones(2, 2)}),))
-    batch = TensorDict({columns.INPUT_IDS: torch.zeros(2, 3, dtype=torch.int64)}, [2])
+    batch = make_batch([[1.0, 0.0]])
     batch[columns.MEDIA] = NonTensorStack(seen, columns.RowMedia())
-    put = ray_group.ray.cloudpickle.dumps
-    monkeypatch.setattr(ray_group.ray, "put", lambda sent: ray_group.ray.cloudpickle.loads(put(sent)))
-    arrived = columns.media_of(RayWorkerGroup._sent(RayWorkerGroup.__new__(RayWorkerGroup), batch))
+    group = RayWorkerGroup.__new__(RayWorkerGroup)
+    config = SimpleNamespace(actor=SimpleNamespace(ppo_mini_batch_size=None))
+    group._setup = SimpleNamespace(config=config, ranks=lambda rank: ALONE)
+    (share,) = group._shares(batch, for_update=True)
+    arrived = columns.media_of(ray_group.ray.cloudpickle.loads(ray_group.ray.cloudpickle.dumps(share)).rows)
     assert arrived is not None and [len(row.inputs) for row in arrived] == [1, 0]
     assert arrived[0].inputs[0].tensors["pixel_values"].tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -14,11 +14,13 @@ from verl_mt.algorithms.masked import at_least_quantile
 from verl_mt.data import batch as col
 from verl_mt.workers.micro_batch import compute_log_probs
 from verl_mt.workers.sharding import ALONE
+from verl_mt.workers.shares import Share
 
 
 def entropies(batch):
     rows = torch.arange(len(batch))
-    return compute_log_probs(copy.deepcopy(tiny_policy()), batch, rows, temperature=1.0, max_tokens=999, entropy=True)
+    policy, share = copy.deepcopy(tiny_policy()), Share.alone(batch)
+    return compute_log_probs(policy, share, rows, temperature=1.0, max_tokens=999, entropy=True)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])

@@ -39,20 +39,41 @@ def token_weights(
     Raises:
         ValueError: unknown mode, or a missing or non-positive `norm_constant`.
     """
+    mask = mask_BT.bool()
+    weights_B = row_weights(mask.sum(1), trajectory_index_B, mode=mode, norm_constant=norm_constant)
+    return mask.float() * weights_B.unsqueeze(1)
+
+
+def row_weights(
+    tokens_B: Tensor, trajectory_index_B: Tensor, *, mode: str, norm_constant: float | None = None
+) -> Tensor:
+    """The weight of each token of a row: it is the same for all of them, in every mode.
+
+    Args:
+        tokens_B: how many tokens of the loss each row of the WHOLE mini-batch has.
+        trajectory_index_B, mode, norm_constant: see `token_weights`.
+
+    Returns:
+        float32 [B].
+
+    Raises:
+        ValueError: as `token_weights`.
+    """
     if mode not in MODES:
         raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(MODES)}")
-    weights = mask_BT.bool().float()
+    tokens_B = tokens_B.float()
+    one_B = torch.ones_like(tokens_B)
     if mode == "token-mean":
-        return weights / weights.sum().clamp(min=1)
-    tokens_N, row_B = tokens_per_trajectory(mask_BT, trajectory_index_B)
+        return one_B / tokens_B.sum().clamp(min=1)
+    tokens_N, row_B = _summed(tokens_B, trajectory_index_B)
     num_trajectories = (tokens_N > 0).sum().clamp(min=1)
     if mode == "seq-mean-token-mean":
-        return weights / tokens_N[row_B].clamp(min=1).unsqueeze(1) / num_trajectories
+        return one_B / tokens_N[row_B].clamp(min=1) / num_trajectories
     if mode == "seq-mean-token-sum":
-        return weights / num_trajectories
+        return one_B / num_trajectories
     if norm_constant is None or norm_constant <= 0:
         raise ValueError(f"{mode} needs a positive norm_constant (the longest response in tokens), got {norm_constant}")
-    return weights / (num_trajectories * norm_constant)
+    return one_B / (num_trajectories * norm_constant)
 
 
 def tokens_per_trajectory(mask_BT: Tensor, trajectory_index_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +82,10 @@ def tokens_per_trajectory(mask_BT: Tensor, trajectory_index_B: Tensor) -> tuple[
     Returns:
         float32 [N] counts, and int64 [B] the place of each row's trajectory in them.
     """
+    return _summed(mask_BT.bool().float().sum(1), trajectory_index_B)
+
+
+def _summed(tokens_B: Tensor, trajectory_index_B: Tensor) -> tuple[Tensor, Tensor]:
     _, row_B = torch.unique(trajectory_index_B, return_inverse=True)
-    counts = torch.zeros(int(row_B.max()) + 1 if len(row_B) else 0, device=mask_BT.device)
-    return counts.index_add(0, row_B, mask_BT.bool().float().sum(1)), row_B
+    counts = torch.zeros(int(row_B.max()) + 1 if len(row_B) else 0, device=tokens_B.device)
+    return counts.index_add(0, row_B, tokens_B), row_B

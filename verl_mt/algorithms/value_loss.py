@@ -35,7 +35,9 @@ def value_loss(
         return 0.5 * plain, torch.zeros_like(plain)
     held = old_values + (values - old_values).clamp(-cliprange, cliprange)
     clipped = (held - returns) ** 2
-    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).to(plain.dtype)
+    # Within the range `held` is V but for a rounding, which is no clip.
+    decides = (clipped > plain) & ((values - old_values).abs() > cliprange)
+    return 0.5 * torch.maximum(plain, clipped), decides.to(plain.dtype)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class PolicyLoss:
     """How its paper makes one number of the tokens' losses: what `loss_agg_mode` is where it is not given."""
     over_mini_batch: str | None = None
     """Path of a function that looks at the whole mini-batch before it is split (`workers.loss.WholeMiniBatch`), with
-    options and clip ranges by name, and returns further arguments of `function`, a row for each row of the batch."""
+    options and clip ranges by name, and returns further arguments of `function`, a row for each of its rows."""
     looks_ahead: bool = False
     """What it makes of a token depends on the tokens after it in its row."""
     by_trajectory: bool = False

@@ -18,9 +18,11 @@ from verl_mt.config.actor import ActorConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import DataError
 from verl_mt.modeling import lora
-from verl_mt.workers.loss import ActorLoss, MicroBatchLoss
+from verl_mt.workers.loss import ActorLoss, MicroBatchLoss, WholeMiniBatch
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
+from verl_mt.workers.rollout_correction import RolloutCorrection, with_log_probs
 from verl_mt.workers.sharding import ALONE, Ranks, dummy_pass, expect_backward, model_of, packs, score
+from verl_mt.workers.shares import Census, Share, for_whole, share_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
 
 
@@ -29,8 +31,9 @@ class ActorWorker(Trainable):
 
     The module stays in eval mode: dropout would make the policy that is trained another one than the one that sampled.
 
-    With a sharded module there is one such worker per rank. `update` and `compute_log_probs` are collective then:
-    every rank is given the same batch, trains on its share of the rows, and returns the same numbers.
+    With a sharded module there is one such worker per rank, and what it does is collective: every rank trains on its
+    `Share` of the rows, and returns the same numbers. `update` and `compute_log_probs` take the whole batch, on every
+    rank; `train` and `log_probs` take the share alone.
 
     Args:
         module: a Hugging Face causal language model (the local engine decodes with the same object), or a
@@ -93,12 +96,28 @@ class ActorWorker(Trainable):
             DataError: a column is missing.
             VerlMTError: loss or gradient was not finite three times in a row.
         """
-        here = self._prepare(batch)
+        whole = batch.exclude(columns.OLD_LOG_PROBS, columns.CLIPPED, *columns.ID_COLUMNS)
+        share = share_of(whole, self.ranks, self.first_mini_batches)
+        metrics, filled = self.train(share)
+        everything = torch.arange(len(batch))
+        for name, column in filled.items():
+            batch[name] = share.together(column, everything).to(batch.device or "cpu")
+        return metrics | against_sampler(batch, self.loss.correction)
+
+    def train(self, share: Share) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """`update` on this rank's rows.
+
+        Returns:
+            What `update` returns, but for what compares with the sampler (`against_sampler`, of the whole batch); and
+            the columns that it fills in [b, T].
+        """
+        here = self._prepare(share.rows)
+        share, census = replace(share, rows=here), share.census
         metrics = UpdateMetrics()
-        active_B = self._active_rows(here, metrics)
-        metrics.covers(here, active_B if active_B.any() else here[columns.LOSS_MASK].any(1))
-        old_BT = self._old_log_probs(here, active_B)
-        for number, rows in enumerate(self._mini_batches(here)):
+        active_B = self._active_rows(census, metrics)
+        metrics.covers(census, active_B if active_B.any() else census.num_in_loss_B > 0)
+        old_bT = self._old_log_probs(share, active_B)
+        for number, rows in enumerate(self._mini_batches(census.prompt_B)):
             metrics.lr = self._set_lr(number)
             active = rows[active_B[rows]]
             if len(active) == 0:
@@ -107,28 +126,25 @@ class ActorWorker(Trainable):
             # loss with a kink at 1 would make a gradient of full size: it gets exactly 1.
             exactly_one = self.loss.record.kinked and metrics.num_updates == 0
             self.optimizer.zero_grad(set_to_none=True)
-            loss, seen_BT = self._forward_backward(
-                here, rows, active, self._asked_old(here) if exactly_one else old_BT, metrics
+            loss, seen_bT = self._forward_backward(
+                share, rows, active, self._asked_old(here) if exactly_one else old_bT, metrics
             )
             if number == 0:  # these are log-probs of before the first change too
-                before_BT, seen_BT = here[columns.OLD_LOG_PROBS], self.ranks.merge(seen_BT)
-                before_BT.copy_(torch.where(torch.isnan(seen_BT), before_BT, seen_BT))
+                before_bT = here[columns.OLD_LOG_PROBS]
+                before_bT.copy_(torch.where(torch.isnan(seen_bT), before_bT, seen_bT))
             metrics.updated(self._step(self.ranks.sum(loss)))
         if not active_B.any():
-            self._measure(here, old_BT, metrics)
+            self._measure(share, old_bT, metrics)
         self._num_batches += 1
-        metrics.log_prob_difference(here)
-        if self.loss.correction is not None:
-            metrics.add_final(self.loss.correction.metrics(here[columns.OLD_LOG_PROBS], here))
-        batch[columns.OLD_LOG_PROBS] = here[columns.OLD_LOG_PROBS].to(batch.device or "cpu")
-        batch[columns.CLIPPED] = self.ranks.merge(here[columns.CLIPPED]).to(batch.device or "cpu")
-        return metrics.summary(self.ranks)
+        return metrics.summary(self.ranks), {name: here[name] for name in (columns.OLD_LOG_PROBS, columns.CLIPPED)}
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
         """[B, T] of the current weights where the loss mask is set, 0 elsewhere, on the batch's device."""
-        here = batch.to(self.device)
-        rows = torch.arange(len(here), device=self.device)
-        return self._compute_log_probs(here, rows).to(batch.device or "cpu")
+        return for_whole(batch, self.ranks, self.log_probs)
+
+    def log_probs(self, share: Share) -> Tensor:
+        """`compute_log_probs` of this rank's rows [b, T]."""
+        return self._compute_log_probs(share.to(self.device), torch.arange(len(share.census)))
 
     def progress(self) -> dict[str, Any]:
         return {"lora": lora.describe(lora.lora_of(model_of(self.module))), **super().progress()}
@@ -142,39 +158,39 @@ class ActorWorker(Trainable):
         lora.require_same(progress.get("lora"), lora.lora_of(model_of(self.module)))
         super().load_progress(progress)
 
-    def _prepare(self, batch: TensorDict) -> TensorDict:
+    def _prepare(self, rows: TensorDict) -> TensorDict:
         needed = [columns.ADVANTAGES, *([columns.REF_LOG_PROBS] if self.config.use_kl_loss else [])]
-        missing = [name for name in needed if name not in batch.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
+        missing = [name for name in needed if name not in rows.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
         if missing:
             raise DataError(f"the batch has no column {', '.join(missing)}; fill it in before the update")
-        here = batch.exclude(columns.OLD_LOG_PROBS, columns.CLIPPED, *columns.ID_COLUMNS).to(self.device)
+        here = rows.copy().to(self.device)
         here[columns.OLD_LOG_PROBS] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         here[columns.CLIPPED] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         here[columns.ADVANTAGES] = masked_fill_zero(here[columns.ADVANTAGES], here[columns.LOSS_MASK])
         return here
 
-    def _active_rows(self, here: TensorDict, metrics: UpdateMetrics) -> Tensor:
-        """Which rows go through the model."""
-        in_loss_B = here[columns.LOSS_MASK].any(1)
+    def _active_rows(self, census: Census, metrics: UpdateMetrics) -> Tensor:
+        """bool [B]: which rows go through the model."""
+        in_loss_B = census.num_in_loss_B > 0
         terms = self.config.use_kl_loss or self.config.entropy_coeff != 0
         if not self.config.skip_zero_advantage or terms or self.loss.record.moves_without_advantage:
             return in_loss_B
-        moved_B = (here[columns.ADVANTAGES] != 0).any(1)
+        moved_B = census.moves_B
         if self.loss.record.by_trajectory:
             # A trajectory's ratio is over all its records, and needs the old log-probs of each.
-            trajectory_B = here[columns.TRAJECTORY_INDEX]
-            moved_B = torch.isin(trajectory_B, trajectory_B[moved_B])
+            moved_B = torch.isin(census.trajectory_B, census.trajectory_B[moved_B])
         metrics.num_skipped = int((in_loss_B & ~moved_B).sum())
         return in_loss_B & moved_B
 
-    def _old_log_probs(self, here: TensorDict, active_B: Tensor) -> Tensor:
-        """[B, T] that ratios are taken to; NaN = the current ones, detached.
+    def _old_log_probs(self, share: Share, active_B: Tensor) -> Tensor:
+        """[b, T] that ratios are taken to; NaN = the current ones, detached.
 
         What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
         """
+        here, census = share.rows, share.census
         mini, correction = self.config.ppo_mini_batch_size, self.loss.correction
         whole = correction is not None and correction.needs_batch
-        one_update = self.config.ppo_epochs == 1 and num_mini_batches(_num_prompts(here), mini) == 1
+        one_update = self.config.ppo_epochs == 1 and num_mini_batches(len(torch.unique(census.prompt_B)), mini) == 1
         # With a single update the policy that is updated is the one that would be asked: its log-probs are the old ones
         # to the bit, and a pass is saved. With `never` they are computed all the same, as other libraries do.
         on_policy = one_update and self.config.use_sampler_log_probs != "never"
@@ -183,26 +199,34 @@ class ActorWorker(Trainable):
             return old
         # A correction decides over trajectories and the batch, so it needs the rows that move nothing too. Ratios are
         # nevertheless taken to the current log-probs where the step is on-policy: its own were of another pass.
-        needed_BT = here[columns.LOSS_MASK] & (active_B.unsqueeze(1) | whole) & torch.isnan(old)
-        rows = needed_BT.any(1).nonzero().squeeze(1)
+        rows = ((active_B | whole) & self._lacks_old(census)).nonzero().squeeze(1)
         if len(rows):
-            here[columns.OLD_LOG_PROBS] = self._compute_log_probs(here, rows)
+            here[columns.OLD_LOG_PROBS] = self._compute_log_probs(share, rows)
         if correction is not None and correction.needs_batch:
-            here[columns.CORRECTION] = correction.factors(here[columns.OLD_LOG_PROBS], here)
+            everything = WholeMiniBatch.of(share, torch.arange(len(census)), here[columns.OLD_LOG_PROBS])
+            factors = correction.factors(everything.old_NT, everything.batch)
+            here[columns.CORRECTION] = share.back(factors, everything.numbers)
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
 
     def _asked_old(self, here: TensorDict) -> Tensor:
-        """[B, T]: the sampler's log-probs where ratios are to be taken to it; NaN elsewhere."""
+        """[b, T]: the sampler's log-probs where ratios are to be taken to it; NaN elsewhere."""
         nothing = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         if self.config.use_sampler_log_probs != "always":
             return nothing
         by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
         return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
-    def _compute_log_probs(self, here: TensorDict, rows: Tensor, *, entropy: bool = False) -> Tensor:
+    def _lacks_old(self, census: Census) -> Tensor:
+        """bool [B]: rows of the loss with a token for which `_asked_old` has nothing."""
+        by_sampler_B = census.num_sampled_B * census.has_log_probs_B
+        if self.config.use_sampler_log_probs != "always":
+            by_sampler_B = torch.zeros_like(by_sampler_B)
+        return census.num_in_loss_B > by_sampler_B
+
+    def _compute_log_probs(self, share: Share, rows: Tensor, *, entropy: bool = False) -> Tensor:
         return compute_log_probs(
             self.module,
-            here,
+            share,
             rows,
             temperature=self._temperature,
             max_tokens=self.config.ppo_max_token_len,
@@ -211,33 +235,39 @@ class ActorWorker(Trainable):
         )
 
     @torch.no_grad()
-    def _measure(self, here: TensorDict, old_BT: Tensor, metrics: UpdateMetrics) -> None:
+    def _measure(self, share: Share, old_bT: Tensor, metrics: UpdateMetrics) -> None:
         """No row moves the policy: the step's numbers all the same, agreement with the sampler among them."""
-        rows = here[columns.LOSS_MASK].any(1).nonzero().squeeze(1)
-        _, seen_BT = self._forward_backward(here, rows, rows, old_BT, metrics)
-        here[columns.OLD_LOG_PROBS].copy_(self.ranks.merge(seen_BT))
+        rows = (share.census.num_in_loss_B > 0).nonzero().squeeze(1)
+        _, seen_bT = self._forward_backward(share, rows, rows, old_bT, metrics)
+        share.rows[columns.OLD_LOG_PROBS].copy_(seen_bT)
         metrics.grad_norms.append(torch.zeros((), device=self.device))
 
     def _forward_backward(
-        self, here: TensorDict, rows: Tensor, active: Tensor, old_BT: Tensor, metrics: UpdateMetrics
+        self, share: Share, rows: Tensor, active: Tensor, old_bT: Tensor, metrics: UpdateMetrics
     ) -> tuple[Tensor, Tensor]:
         """Forward and (where gradients are on) backward over the active ones of a mini-batch's rows.
 
+        Args:
+            share: this rank's.
+            rows, active: of the batch.
+            old_bT: see `_old_log_probs`.
+            metrics: gets the micro-batches'.
+
         Returns:
-            This rank's share of the loss, and of the log-probs [B, T], NaN in rows that did not pass here.
+            This rank's share of the loss, and the log-probs of its rows [b, T], NaN in those that did not pass.
         """
-        config = self.config
-        weights_BT = self._token_weights(here, rows, mode=config.aggregation, norm_constant=self._norm_constant)
-        log_probs_of = partial(self._compute_log_probs, here)
-        mini = self.loss.over_mini_batch(here, rows, weights_BT, old_BT, log_probs_of, self._generator)
+        config, here = self.config, share.rows
+        weights_bT = self._token_weights(share, rows, mode=config.aggregation, norm_constant=self._norm_constant)
+        sampled = rows[share.census.num_sampled_B[rows] > 0]
+        whole = WholeMiniBatch.of(share, sampled, old_bT, self._compute_log_probs, self._generator)
+        mini = self.loss.over_mini_batch(whole, weights_bT)
         if config.top_entropy_quantile < 1:
-            entropies_BT = self._compute_log_probs(here, rows, entropy=True)
-            mini = replace(mini, share_BT=self.loss.uncertain(here, rows, entropies_BT))
-        loss, seen_BT = torch.zeros((), device=self.device), torch.full_like(old_BT, math.nan)
+            entropies_bT = self._compute_log_probs(share, rows, entropy=True)
+            mini = replace(mini, share_BT=self.loss.uncertain(whole, entropies_bT))
+        loss, seen_bT = torch.zeros((), device=self.device), torch.full_like(old_bT, math.nan)
         parts = micro_batches(
-            here,
+            share,
             active,
-            self.ranks,
             max_tokens=config.ppo_max_token_len,
             max_rows=config.ppo_micro_batch_size,
             packed=packs(self.module),
@@ -248,7 +278,7 @@ class ActorWorker(Trainable):
                 if part is None:
                     dummy_pass(self.module, self.device)
                     continue
-                micro, of_micro, old = here[part], mini.part(part), old_BT[part]
+                micro, of_micro, old = here[part], mini.part(part), old_bT[part]
                 output = score(
                     self.module,
                     micro[columns.INPUT_IDS],
@@ -266,10 +296,39 @@ class ActorWorker(Trainable):
                 if self.ranks.counts:
                     metrics.add(found)
                     loss += found.loss.detach()
-                seen_BT[part] = output.log_probs_BT.detach().float()
+                seen_bT[part] = output.log_probs_BT.detach().float()
                 if found.clipped_BT is not None:
                     here[columns.CLIPPED][part] = torch.fmax(here[columns.CLIPPED][part], found.clipped_BT)
-        return loss, seen_BT
+        return loss, seen_bT
+
+
+def against_sampler(batch: TensorDict, correction: RolloutCorrection | None) -> dict[str, float]:
+    """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs; and
+    what a correction made of it. Of a whole batch, behind its update.
+
+    |difference| of the log-probs, the k1 and k3 estimates of KL(sampler || policy), quantiles of the ratio policy to
+    sampler, and the effective sample size of these ratios, as a share. What is not finite is absent.
+    """
+    own = batch[columns.OLD_LOG_PROBS]
+    found: dict[str, float] = {}
+    log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[with_log_probs(batch) & ~torch.isnan(own)].float()
+    if len(log_ratio):
+        ratio = bounded_ratio(log_ratio)
+        ordered = ratio.sort().values
+        found = {
+            "rollout/logprob_diff_max": log_ratio.abs().max().item(),
+            "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
+            "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
+            "rollout/sampler_kl_k1": -log_ratio.mean().item(),
+            "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
+            "rollout/ratio_p50": ordered[round(0.5 * (len(ordered) - 1))].item(),
+            "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
+            "rollout/ratio_max": ordered[-1].item(),
+            "rollout/ratio_ess": effective_sample_size(ratio).item(),
+        }
+    if correction is not None:
+        found |= correction.metrics(own, batch)
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 @dataclass
@@ -287,7 +346,6 @@ class UpdateMetrics:
     _sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _token_sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _token_counts: list[Tensor] = field(default_factory=list)
-    _difference: dict[str, float] = field(default_factory=dict)
 
     def add(self, micro: MicroBatchLoss) -> None:
         """A micro-batch's share of its mini-batch's numbers; a mean whose name has no slash is `actor/`'s."""
@@ -305,39 +363,9 @@ class UpdateMetrics:
             self.num_updates += 1
             self.grad_norms.append(grad_norm)
 
-    def covers(self, batch: TensorDict, rows_B: Tensor) -> None:
+    def covers(self, census: Census, rows_B: Tensor) -> None:
         """The rows that go through the model."""
-        counted_B = (batch[columns.SAMPLED] & batch[columns.LOSS_MASK]).sum(1)
-        self.token_share = (counted_B[rows_B].sum() / counted_B.sum()).item()
-
-    def log_prob_difference(self, batch: TensorDict) -> None:
-        """How far the sampler is from the policy before its first update, over trained tokens that both gave log-probs.
-
-        |difference| of the log-probs, the k1 and k3 estimates of KL(sampler || policy), quantiles of the ratio policy
-        to sampler, and the effective sample size of these ratios, as a share.
-        """
-        own = batch[columns.OLD_LOG_PROBS]
-        both = batch[columns.SAMPLED] & batch[columns.LOSS_MASK] & batch[columns.HAS_LOG_PROBS].unsqueeze(1)
-        both = both & ~torch.isnan(own)
-        log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[both].float()
-        if len(log_ratio):
-            ratio = bounded_ratio(log_ratio)
-            ordered = ratio.sort().values
-            self._difference = {
-                "rollout/logprob_diff_max": log_ratio.abs().max().item(),
-                "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
-                "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-                "rollout/sampler_kl_k1": -log_ratio.mean().item(),
-                "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
-                "rollout/ratio_p50": ordered[round(0.5 * (len(ordered) - 1))].item(),
-                "rollout/ratio_p99": ordered[round(0.99 * (len(ordered) - 1))].item(),
-                "rollout/ratio_max": ordered[-1].item(),
-                "rollout/ratio_ess": effective_sample_size(ratio).item(),
-            }
-
-    def add_final(self, numbers: dict[str, float]) -> None:
-        """Numbers of the whole batch, the same on every rank."""
-        self._difference |= numbers
+        self.token_share = (census.num_sampled_B[rows_B].sum() / census.num_sampled_B.sum()).item()
 
     def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
         """Sums are means over the mini-batches that were run; token means are over their tokens; both over all ranks.
@@ -357,7 +385,6 @@ class UpdateMetrics:
             result[name] = value / max(1, tokens)
         if self.grad_norms:
             result["actor/grad_norm"] = torch.stack(self.grad_norms).mean().item()
-        result |= self._difference
         return {name: value for name, value in result.items() if math.isfinite(value)}
 
     def _over(self, ranks: Ranks) -> tuple[dict[str, float], dict[str, float], float]:
@@ -377,7 +404,3 @@ class UpdateMetrics:
             for name, value in other_token_sums.items():
                 token_sums[name] += value
         return sums, token_sums, tokens
-
-
-def _num_prompts(batch: TensorDict) -> int:
-    return len(torch.unique(batch[columns.PROMPT_INDEX]))

@@ -18,6 +18,7 @@ from verl_mt.modeling.values import scatter
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.micro_batch import micro_batches
 from verl_mt.workers.sharding import ShardedCritic, expect_backward, hidden_states, packs, ranks_of
+from verl_mt.workers.shares import Share, for_whole, share_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan
 
 
@@ -53,8 +54,8 @@ def filled_in(config: CriticConfig, actor: ActorConfig) -> CriticConfig:
 class CriticWorker(Trainable):
     """Owns a value model (or a head on the policy's hidden states), its optimizer and its schedule.
 
-    With a sharded module there is one such worker per rank; `update` and `compute_values` are collective then, as the
-    actor's methods are.
+    With a sharded module there is one such worker per rank; its methods are collective then, as the actor's are:
+    `update` and `compute_values` of a batch that each has whole, `learn` and `values` of each one's `Share`.
 
     Args:
         module: a `ValueModel`; a `ShardedCritic`; or a `ValueHead`, which reads the last hidden states of `policy`.
@@ -92,18 +93,22 @@ class CriticWorker(Trainable):
         """Whether the batch that was learned last belongs to the warm-up, in which only the critic learns."""
         return self._num_batches <= self._schedule.warmup_steps
 
-    @torch.no_grad()
     def compute_values(self, batch: TensorDict) -> Tensor:
         """float32 [B, T]: V of the state that each token of the loss mask was chosen in, 0 elsewhere, on the batch's
         device."""
-        here = batch.to(self.device)
-        mask_BT = here[columns.LOSS_MASK]
-        values_BT = torch.full(mask_BT.shape, torch.nan, device=self.device)
-        for part in self._micro_batches(here, mask_BT.any(1).nonzero().squeeze(1)):
-            found_BT = self._forward(here, part)
+        return for_whole(batch, self.ranks, self.values)
+
+    @torch.no_grad()
+    def values(self, share: Share) -> Tensor:
+        """`compute_values` of this rank's rows [b, T]."""
+        share = share.to(self.device)
+        mask_bT = share.rows[columns.LOSS_MASK]
+        values_bT = torch.zeros(mask_bT.shape, device=self.device)
+        for part in self._micro_batches(share, (share.census.num_in_loss_B > 0).nonzero().squeeze(1)):
+            found_BT = self._forward(share.rows, part)
             if part is not None:
-                values_BT[part] = found_BT.float()
-        return masked_fill_zero(self.ranks.merge(values_BT), mask_BT).to(batch.device or "cpu")
+                values_bT[part] = found_BT.float()
+        return masked_fill_zero(values_bT, mask_bT)
 
     def update(self, batch: TensorDict) -> dict[str, float]:
         """Learn from a whole rollout batch: `ppo_epochs` passes of mini-batches of `ppo_mini_batch_size` prompts.
@@ -121,28 +126,36 @@ class CriticWorker(Trainable):
             DataError: a column is missing.
             VerlMTError: loss or gradient was not finite three times in a row.
         """
-        missing = [name for name in (columns.VALUES, columns.RETURNS) if name not in batch.keys()]  # noqa: SIM118
+        share = share_of(batch.exclude(*columns.ID_COLUMNS), self.ranks, self.first_mini_batches)
+        return self.learn(share) | value_metrics(batch)
+
+    def learn(self, share: Share) -> dict[str, float]:
+        """`update` on this rank's rows. Returns what `update` does, but for what tells of the values themselves
+        (`value_metrics`, of the whole batch)."""
+        names = (columns.VALUES, columns.RETURNS)
+        missing = [name for name in names if name not in share.rows.keys()]  # noqa: SIM118 - iterates over its rows
         if missing:
             raise DataError(f"the batch has no column {', '.join(missing)}; compute values and advantages first")
-        here = batch.exclude(*columns.ID_COLUMNS).to(self.device)
+        share = share.to(self.device)
         seen = _Seen()
-        for mini, rows in enumerate(self._mini_batches(here)):
+        for mini, rows in enumerate(self._mini_batches(share.census.prompt_B)):
             seen.lr = self._set_lr(mini)
-            self._update_once(here, rows, seen)
+            self._update_once(share, rows, seen)
         self._num_batches += 1
-        return seen.metrics(here)
+        return seen.metrics()
 
-    def _update_once(self, here: TensorDict, rows: Tensor, seen: _Seen) -> None:
+    def _update_once(self, share: Share, rows: Tensor, seen: _Seen) -> None:
         """One mini-batch, one optimizer step."""
-        active = rows[here[columns.LOSS_MASK][rows].any(1)]
+        here, num_in_loss = share.rows, share.census.num_in_loss_B[rows]
+        active = rows[num_in_loss > 0]
         if len(active) == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
         mode = self.config.loss_agg_mode or "token-mean"
-        weights_BT = self._token_weights(here, rows, mode=mode, norm_constant=self._schedule.norm_constant)
+        weights_bT = self._token_weights(share, rows, mode=mode, norm_constant=self._schedule.norm_constant)
         total = torch.zeros(2, device=self.device)
         with self._training_mode():
-            parts = self._micro_batches(here, active)
+            parts = self._micro_batches(share, active)
             for number, part in enumerate(parts):
                 expect_backward(self.module, last=number == len(parts) - 1)
                 values_BT = self._forward(here, part)
@@ -157,20 +170,19 @@ class CriticWorker(Trainable):
                     cliprange=self.config.cliprange_value,
                 )
                 mask_BT = here[columns.LOSS_MASK][part]
-                loss = masked_sum(losses_BT * weights_BT[part], mask_BT)
+                loss = masked_sum(losses_BT * weights_bT[part], mask_BT)
                 loss.backward()
                 if self.ranks.counts:
                     total += torch.stack([loss.detach(), masked_sum(clipped_BT.detach(), mask_BT)])
         self._add_up_gradients()
         loss, num_clipped = self.ranks.sum(total)
-        seen.add(loss, num_clipped, here[columns.LOSS_MASK][rows].sum(), self._step(loss))
+        seen.add(loss, num_clipped, num_in_loss.sum().to(loss.device), self._step(loss))
 
-    def _micro_batches(self, here: TensorDict, rows: Tensor) -> list[Tensor | None]:
+    def _micro_batches(self, share: Share, rows: Tensor) -> list[Tensor | None]:
         """This rank's; None = take part in a pass of the others."""
         return micro_batches(
-            here,
+            share,
             rows,
-            self.ranks,
             max_tokens=self.config.ppo_max_token_len or 1,
             max_rows=self.config.ppo_micro_batch_size,
             packed=packs(self.module if self._policy is None else self._policy),
@@ -225,22 +237,24 @@ class _Seen:
         ):
             kept.append(value)
 
-    def metrics(self, here: TensorDict) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Under their logged names; what no update measured is absent."""
-        mask = here[columns.LOSS_MASK]
-        values, returns = here[columns.VALUES], here[columns.RETURNS]
-        result = {
-            "critic/lr": self.lr,
-            "critic/explained_variance": explained_variance(values, returns, mask).item(),
-            "critic/values/mean": masked_mean(values, mask).item(),
-            "critic/returns/mean": masked_mean(returns, mask).item(),
-            "critic/nonfinite_updates": float(self.num_nonfinite),
-        }
+        result = {"critic/lr": self.lr, "critic/nonfinite_updates": float(self.num_nonfinite)}
         if self.losses:
             result["critic/vf_loss"] = torch.stack(self.losses).mean().item()
             result["critic/vf_clipfrac"] = (sum(self.num_clipped) / sum(self.num_tokens)).item()  # type: ignore[union-attr]
             result["critic/grad_norm"] = torch.stack(self.grad_norms).mean().item()
         return result
+
+
+def value_metrics(batch: TensorDict) -> dict[str, float]:
+    """How much of the returns the values explain that are in a whole batch, and the means of both."""
+    mask, values, returns = batch[columns.LOSS_MASK], batch[columns.VALUES], batch[columns.RETURNS]
+    return {
+        "critic/explained_variance": explained_variance(values, returns, mask).item(),
+        "critic/values/mean": masked_mean(values, mask).item(),
+        "critic/returns/mean": masked_mean(returns, mask).item(),
+    }
 
 
 def update_policy_and_critic(actor: ActorWorker, critic: CriticWorker | None, batch: TensorDict) -> dict[str, float]:
@@ -250,3 +264,16 @@ def update_policy_and_critic(actor: ActorWorker, critic: CriticWorker | None, ba
         return actor.update(batch)
     metrics = critic.update(batch)
     return metrics if critic.policy_waits else metrics | actor.update(batch)
+
+
+def train_policy_and_critic(
+    actor: ActorWorker, critic: CriticWorker | None, share: Share
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The same on this rank's rows: what each of them can tell, and the columns that the policy's update filled in."""
+    if critic is None:
+        return actor.train(share)
+    metrics = critic.learn(share)
+    if critic.policy_waits:
+        return metrics, {}
+    more, filled = actor.train(share)
+    return metrics | more, filled

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from verl_mt.errors import ConfigError, UserCodeError, error_text
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.plugins import load_object
 from verl_mt.workers.rollout_correction import RolloutCorrection, with_log_probs
+from verl_mt.workers.shares import Share
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """(log_probs, old_log_probs, advantages, mask), [B, T] each -> (loss [B, T], 0 outside of the mask; means to log)."""
@@ -37,20 +38,77 @@ _TENSORS = ("log_probs", "old_log_probs", "advantages", "mask")
 
 @dataclass(frozen=True)
 class WholeMiniBatch:
-    """What a loss may look at when it decides something over a mini-batch, before that is split."""
+    """What a loss may look at when it decides something over a mini-batch, before that is split. Shape suffix N: its
+    rows with a token that losses are of, those without advantage too, in the batch's order.
 
-    batch: TensorDict
-    """The whole rollout batch."""
-    rows: Tensor
-    """The mini-batch's, those without advantage too; only rows with a token in `sampled_BT`."""
-    sampled_BT: Tensor
-    """The tokens that losses are of."""
-    old_BT: Tensor
-    """The log-probs that ratios are taken to; NaN = the current ones."""
-    log_probs_of: Callable[[Tensor], Tensor]
-    """Rows -> [B, T] of the current weights, NaN in other rows: a forward pass over them. Collective."""
-    generator: torch.Generator
+    Every rank has the same numbers, and so comes to the same decision. Over several ranks they are gathered, in CPU
+    memory, when they are first looked at: what reads them is collective.
+    """
+
+    share: Share
+    """This rank's."""
+    numbers: Tensor
+    """int64 [N], which rows of the batch they are."""
+    old_bT: Tensor
+    """Of this rank's rows: the log-probs that ratios are taken to; NaN = the current ones."""
+    compute: Callable[[Share, Tensor], Tensor]
+    """(share, rows of the batch) -> log-probs [b, T] of the current weights."""
+    generator: torch.Generator | None
     """For what is drawn; on the CPU."""
+
+    @classmethod
+    def of(
+        cls,
+        share: Share,
+        numbers: Tensor,
+        old_bT: Tensor,
+        compute: Callable[[Share, Tensor], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> WholeMiniBatch:
+        """Without `compute` nothing may ask for log-probs."""
+        return cls(share, numbers, old_bT, compute or _no_log_probs, generator)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def torn(self) -> bool:
+        """Whether a trajectory has several of the rows."""
+        owners = self.share.census.trajectory_B[self.numbers]
+        return len(torch.unique(owners)) < len(owners)
+
+    @cached_property
+    def batch(self) -> TensorDict:
+        """The columns that decisions read."""
+        share = self.share
+        known = [name for name in _DECIDED_FROM if name in share.rows.keys()]  # noqa: SIM118 - iterates over its rows
+        found = {name: share.together(share.rows[name], self.numbers) for name in known}
+        return TensorDict(found, batch_size=[len(self)])
+
+    @cached_property
+    def sampled_NT(self) -> Tensor:
+        """The tokens that losses are of."""
+        return self.batch[columns.LOSS_MASK] & self.batch[columns.SAMPLED]
+
+    @cached_property
+    def old_NT(self) -> Tensor:
+        """Log-probs that ratios are taken to; NaN = the current ones."""
+        return self.share.together(self.old_bT, self.numbers)
+
+    def log_probs(self, rows: Tensor | None = None) -> Tensor:
+        """[N, T] of the current weights, or of some of the rows; a forward pass over them."""
+        numbers = self.numbers if rows is None else self.numbers[rows.cpu()]
+        return self.share.together(self.compute(self.share, numbers), numbers)
+
+
+_DECIDED_FROM = (
+    columns.ADVANTAGES, columns.LOSS_MASK, columns.SAMPLED, columns.HAS_LOG_PROBS, columns.ROLLOUT_LOG_PROBS,
+    columns.TRAJECTORY_INDEX, columns.GROUP_INDEX, columns.EXECUTION_INDEX,
+)  # fmt: skip
+
+
+def _no_log_probs(share: Share, rows: Tensor) -> Tensor:
+    raise NotImplementedError("log-probs of the current weights were not offered")
 
 
 @dataclass(frozen=True)
@@ -117,34 +175,20 @@ class ActorLoss:
             function = load_object(chosen.loss.over_mini_batch, what=f"{KEY}.loss_mode={chosen.name}")
             self._over_mini_batch = _filled_in(function, chosen, config)
 
-    def over_mini_batch(
-        self,
-        batch: TensorDict,
-        rows: Tensor,
-        weights_BT: Tensor,
-        old_BT: Tensor,
-        log_probs_of: Callable[[Tensor], Tensor],
-        generator: torch.Generator,
-    ) -> MiniBatch:
+    def over_mini_batch(self, whole: WholeMiniBatch, weights_BT: Tensor) -> MiniBatch:
         """Collect what is decided over a mini-batch. Costs a forward pass without gradient over the rows that a choice
-        depends on, where one does.
-
-        Collective: every rank gives the same arguments and gets the same numbers.
+        depends on, where one does. Collective.
 
         Args:
-            batch: the whole batch.
-            rows: of the mini-batch, those without advantage too.
-            weights_BT: of the batch's tokens, 0 outside of the mini-batch.
-            old_BT, log_probs_of, generator: see `WholeMiniBatch`.
+            whole: its rows.
+            weights_BT: of the tokens of this rank's rows, 0 outside of the mini-batch.
         """
-        sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
-        own = rows[sampled_BT[rows].any(1)]
-        arguments = self._over_mini_batch(WholeMiniBatch(batch, own, sampled_BT, old_BT, log_probs_of, generator))
-        drift_B = None
-        if self.correction is not None and self.correction.masks_sequences:
-            known_BT, by_sampler_BT = with_log_probs(batch), batch[columns.ROLLOUT_LOG_PROBS]
-            drift_B = split_ratios(batch, rows, known_BT, by_sampler_BT, log_probs_of)
-        return MiniBatch(weights_BT, drift_B, arguments)
+        arguments, drift_N, share = self._over_mini_batch(whole), None, whole.share
+        if self.correction is not None and self.correction.masks_sequences and whole.torn:
+            drift_N = split_ratios(whole, with_log_probs(whole.batch), whole.batch[columns.ROLLOUT_LOG_PROBS])
+        drift_B = None if drift_N is None else share.back(drift_N, whole.numbers)
+        own = {name: share.back(value, whole.numbers) for name, value in arguments.items()}
+        return MiniBatch(weights_BT, drift_B, own)
 
     def of_micro_batch(self, output: LogProbs, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> MicroBatchLoss:
         """The loss of some rows.
@@ -184,26 +228,24 @@ class ActorLoss:
         means["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / num_tokens.clamp(min=1)
         return MicroBatchLoss(loss, clipped_BT, sums, means, num_tokens)
 
-    def uncertain(self, batch: TensorDict, rows: Tensor, entropies_BT: Tensor) -> Tensor:
-        """[B, T], the factor of each token's policy loss under `top_entropy_quantile`: 1 for the mini-batch's tokens of
+    def uncertain(self, whole: WholeMiniBatch, entropies_bT: Tensor) -> Tensor:
+        """[b, T], the factor of each token's policy loss under `top_entropy_quantile`: 1 for the mini-batch's tokens of
         the highest entropy, 0 for its others. With one ratio for a trajectory, the share of the former among its
-        tokens, as what moves the trajectory moves all of them.
+        tokens, as what moves the trajectory moves all of them. Collective.
 
         Args:
-            batch: the whole batch.
-            rows: of the mini-batch.
-            entropies_BT: of the current weights, in these rows.
+            whole: the mini-batch.
+            entropies_bT: of the current weights, in its rows.
         """
-        sampled_BT = batch[columns.LOSS_MASK] & batch[columns.SAMPLED]
-        inside_BT = torch.zeros_like(sampled_BT)
-        inside_BT[rows] = sampled_BT[rows]
-        high_BT = at_least_quantile(entropies_BT, inside_BT, 1 - self._config.top_entropy_quantile)
-        if not self.record.by_trajectory:
-            return high_BT.float()
-        trajectory_B = batch[columns.TRAJECTORY_INDEX]
-        all_N, place_B = tokens_per_trajectory(inside_BT, trajectory_B)
-        high_N, _ = tokens_per_trajectory(high_BT, trajectory_B)
-        return (high_N / all_N.clamp(min=1))[place_B].unsqueeze(1).expand_as(entropies_BT)
+        entropies_NT = whole.share.together(entropies_bT, whole.numbers)
+        high_NT = at_least_quantile(entropies_NT, whole.sampled_NT, 1 - self._config.top_entropy_quantile)
+        factor_NT = high_NT.float()
+        if self.record.by_trajectory:
+            trajectory_N = whole.batch[columns.TRAJECTORY_INDEX]
+            all_K, place_N = tokens_per_trajectory(whole.sampled_NT, trajectory_N)
+            high_K, _ = tokens_per_trajectory(high_NT, trajectory_N)
+            factor_NT = (high_K / all_K.clamp(min=1))[place_N].unsqueeze(1).expand_as(entropies_NT)
+        return whole.share.back(factor_NT, whole.numbers)
 
     def slope_where_known(self, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> Tensor | None:
         """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.
@@ -303,8 +345,8 @@ def _of_user(function: Callable[..., Any], where: str, *tensors: Tensor) -> tupl
 
 def trajectory_ratios(whole: WholeMiniBatch) -> dict[str, Tensor]:
     """GSPO: the log ratio of trajectories that have several records."""
-    found_B = split_ratios(whole.batch, whole.rows, whole.sampled_BT, whole.old_BT, whole.log_probs_of)
-    return {} if found_B is None else {"log_ratio_B": found_B}
+    found_N = split_ratios(whole, whole.sampled_NT, whole.old_NT) if whole.torn else None
+    return {} if found_N is None else {"log_ratio_B": found_N}
 
 
 def tokens_to_leave_out(
@@ -317,79 +359,69 @@ def tokens_to_leave_out(
     clip_high: float,
 ) -> dict[str, Tensor]:
     """Clip-Cov: drawn among the tokens of middling covariance that PPO's clip does not hold already."""
-    rows, chosen_BT = whole.rows, torch.zeros_like(whole.sampled_BT)
-    if len(rows):
-        log_probs, advantages = whole.log_probs_of(rows)[rows], whole.batch[columns.ADVANTAGES][rows]
-        values = covariances(log_probs, advantages, whole.sampled_BT[rows])
-        old = torch.where(torch.isnan(whole.old_BT[rows]), log_probs, whole.old_BT[rows])
-        chosen_BT[rows] = choose_between(
-            without_clipped(values, log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high),
-            whole.sampled_BT[rows],
-            fraction=clip_cov_ratio,
-            lower=clip_cov_lb,
-            upper=clip_cov_ub,
-            generator=whole.generator,
-        )
-    return {"chosen": chosen_BT}
+    if not len(whole):
+        return {"chosen": whole.sampled_NT}
+    log_probs, advantages = whole.log_probs(), whole.batch[columns.ADVANTAGES]
+    values = covariances(log_probs, advantages, whole.sampled_NT)
+    old = torch.where(torch.isnan(whole.old_NT), log_probs, whole.old_NT)
+    chosen_NT = choose_between(
+        without_clipped(values, log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high),
+        whole.sampled_NT,
+        fraction=clip_cov_ratio,
+        lower=clip_cov_lb,
+        upper=clip_cov_ub,
+        generator=whole.generator,
+    )
+    return {"chosen": chosen_NT}
 
 
 def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[str, Tensor]:
     """KL-Cov: the tokens of the largest covariances."""
-    rows, chosen_BT = whole.rows, torch.zeros_like(whole.sampled_BT)
-    if len(rows):
-        log_probs, advantages = whole.log_probs_of(rows)[rows], whole.batch[columns.ADVANTAGES][rows]
-        values = covariances(log_probs, advantages, whole.sampled_BT[rows])
-        chosen_BT[rows] = choose_largest(values, whole.sampled_BT[rows], fraction=kl_cov_ratio)
-    return {"chosen": chosen_BT}
+    if not len(whole):
+        return {"chosen": whole.sampled_NT}
+    values = covariances(whole.log_probs(), whole.batch[columns.ADVANTAGES], whole.sampled_NT)
+    return {"chosen": choose_largest(values, whole.sampled_NT, fraction=kl_cov_ratio)}
 
 
 def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tensor]:
     """REAL: how the loss of a group moves with the score of each of its trajectories in the mini-batch."""
-    batch, rows = whole.batch, whole.rows
-    slope_B = torch.zeros(len(batch), device=whole.old_BT.device)
-    if len(rows):
-        inside, old, owner = whole.sampled_BT[rows], whole.old_BT[rows], batch[columns.TRAJECTORY_INDEX][rows]
-        known = inside & ~torch.isnan(old)  # the others have ratio 1
-        current = whole.log_probs_of(rows)[rows] if known.any() else old
-        score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
-        advantage = masked_fill_zero(batch[columns.ADVANTAGES][rows], inside).sum(1) / inside.sum(1)
-        names, place = torch.unique(owner, return_inverse=True)
-        first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
-        first[place.flip(0)] = torch.arange(len(rows), device=place.device).flip(0)
-        group = batch[columns.GROUP_INDEX][rows]
-        slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
-        # The mean that follows is over what weighs as one sequence: where trajectories share an execution, over those.
-        num_weighed = len(columns.weighed_together(batch)[rows].unique())
-        slope_B[rows] = (slopes * num_weighed)[place].to(slope_B.dtype)
-    return {"slope_B": slope_B}
+    if not len(whole):
+        return {"slope_B": torch.zeros(0)}
+    batch, inside, old = whole.batch, whole.sampled_NT, whole.old_NT
+    owner, group = batch[columns.TRAJECTORY_INDEX], batch[columns.GROUP_INDEX]
+    known = inside & ~torch.isnan(old)  # the others have ratio 1
+    current = whole.log_probs() if known.any() else old
+    score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
+    advantage = masked_fill_zero(batch[columns.ADVANTAGES], inside).sum(1) / inside.sum(1)
+    names, place = torch.unique(owner, return_inverse=True)
+    first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
+    first[place.flip(0)] = torch.arange(len(whole), device=place.device).flip(0)
+    slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
+    # The mean that follows is over what weighs as one sequence: where trajectories share an execution, over those.
+    num_weighed = len(columns.weighed_together(batch).unique())
+    return {"slope_B": (slopes * num_weighed)[place].to(old.dtype)}
 
 
-def split_ratios(
-    batch: TensorDict, rows: Tensor, mask_BT: Tensor, old_BT: Tensor, log_probs_of: Callable[[Tensor], Tensor]
-) -> Tensor | None:
-    """[B], the mean of current log-prob - `old_BT` over the trajectory of each row that is not its only one: they may
+def split_ratios(whole: WholeMiniBatch, mask_NT: Tensor, old_NT: Tensor) -> Tensor | None:
+    """[N], the mean of current log-prob - `old_NT` over the trajectory of each row that is not its only one: they may
     pass through the model one by one. NaN elsewhere; None where there is no such row.
 
     Args:
-        batch: the whole batch.
-        rows: of the mini-batch.
-        mask_BT: the tokens that the mean is over.
-        old_BT: NaN = the current ones.
-        log_probs_of: rows -> [B, T] of the current weights, NaN in other rows.
+        whole: the mini-batch.
+        mask_NT: the tokens that the mean is over.
+        old_NT: NaN = the current ones.
     """
-    rows = rows[mask_BT[rows].any(1)]
-    _, place, count = torch.unique(batch[columns.TRAJECTORY_INDEX][rows], return_inverse=True, return_counts=True)
+    rows = mask_NT.any(1).nonzero().squeeze(1)
+    owner = whole.batch[columns.TRAJECTORY_INDEX]
+    _, place, count = torch.unique(owner[rows], return_inverse=True, return_counts=True)
     rows = rows[count[place] > 1]
     if len(rows) == 0:
         return None
-    old = old_BT[rows]
-    known = mask_BT[rows] & ~torch.isnan(old)  # the others have ratio 1
-    current = log_probs_of(rows)[rows] if known.any() else old
-    result_B = torch.full((len(batch),), torch.nan, device=old.device)
-    result_B[rows] = sequence_log_ratio(
-        masked_fill_zero(current, known),
-        masked_fill_zero(old, known),
-        mask_BT[rows],
-        batch[columns.TRAJECTORY_INDEX][rows],
+    mask, old = mask_NT[rows], old_NT[rows]
+    known = mask & ~torch.isnan(old)  # the others have ratio 1
+    current = whole.log_probs(rows) if known.any() else old
+    result_N = torch.full((len(whole),), torch.nan, device=old.device)
+    result_N[rows] = sequence_log_ratio(
+        masked_fill_zero(current, known), masked_fill_zero(old, known), mask, owner[rows]
     )
-    return result_B
+    return result_N

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
-from verl_mt.workers.sharding import Ranks, dummy_pass, packs, ranks_of, score
+from verl_mt.workers.sharding import dummy_pass, packs, score
+from verl_mt.workers.shares import Share
 
 
 def split_rows(
-    batch: TensorDict, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
+    num_tokens_B: Tensor, prompt_B: Tensor, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
 ) -> list[Tensor]:
     """Micro-batches of rows that are much alike: little padding, and the rows of a prompt together (they share it).
 
     Args:
-        batch: made by `build_batch`.
+        num_tokens_B, prompt_B: tokens and prompt of each row of the batch.
         rows: int64, the rows to split.
         max_tokens: rows times the longest row, per micro-batch; a longer row is alone in its micro-batch.
         max_rows: rows per micro-batch; None = as many as fit.
@@ -27,8 +27,7 @@ def split_rows(
     Returns:
         Row indices; each of `rows` exactly once.
     """
-    lengths = batch[columns.ATTENTION_MASK].sum(1).tolist()
-    prompts = batch[columns.PROMPT_INDEX].tolist()
+    lengths, prompts = num_tokens_B.tolist(), prompt_B.tolist()
     longest: dict[int, int] = {}
     chosen = rows.tolist()
     for row in chosen:
@@ -47,29 +46,25 @@ def split_rows(
 
 
 def micro_batches(
-    batch: TensorDict, rows: Tensor, ranks: Ranks, *, max_tokens: int, max_rows: int | None, packed: bool = False
+    share: Share, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
 ) -> list[Tensor | None]:
-    """This rank's micro-batches of `rows`. Every rank gets as many, because a pass is collective: None = a dummy.
+    """Micro-batches of those of the batch's `rows` that this rank has, by their places in its share. Every rank gets as
+    many, because a pass is collective: None = a dummy.
 
-    Rows are dealt out so that the ranks have like numbers of tokens, not of rows. `max_tokens` are those of one rank:
-    ranks that share sequences take as many times more.
+    `max_tokens` are those of one rank: ranks that share sequences take as many times more.
     """
-    max_tokens *= ranks.sequence
-    if ranks.size == 1:
-        return [*split_rows(batch, rows, max_tokens=max_tokens, max_rows=max_rows, packed=packed)]
-    lengths = batch[columns.ATTENTION_MASK].sum(1)[rows].tolist()
-    shares = [torch.tensor(share, dtype=torch.int64, device=rows.device) for share in ranks.shares(lengths)]
-    parts = [
-        split_rows(batch, rows[share], max_tokens=max_tokens, max_rows=max_rows, packed=packed) for share in shares
-    ]
-    own = parts[ranks.part]
+    census, ranks = share.census, share.ranks
+    limits: dict[str, Any] = {"max_tokens": max_tokens * ranks.sequence, "max_rows": max_rows, "packed": packed}
+    sizes = (census.num_tokens_B, census.prompt_B)
+    parts = [split_rows(*sizes, rows[census.part_B[rows] == part], **limits) for part in range(ranks.num_parts)]
+    own = [share.own(part) for part in parts[ranks.part]]
     return [*own, *[None] * (max(map(len, parts)) - len(own))]
 
 
 @torch.no_grad()
 def compute_log_probs(
     module: nn.Module,
-    batch: TensorDict,
+    share: Share,
     rows: Tensor,
     *,
     temperature: float,
@@ -77,18 +72,18 @@ def compute_log_probs(
     max_rows: int | None = None,
     entropy: bool = False,
 ) -> Tensor:
-    """Log-probs of the tokens in the loss mask, or the entropies of what they were drawn from: float32 [B, T], 0 at
-    other positions, NaN in rows not in `rows`.
+    """Log-probs of the tokens in the loss mask, or the entropies of what they were drawn from: float32 [b, T], 0 at
+    other positions, NaN in rows of the share that are not in `rows`.
 
-    Collective where the module is sharded: every rank gives the same rows and gets all of the result.
+    Collective where the module is sharded: every rank gives the same rows of the batch and gets the result for its own.
     """
+    batch = share.rows
     mask = batch[columns.LOSS_MASK]
     result = torch.full(mask.shape, float("nan"), device=mask.device)
-    in_loss = mask[rows].any(1)
-    result[rows[~in_loss]] = 0.0
-    ranks = ranks_of(module)
+    in_loss = share.census.num_in_loss_B[rows] > 0
+    result[share.own(rows[~in_loss])] = 0.0
     limits: dict[str, Any] = {"max_tokens": max_tokens, "max_rows": max_rows, "packed": packs(module)}
-    for part in micro_batches(batch, rows[in_loss], ranks, **limits):
+    for part in micro_batches(share, rows[in_loss], **limits):
         if part is None:
             dummy_pass(module, mask.device)
             continue
@@ -104,4 +99,4 @@ def compute_log_probs(
         found = output.entropy_BT if entropy else output.log_probs_BT
         assert found is not None
         result[part] = found.float()
-    return ranks.merge(result)
+    return result

@@ -1,7 +1,7 @@
 """One rank of a worker group: its share of the actor and of the reference policy, in a process of its own.
 
-Whoever starts the processes calls the same method on every rank, with the same arguments; all methods but `address`
-and `describe` are collective. What all ranks would return alike is returned by rank 0 only.
+Whoever starts the processes calls the same method on every rank, with the same arguments but for its share of a batch;
+all methods but `address` and `describe` are collective. What all ranks would return alike is returned by rank 0 only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import os
 import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt import engines
@@ -27,11 +26,12 @@ from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
-from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
+from verl_mt.workers.critic import CriticWorker, train_policy_and_critic
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
+from verl_mt.workers.shares import Share
 from verl_mt.workers.state import all_weights, count_parameters
 from verl_mt.workers.trainable import bring, put_away
 from verl_mt.workers.worker_group import HandedOver, load_workers_state
@@ -133,31 +133,32 @@ class RankWorker:
         self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)
 
-    def update(self, batch: TensorDict) -> tuple[dict[str, float], dict[str, Tensor]] | None:
+    def first_mini_batches(self, prompt_B: Tensor) -> list[Tensor] | None:
+        """See `Trainable.first_mini_batches`; of the policy."""
+        return self._once(self.actor.first_mini_batches(prompt_B))
+
+    def update(self, share: Share) -> tuple[dict[str, float] | None, dict[str, Tensor] | None]:
         """Metrics, and the columns that the update filled in: none where only the critic learned."""
-        from verl_mt.data.batch import CLIPPED, OLD_LOG_PROBS
-
         bring(self.actor, self.critic)
-        metrics = update_policy_and_critic(self.actor, self.critic, batch)
-        filled = (OLD_LOG_PROBS, CLIPPED)
-        return self._once((metrics, {name: batch[name] for name in filled if batch.get(name, None) is not None}))
+        metrics, filled = train_policy_and_critic(self.actor, self.critic, self._mine(share))
+        return self._once(metrics), self._of_part({name: column.cpu() for name, column in filled.items()})
 
-    def compute_values(self, batch: TensorDict) -> Tensor | None:
+    def values(self, share: Share) -> Tensor | None:
         """By the critic."""
         assert self.critic is not None
         bring(self.actor, self.critic)
-        return self._once(self.critic.compute_values(batch))
+        return self._of_part(self.critic.values(self._mine(share)).cpu())
 
-    def compute_log_probs(self, batch: TensorDict) -> Tensor | None:
+    def log_probs(self, share: Share) -> Tensor | None:
         """By the current policy."""
         self.actor.bring()
-        return self._once(self.actor.compute_log_probs(batch))
+        return self._of_part(self.actor.log_probs(self._mine(share)).cpu())
 
-    def compute_ref_log_probs(self, batch: TensorDict) -> Tensor | None:
+    def ref_log_probs(self, share: Share) -> Tensor | None:
         """By the reference policy."""
         assert self.ref is not None
         self.actor.bring()  # whose adapters may be all that the two differ in
-        return self._once(self.ref.compute_log_probs(batch))
+        return self._of_part(self.ref.log_probs(self._mine(share)).cpu())
 
     def give_back_memory(self) -> None:
         """To the device, what its allocator holds in reserve."""
@@ -269,6 +270,14 @@ class RankWorker:
 
     def _once(self, value: Any) -> Any:
         return value if self._ranks.rank == 0 else None
+
+    def _mine(self, share: Share) -> Share:
+        """As this one of the ranks that have it sees it."""
+        return replace(share, ranks=self._ranks)
+
+    def _of_part(self, value: Any) -> Any:
+        """What the first of the ranks that share rows returns for them."""
+        return value if self._ranks.counts else None
 
     def _buckets(self) -> list[dict[str, Tensor]]:
         """Names and live tensors; a layer is never torn apart, because its tensors may be converted together."""

@@ -27,6 +27,8 @@ from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
 from verl_mt.modeling.lora import Adapter
+from verl_mt.workers.actor import against_sampler
+from verl_mt.workers.critic import value_metrics
 from verl_mt.workers.engine_hosts import RayHost
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ray_cluster import (
@@ -40,6 +42,7 @@ from verl_mt.workers.ray_cluster import (
 )
 from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
+from verl_mt.workers.shares import Share, assemble, deal
 from verl_mt.workers.worker_group import HandedOver, WorkerGroup
 
 _PLACEMENT_TIMEOUT_S = 120.0
@@ -104,6 +107,7 @@ class RayWorkerGroup(WorkerGroup):
             self.close()
             raise
         self._has_ref, self._has_critic = setup.has_ref, setup.algorithm.critic is not None
+        self._correction = setup.algorithm.correction
         self.where = f"{self._setup.device}, {placement.num_ranks} Ray worker(s) on {placement.nnodes} machine(s)"
 
     @property
@@ -129,23 +133,26 @@ class RayWorkerGroup(WorkerGroup):
         self._stale = False
 
     def update(self, batch: TensorDict) -> dict[str, float]:
-        metrics, filled = self._call("update", self._sent(batch), doing="updating the policy")[0]
-        batch.update(filled)
-        self._stale = self._stale or bool(filled)
-        return metrics
+        shares = self._shares(batch, for_update=True)
+        told = self._of_shares("update", shares, "updating the policy")
+        filled = [columns_of_part for _, columns_of_part in told]
+        for name in filled[0]:
+            batch[name] = assemble(batch, shares, [of_part[name] for of_part in filled])
+        self._stale = self._stale or bool(filled[0])
+        metrics = told[0][0] | (value_metrics(batch) if self._has_critic else {})
+        return metrics | (against_sampler(batch, self._correction) if filled[0] else {})
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
-        return self._call("compute_log_probs", self._sent(batch), doing="computing log-probs")[0]
+        return self._column("log_probs", batch, "computing log-probs")
 
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self._has_ref:
             doing = "computing the reference policy's log-probs"
-            batch[columns.REF_LOG_PROBS] = self._call("compute_ref_log_probs", self._sent(batch), doing=doing)[0]
+            batch[columns.REF_LOG_PROBS] = self._column("ref_log_probs", batch, doing)
 
     def add_values(self, batch: TensorDict) -> None:
         if self._has_critic:
-            doing = "computing the critic's values"
-            batch[columns.VALUES] = self._call("compute_values", self._sent(batch), doing=doing)[0]
+            batch[columns.VALUES] = self._column("values", batch, "computing the critic's values")
 
     def give_back_memory(self) -> None:
         self._call("give_back_memory", doing="giving memory back")
@@ -310,19 +317,39 @@ class RayWorkerGroup(WorkerGroup):
                 yield name, packed.tensor()
             refs = upcoming
 
-    def _sent(self, batch: TensorDict) -> Any:
-        """The batch in the object store: once per machine, whatever its number of ranks."""
-        return ray.put(batch.select(*_SENT, strict=False))
+    def _shares(self, batch: TensorDict, *, for_update: bool = False) -> list[Share]:
+        """What each part of the ranks gets of a batch."""
+        mini_batches: list[Tensor] = []
+        size = self._setup.config.actor.ppo_mini_batch_size
+        if for_update and size is not None and len(torch.unique(batch[columns.PROMPT_INDEX])) > size:
+            doing = "telling its mini-batches"
+            mini_batches = self._call("first_mini_batches", batch[columns.PROMPT_INDEX], doing=doing)[0]
+        return deal(batch.select(*_SENT, strict=False), self._setup.ranks(0), mini_batches)
+
+    def _column(self, method: str, batch: TensorDict, doing: str) -> Tensor:
+        """[B, T] of what the ranks compute for their rows."""
+        shares = self._shares(batch)
+        return assemble(batch, shares, self._of_shares(method, shares, doing))
+
+    def _of_shares(self, method: str, shares: list[Share], doing: str) -> list[Any]:
+        """What each part returns for its rows."""
+        # Once into the object store for all ranks that share rows.
+        refs = [ray.put(share) for share in shares]
+        sequence = self._setup.ranks(0).sequence
+        per_rank = [(refs[rank // sequence],) for rank in range(len(self._workers))]
+        return self._wait(self._begin(method, each=per_rank), doing)[::sequence]
 
     def _call(self, method: str, *args: Any, doing: str) -> list[Any]:
         return self._wait(self._begin(method, *args), doing)
 
-    def _begin(self, method: str, *args: Any) -> list[Any]:
+    def _begin(self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Of all ranks, with the same arguments; or `each` with its own."""
         if self._broken is not None or not self._workers:
             raise WorkerError(self._broken or "the Ray workers have been closed")
         # An engine that comes back asks for weights from a thread of its own, perhaps in the middle of an update.
         with self._order:
-            return [getattr(worker, method).remote(*args) for worker in self._workers]
+            given = each or [args] * len(self._workers)
+            return [getattr(worker, method).remote(*own) for worker, own in zip(self._workers, given)]
 
     def _wait(self, refs: list[Any], doing: str) -> list[Any]:
         """Results of all ranks; the first failure ends the group, because the others wait for the failed one."""

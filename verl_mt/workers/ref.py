@@ -10,6 +10,7 @@ from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.modeling.lora import adapters_off, lora_of
 from verl_mt.workers.micro_batch import compute_log_probs
 from verl_mt.workers.sharding import ALONE, model_of, ranks_of
+from verl_mt.workers.shares import Share, for_whole
 
 
 class RefWorker:
@@ -51,16 +52,18 @@ class RefWorker:
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
         """[B, T] where the loss mask is set, 0 elsewhere, on the batch's device."""
-        here = batch.to(self.device)
-        rows = torch.arange(len(here), device=here.device)
+        return for_whole(batch, ranks_of(self.module), self.log_probs)
+
+    def log_probs(self, share: Share) -> Tensor:
+        """[b, T] of this rank's rows."""
         if self._moves:
             self.module.to(self.device)
         try:
             with adapters_off(model_of(self.module)):
                 log_probs = compute_log_probs(
                     self.module,
-                    here,
-                    rows,
+                    share.to(self.device),
+                    torch.arange(len(share.census)),
                     temperature=self._temperature,
                     max_tokens=self._max_tokens,
                     max_rows=self._max_rows,
@@ -68,4 +71,4 @@ class RefWorker:
         finally:
             if self._moves:
                 self.module.to("cpu")
-        return log_probs.to(batch.device or "cpu")
+        return log_probs

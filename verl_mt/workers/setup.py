@@ -63,6 +63,11 @@ class AlgorithmNeeds:
     critic_warmup: int = 0
     """Steps at the beginning in which only the critic learns."""
 
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """None = nothing is corrected."""
+        return RolloutCorrection(read_rollout_correction(self.rollout_correction)) if self.rollout_correction else None
+
 
 @dataclass(frozen=True)
 class WorkerSetup:
@@ -117,8 +122,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
         norm_constant=config.rollout.response_length,
         seed=setup.seed,
     )
-    if setup.algorithm.rollout_correction:
-        actor.loss.correction = RolloutCorrection(read_rollout_correction(setup.algorithm.rollout_correction))
+    actor.loss.correction = setup.algorithm.correction
     reference, critic = _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
     put_away(actor, critic)
     return actor, reference, critic

@@ -1,8 +1,7 @@
 """The processes (ranks) that train one policy together: how they share a batch, and how the policy is spread over them.
 
-Every rank holds the whole batch: ids and masks are small beside weights and activations. So shuffles, denominators,
-which rows are skipped and who takes which row are pure functions of the batch that every rank works out for itself;
-what is exchanged is gradients, a few numbers, and the log-probs that each rank computed for its rows.
+Every rank has its own rows of a batch, and a few numbers of all rows (shares.py). What is exchanged is gradients, a few
+numbers, and where a loss decides over a mini-batch what it decides from.
 
 Parameters, gradients and optimizer state are spread with FSDP2 (`fully_shard`).
 Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are
@@ -67,15 +66,6 @@ class Ranks:
         total = value.clone()
         dist.all_reduce(total)
         return total
-
-    def merge(self, values: Tensor) -> Tensor:
-        """What any rank computed; NaN = not computed here. Where several did, their mean."""
-        if self.size == 1:
-            return values
-        known = ~torch.isnan(values)
-        count = self.sum(known.to(values.dtype))
-        total = self.sum(torch.where(known, values, torch.zeros_like(values)))
-        return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(values, torch.nan))
 
     def gather(self, value: Any) -> list[Any]:
         """A small picklable object of every rank, in their order."""

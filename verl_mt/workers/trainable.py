@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl_mt.algorithms.aggregate import token_weights
+from verl_mt.algorithms.aggregate import row_weights
 from verl_mt.config.actor import OptimConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
 from verl_mt.workers.optimizer import build_adamw, lr_factor, warmup_steps_of
 from verl_mt.workers.sharding import model_of, ranks_of, whole
+from verl_mt.workers.shares import Share
 from verl_mt.workers.state import copy_into, live_tensors
 
 _log = logging.getLogger(__name__)
@@ -149,36 +149,47 @@ class Trainable:
         self._nonfinite_in_a_row = progress["nonfinite_in_a_row"]
         self.optimizer.state.clear()
 
-    def _mini_batches(self, batch: TensorDict) -> Iterator[Tensor]:
-        """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together."""
-        prompt_B = batch[columns.PROMPT_INDEX]
-        prompts = torch.unique(prompt_B).cpu()
-        size = self._plan.ppo_mini_batch_size or max(1, len(prompts))
-        for _ in range(self._plan.ppo_epochs):
-            order = prompts
-            if self._plan.shuffle and len(prompts) > size:
-                order = prompts[torch.randperm(len(prompts), generator=self._generator)]
-            for chosen in order.split(size):
-                yield torch.isin(prompt_B, chosen.to(prompt_B.device)).nonzero().squeeze(1)
+    def first_mini_batches(self, prompt_B: Tensor) -> list[Tensor]:
+        """Rows of the mini-batches of the next batch's first epoch; draws nothing."""
+        generator = torch.Generator()
+        generator.set_state(self._generator.get_state())
+        return [*self._epoch(prompt_B, generator)]
 
-    def _token_weights(self, batch: TensorDict, rows: Tensor, *, mode: str, norm_constant: float | None) -> Tensor:
-        """float32 [B, T]: the weight of each token in the loss of a mini-batch; 0 outside of it.
+    def _mini_batches(self, prompt_B: Tensor) -> Iterator[Tensor]:
+        """Rows of each mini-batch of each epoch: whole prompts, so that groups stay together.
+
+        Args:
+            prompt_B: the prompt of each row, on the CPU.
+        """
+        for _ in range(self._plan.ppo_epochs):
+            yield from self._epoch(prompt_B, self._generator)
+
+    def _epoch(self, prompt_B: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+        prompts = torch.unique(prompt_B)
+        size = self._plan.ppo_mini_batch_size or max(1, len(prompts))
+        if self._plan.shuffle and len(prompts) > size:
+            prompts = prompts[torch.randperm(len(prompts), generator=generator)]
+        for chosen in prompts.split(size):
+            yield torch.isin(prompt_B, chosen).nonzero().squeeze(1)
+
+    def _token_weights(self, share: Share, rows: Tensor, *, mode: str, norm_constant: float | None) -> Tensor:
+        """float32 [b, T]: the weight of each token in the loss of a mini-batch; 0 outside of it.
 
         The last mini-batch may have fewer prompts than the others. Its loss is then scaled by their share of a full
         one: a mean over fewer prompts would make each of them weigh more.
+
+        Args:
+            share: this rank's.
+            rows: of the batch, those of the mini-batch.
+            mode, norm_constant: see `row_weights`.
         """
-        weights_BT = torch.zeros(batch[columns.LOSS_MASK].shape, device=self.device)
-        weights_BT[rows] = token_weights(
-            batch[columns.LOSS_MASK][rows],
-            columns.weighed_together(batch)[rows],
-            mode=mode,
-            norm_constant=norm_constant,
-        )
-        size = self._plan.ppo_mini_batch_size
-        num_prompts = len(torch.unique(batch[columns.PROMPT_INDEX]))
-        if size is None or num_prompts <= size:
-            return weights_BT  # one mini-batch, whatever it lost on the way
-        return weights_BT * min(1.0, len(torch.unique(batch[columns.PROMPT_INDEX][rows])) / size)
+        census = share.census
+        num_in_loss, weighed = census.num_in_loss_B[rows], census.weighed_B[rows]
+        weights = row_weights(num_in_loss, weighed, mode=mode, norm_constant=norm_constant)
+        size, num_prompts = self._plan.ppo_mini_batch_size, len(torch.unique(census.prompt_B))
+        if size is not None and num_prompts > size:  # else one mini-batch, whatever it lost on the way
+            weights = weights * min(1.0, len(torch.unique(census.prompt_B[rows])) / size)
+        return share.rows[columns.LOSS_MASK].float() * share.back(weights, rows).unsqueeze(1)
 
     def _step(self, loss: Tensor) -> Tensor | None:
         """Clip and step; or drop a gradient that is not finite. Returns the gradient's norm; None if it was dropped.
