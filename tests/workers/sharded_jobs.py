@@ -24,6 +24,7 @@ from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, ShardedCritic, ShardedPolicy, model_of, whole
+from verl_mt.workers.shares import Share
 
 PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
 
@@ -196,3 +197,22 @@ def three_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tup
         actor.compute_log_probs(batch)
         actor.update(batch)
     return {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()}, waiting
+
+
+def update_of_a_share(
+    ranks: Ranks, shares: list[Share], *, correction: dict[str, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """`one_update` on what a driver sent to this rank alone."""
+    actor = sharded_worker(ranks, **kwargs)
+    if correction:
+        actor.loss.correction = RolloutCorrection(read_rollout_correction(correction))
+    seen: list[dict[str, torch.Tensor]] = []
+    actor.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(actor)))
+    metrics, filled = actor.train(replace(shares[actor.ranks.part], ranks=actor.ranks))
+    return {
+        "gradients": seen[0],
+        "metrics": metrics,
+        "filled": filled,
+        "correction": actor.loss.correction,
+        "weights": {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()},
+    }

@@ -144,11 +144,14 @@ def _widened(values: Tensor, width: int) -> tuple[int, ...]:
 
 
 def _fitted(values: Tensor, width: int) -> Tensor:
-    """Rows cut, or filled up, to this width: with 0, or with NaN what is NaN from its first token on, as no row that was
-    computed is."""
+    """Rows cut, or filled up, to this width: with 0, or with NaN where the first token is NaN, as it is in no row that
+    was computed."""
     if values.ndim == 1 or width <= values.shape[1]:
         return values if values.ndim == 1 else values[:, :width]
-    return torch.cat([values, (values[:, :1] * 0).expand(-1, width - values.shape[1])], 1)
+    padding = values.new_zeros(len(values), width - values.shape[1])
+    if values.is_floating_point():
+        padding[values[:, 0].isnan()] = torch.nan
+    return torch.cat([values, padding], 1)
 
 
 def deal(batch: TensorDict, ranks: Ranks, mini_batches: Sequence[Tensor] = ()) -> list[Share]:
