@@ -41,6 +41,10 @@ class ConfigError(VerlMTError):
     """A configuration key, value or combination that cannot work."""
 
 
+class NoRoomError(ConfigError):
+    """A Ray cluster that has not, or not any more, the machines, CPUs or GPUs that the configuration asks for."""
+
+
 class UnknownKeyError(ConfigError):
     """A configuration key that does not exist."""
 

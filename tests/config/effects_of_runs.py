@@ -44,6 +44,18 @@ def waits(overrides: tuple[str, ...]) -> Any:
         torch.set_num_threads(threads)
 
 
+def begun(overrides: tuple[str, ...]) -> Any:
+    """How often a run begins whose workers are always lost."""
+    from verl_mt.errors import WorkerError
+    from verl_mt.trainer import restarts
+
+    with mock.patch.object(restarts, "build_trainer", side_effect=WorkerError("lost")) as build:
+        try:
+            restarts.run_to_the_end(probes.compose([*overrides]))
+        except WorkerError:
+            return build.call_count
+
+
 TRAINER = {
     "total_training_steps": Effect("1", "steps", probes.steps, NOT_VALIDATED),
     "total_epochs": Effect(
@@ -92,6 +104,7 @@ TRAINER = {
     "nnodes": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "n_workers_per_node": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "worker_timeout_s": Effect("2", "how long a rank waits", waits, base="1", refused="Timed out after"),
+    "max_restarts": Effect("2", "how often a run begins", begun),
     "progress": Effect("on", "a live line", probes.live, ("trainer.logger=[console]", *NOT_VALIDATED)),
     "rollout_rows": Effect("parquet", "files of another format", probes.files, NOT_VALIDATED),
     "debug_rollout_data": Effect("$RUN/{rollout_id}.pt", "a file for each step", probes.files, NOT_VALIDATED),

@@ -56,10 +56,9 @@ def train(
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
         if config.trainer.dry_run:
             raise ConfigError("trainer.dry_run: verl_mt.examine(...) takes the same arguments and returns its findings")
-        from verl_mt.trainer.build import build_trainer  # after the config is known to be right: torch takes seconds
+        from verl_mt.trainer.restarts import run_to_the_end  # when the config is known to be right: torch takes seconds
 
-        trainer = build_trainer(config)
-        trainer.fit()
+        trainer = run_to_the_end(config)
     folder = trainer.log.run.path
     if trainer.exit_status:
         raise KeyboardInterrupt(

@@ -285,6 +285,13 @@ class TrainerConfig(Section):
         "them (an update, a checkpoint) may take ten times as long.",
         min=1,
     )
+    max_restarts: int = knob(
+        0,
+        "After the loss of a rank, an engine or a machine the run begins again by itself, from its last checkpoint, at "
+        "most so often; 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
+        "for a machine in the place of a lost one).",
+        min=0,
+    )
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
     rollout_rows: Any = knob(
         "auto",

@@ -11,8 +11,8 @@ from verl_mt.config.schema import Config
 
 def train(config: Config) -> None:
     """Build and run, or, with `trainer.dry_run`, look at what a run would be."""
-    from verl_mt.trainer.build import (
-        build_trainer,  # after the config is known to be right: torch takes seconds
+    from verl_mt.trainer.restarts import (
+        run_to_the_end,  # after the config is known to be right: torch takes seconds
     )
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -20,8 +20,7 @@ def train(config: Config) -> None:
         from verl_mt.doctor.checks import report
 
         raise SystemExit(report(config))
-    trainer = build_trainer(config)
-    trainer.fit()
+    trainer = run_to_the_end(config)
     if trainer.exit_status:  # so that what a shell or a scheduler has planned for afterwards does not begin
         raise SystemExit(trainer.exit_status)
 

@@ -69,12 +69,13 @@ from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
 
 @reads_recorded
-def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> PPOTrainer:
+def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost: Path | None = None) -> PPOTrainer:
     """Put a trainer together. Everything that can be wrong with the input is found here, before any training step.
 
     Args:
         config: the whole configuration.
         engine: samples instead of the one that `rollout.name` asks for; closed with the trainer.
+        lost: directory of a run of this very configuration that lost a worker: the trainer goes on there.
 
     Raises:
         VerlMTError: one of its subclasses; the text names the key, file or row.
@@ -94,7 +95,8 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None) -> P
         stream.call(runner.context.engine.start())
         begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
-        run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)))
+        snapshot = yaml.safe_load(config_to_yaml(config))
+        run = RunDirectory.open(config.trainer, snapshot, lost=lost)
         undo.callback(run.abandon)
         model = _describe_model(config)
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)

@@ -18,10 +18,10 @@ from verl_mt.data.batch import build_batch
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
-from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.data.trajectory import StopReason, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, UserCodeError, VerlMTError
+from verl_mt.errors import CheckpointError, EngineGoneError, UserCodeError, VerlMTError
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import Prompt, PromptDraws
 from verl_mt.rollout.runner import RolloutPlan
@@ -313,6 +313,8 @@ class PPOTrainer:
         self.log.rollouts(step, groups, None)
         self._save_boundary()
         written = self.config.rollout_rows != "off"
+        if all(t.stop_reason is StopReason.ENGINE for g in groups for t in g.trajectories):
+            raise EngineGoneError(f"step {step}: {failure}. The same command goes on after step {self.step_number}")
         where = f" (all of them: python -m verl_mt.report.rows {self.log.run.path} --step {step})" if written else ""
         raise UserCodeError(
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "

@@ -37,7 +37,7 @@ _ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
 _HARMLESS = (
     "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq", "default_local_dir",
     "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations", "dry_run",
-    "collapse_guard", "collapse_guard_thresholds",
+    "collapse_guard", "collapse_guard_thresholds", "max_restarts", "worker_timeout_s",
 )  # fmt: skip
 """Of `trainer`: what a person sees or how often, never what is computed."""
 
@@ -53,13 +53,16 @@ class RunDirectory:
     _created: bool = False
 
     @classmethod
-    def open(cls, trainer: TrainerConfig, config: dict[str, Any], *, way_out: str = _WAY_OUT) -> RunDirectory:
+    def open(
+        cls, trainer: TrainerConfig, config: dict[str, Any], *, way_out: str = _WAY_OUT, lost: Path | None = None
+    ) -> RunDirectory:
         """Choose, lock and prepare the directory.
 
         Args:
             trainer: the trainer's section.
             config: the whole resolved config as plain data, secrets redacted.
             way_out: what else can be done where an unfinished run there has another config.
+            lost: the directory of a run of the same config that goes on, whatever `resume_mode` says.
 
         Raises:
             CheckpointError: an unfinished run there has another config (shows the difference), or the checkpoint
@@ -67,6 +70,12 @@ class RunDirectory:
         """
         with _usable(trainer):
             source = _named_checkpoint(trainer)
+            if lost is not None:
+                found = cls._go_on(lost, trainer, config, way_out)
+                if found is None:
+                    raise CheckpointError(f"{lost} was taken by another process while its run was being restarted")
+                found.resume_from = found.resume_from or (source and source.resolve())
+                return found
             for place in _places(trainer):
                 if place.fresh:
                     opened = cls._begin(place.path, config)

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_mt import engines
-from verl_mt.errors import ConfigError, PluginError, error_text
+from verl_mt.errors import ConfigError, NoRoomError, PluginError, error_text
 from verl_mt.workers.setup import Placement, WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -162,20 +162,20 @@ def require_room(setup: WorkerSetup) -> None:
     """Whether the cluster could ever hold the group, and beside it engines with devices of their own.
 
     Raises:
-        ConfigError: too few machines that are large enough.
+        NoRoomError: too few machines that are large enough.
     """
     placement, device, needed, separate = setup.placement, setup.device, bundle(setup), apart(setup)
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     have = "; ".join(f"{m.get('CPU', 0):g} CPUs, {m.get('GPU', 0):g} GPUs" for m in machines) or "none"
     if device == "cuda" and not any(m.get("GPU", 0) for m in machines):
-        raise ConfigError(
+        raise NoRoomError(
             f"trainer.device=cuda, but no machine of the Ray cluster has a GPU that Ray knows of (it has: {have}): "
             "start Ray where the GPUs are, with `ray start --num-gpus=N` where it does not find them, or set "
             "trainer.device=cpu"
         )
     training = [number for number, machine in enumerate(machines) if _fits(machine, needed)]
     if len(training) < placement.nnodes:
-        raise ConfigError(
+        raise NoRoomError(
             f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
             f"{device} need {placement.nnodes} machine(s) with {_wanted(needed)} each; the Ray cluster has: {have}"
         )
@@ -188,7 +188,7 @@ def require_room(setup: WorkerSetup) -> None:
     # Each machine is one of training's, one of the engines', or, where it is large enough, one of each.
     if len(sampling) < number or len({*training, *sampling}) + len(shared) < placement.nnodes + number:
         on_each = int(for_engines["CPU"])
-        raise ConfigError(
+        raise NoRoomError(
             f"actor_rollout_ref.rollout.nnodes={number} and .n_workers_per_node={on_each} (separate engines) on "
             f"{device} need {number} machine(s) with {_wanted(for_engines)} each, beside the {placement.nnodes} "
             f"with {_wanted(needed)} each that training takes; the Ray cluster has: {have}"

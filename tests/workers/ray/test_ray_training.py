@@ -15,6 +15,8 @@ from verl_mt.config.compose import compose
 from verl_mt.data.requests import GenerationRequest, SamplingParams, VersionSpan
 from verl_mt.errors import CheckpointError, WorkerError
 from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.restarts import run_to_the_end
+from verl_mt.workers.ray_group import RayWorkerGroup
 
 pytestmark = pytest.mark.ray
 STEPS = 3
@@ -79,6 +81,40 @@ def test_a_deterministic_run_has_the_same_bits_when_a_worker_was_lost_on_the_way
     ray_trainer(tmp_path / "lost", 2, "trainer.deterministic=True").fit()
     for name in ("metrics.jsonl", "hf/model.safetensors"):
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
+
+
+def loses_rank_0(monkeypatch, in_updates):
+    """Updates of these numbers, counted over all lives of the run, lose rank 0."""
+    original, number = RayWorkerGroup.update, iter(range(100))
+
+    def update(self, batch):
+        if next(number) in in_updates:
+            os.kill(self.worker_pids[0], signal.SIGKILL)
+        return original(self, batch)
+
+    monkeypatch.setattr(RayWorkerGroup, "update", update)
+
+
+def restarting(folder, most):
+    placement = ["trainer.placement=ray", "trainer.n_workers_per_node=2", "trainer.device=cpu"]
+    more = [*placement, "trainer.deterministic=True", f"trainer.max_restarts={most}"]
+    return run_to_the_end(compose([*SMALL, f"trainer.default_local_dir={folder}", *more]))
+
+
+def test_a_run_that_loses_a_rank_begins_again_by_itself_with_the_same_bits(cluster, tmp_path, monkeypatch):
+    restarting(tmp_path / "straight", 0)
+    loses_rank_0(monkeypatch, {1})
+    restarting(tmp_path / "lost", 1)
+    for name in ("metrics.jsonl", "hf/model.safetensors"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
+
+
+def test_a_loss_too_many_ends_the_run(cluster, tmp_path, monkeypatch):
+    loses_rank_0(monkeypatch, {1, 2})
+    with pytest.raises(WorkerError, match=r"rank 0 .* died while updating") as raised:
+        restarting(tmp_path / "run", 1)
+    assert "trainer.max_restarts=1" in raised.value.__notes__[0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
 
 
 MOVES = [

@@ -1,0 +1,162 @@
+"""`trainer.max_restarts`: a run that loses a process goes on by itself, as the same command would."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl_mt.config.compose import compose
+from verl_mt.errors import CollapseError, ConfigError, EngineGoneError, NoRoomError, UserCodeError, WorkerError
+from verl_mt.trainer import restarts
+from verl_mt.trainer.ppo_trainer import PPOTrainer
+from verl_mt.trainer.restarts import run_to_the_end
+
+STEPS = 3
+SMALL = [
+    "data.train_batch_size=2", "data.train_max_samples=16", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.response_length=48", f"trainer.total_training_steps={STEPS}", "trainer.logger=[]",
+    f"trainer.test_freq={STEPS}", "trainer.deterministic=True", "trainer.num_threads=1", "trainer.save_freq=1",
+]  # fmt: skip
+
+
+def config(folder, *overrides):
+    return compose([*SMALL, f"trainer.default_local_dir={folder}", *overrides])
+
+
+def steps(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    run_to_the_end(config(folder))
+    return folder
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """`fails(error, ...)`: the updates of these numbers, counted over all lives, raise; `lives` are the trainers."""
+    lives: list[PPOTrainer] = []
+
+    def plant(errors, at="step"):
+        original, build = getattr(PPOTrainer, at), restarts.build_trainer
+        calls = iter(range(100))
+
+        def failing(self, *args):
+            if (error := errors.get(next(calls))) is not None:
+                raise error
+            return original(self, *args)
+
+        def remembered(*args, **kwargs):
+            lives.append(build(*args, **kwargs))
+            return lives[-1]
+
+        monkeypatch.setattr(PPOTrainer, at, failing)
+        monkeypatch.setattr(restarts, "build_trainer", remembered)
+        return lives
+
+    return plant
+
+
+def same_bits(folder, other):
+    for name in ("metrics.jsonl", "hf/model.safetensors"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+@pytest.mark.parametrize("error", [WorkerError("rank 1 of 2 died"), EngineGoneError("the engine is gone")])
+def test_a_run_goes_on_by_itself_with_the_same_bits(fails, undisturbed, tmp_path, capsys, error):
+    lives = fails({1: error})
+    trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
+    assert len(lives) == 2 and trainer is lives[1] and trainer.step_number == STEPS
+    assert f"restart 1 of 1: {error}" in capsys.readouterr().err
+    same_bits(tmp_path / "run", undisturbed)
+
+
+def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undisturbed, tmp_path):
+    lives = fails({0: WorkerError("lost"), 1: WorkerError("lost again")})
+    run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=2"))
+    assert len(lives) == 3 and [p.name for p in tmp_path.iterdir()] == ["run"]
+    same_bits(tmp_path / "run", undisturbed)
+
+
+def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, monkeypatch):
+    draw, closed = PPOTrainer._draw, []
+
+    def draw_and_lose(self, wanted):
+        if self.step_number == 1 and not closed:
+            closed.append(self)
+            self.stream.call(self.engine.close())
+        return draw(self, wanted)
+
+    monkeypatch.setattr(PPOTrainer, "_draw", draw_and_lose)
+    trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
+    assert len(closed) == 1 and trainer is not closed[0]
+    same_bits(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_loss_too_many_ends_the_run_and_the_command_goes_on(fails, undisturbed, tmp_path, most):
+    lives = fails({number: WorkerError("rank 0 died") for number in range(1, most + 2)})
+    with pytest.raises(WorkerError, match="rank 0 died") as raised:
+        run_to_the_end(config(tmp_path / "run", f"trainer.max_restarts={most}"))
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert ("trainer.max_restarts=1: that many restarts were tried" in notes) == bool(most)
+    assert len(lives) == most + 1 and steps(tmp_path / "run") == [0, 1]
+    run_to_the_end(config(tmp_path / "run"))  # another number of restarts is no other run
+    same_bits(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no"), UserCodeError("a tool raised"), CollapseError("collapsed"), KeyboardInterrupt()]
+)
+def test_what_would_come_again_is_not_tried_again(fails, tmp_path, error):
+    lives = fails({0: error})
+    with pytest.raises(type(error)):
+        run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=3"))
+    assert len(lives) == 1
+
+
+def test_a_run_from_a_named_checkpoint_restarts_from_there(fails, undisturbed, tmp_path):
+    """Whatever `resume_mode` says of other runs; and in its own directory, not in the next one."""
+    source = sorted((undisturbed / "checkpoints").glob("step_*"))[0]
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}", "trainer.max_restarts=1"]
+    begun = int(source.name.split("_")[1])
+    lives = fails({0: WorkerError("lost")})
+    run_to_the_end(config(tmp_path / "run", *named))
+    assert len(lives) == 2 and steps(tmp_path / "run")[0] == begun + 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert (tmp_path / "run/hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()
+
+
+def test_a_machine_in_the_place_of_a_lost_one_is_waited_for(fails, tmp_path, monkeypatch, capsys):
+    fails({0: WorkerError("a machine is gone")})
+    build, refusals = restarts.build_trainer, iter([False, True, True, False])
+
+    def without_room(*args, **kwargs):
+        if next(refusals):
+            raise NoRoomError("the Ray cluster has: none")
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(restarts, "build_trainer", without_room)
+    monkeypatch.setattr(restarts, "_LOOK_EVERY_S", 0.01)
+    assert run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1")).step_number == STEPS
+    assert capsys.readouterr().err.count("waiting for machines: the Ray cluster has: none") == 2
+
+
+def test_room_is_not_waited_for_for_ever_nor_at_the_beginning(tmp_path, monkeypatch):
+    asked = []
+
+    def no_room(*args, lost=None):
+        asked.append(lost)
+        raise NoRoomError("the Ray cluster has: none")
+
+    monkeypatch.setattr(restarts, "build_trainer", no_room)
+    monkeypatch.setattr(restarts, "_LOOK_EVERY_S", 0.4)
+    with pytest.raises(NoRoomError):
+        run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
+    assert asked == [None]
+    with pytest.raises(NoRoomError):
+        restarts._built(config(tmp_path / "run", "trainer.worker_timeout_s=1"), tmp_path)
+    assert len(asked) == 5
