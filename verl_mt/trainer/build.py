@@ -95,8 +95,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
         stream.call(runner.context.engine.start())
         begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
-        snapshot = yaml.safe_load(config_to_yaml(config))
-        run = RunDirectory.open(config.trainer, snapshot, lost=lost)
+        run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)), lost=lost)
         undo.callback(run.abandon)
         model = _describe_model(config)
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
