@@ -25,6 +25,13 @@ def last_lines(script: str, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
+def test_an_export_of_shards_holds_the_model_once():
+    said = last_lines("export_memory.py", "--size", "medium")[-1]
+    held = re.fullmatch(r"export of 98 MB in shards: holds the model (\d+\.\d\d) times", said)
+    assert held is not None and 0.9 < float(held[1]) < 1.5
+
+
+@pytest.mark.slow
 def test_packing_gives_padding_speed_up_and_their_ratio():
     lines = last_lines("packing.py", "--rows", "8", "--repetitions", "1")
     pattern = r".*: padding (\d+\.\d\d), packed / padded = (\d+\.\d\d), of it (\d+\.\d\d)"

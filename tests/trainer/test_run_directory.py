@@ -95,6 +95,20 @@ def test_keys_that_change_nothing_computed_may_change(tmp_path):
     assert open_run(tmp_path, shown).path == tmp_path / "run"
 
 
+def test_how_ranks_hold_the_policy_may_change_but_not_in_a_deterministic_run(tmp_path):
+    def config(deterministic: bool, **actor):
+        trainer = {"seed": 0, "deterministic": deterministic}
+        return CONFIG | {"trainer": trainer, "actor_rollout_ref": {"actor": {"grad_clip": 1.0, **actor}}}
+
+    before = {"fsdp_size": None, "ulysses_sequence_parallel_size": 1, "param_offload": False}
+    after = {"fsdp_size": 8, "ulysses_sequence_parallel_size": 4, "param_offload": True}
+    open_run(tmp_path / "a", config(False, **before)).close()
+    assert open_run(tmp_path / "a", config(False, **after)).path == tmp_path / "a" / "run"
+    open_run(tmp_path / "b", config(True, **before)).close()
+    with pytest.raises(CheckpointError, match=r"fsdp_size: 8"):
+        open_run(tmp_path / "b", config(True, **after))
+
+
 def test_disable_starts_anew_beside_an_unfinished_run(tmp_path):
     open_run(tmp_path).close()
     assert open_run(tmp_path, resume_mode="disable").path == tmp_path / "run-2"

@@ -28,6 +28,8 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 
 _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 """Of `trainer`: change rounding only, so a run goes on with more ranks, or fewer. Not so in a deterministic run."""
+_LAYOUT = ("fsdp_size", "ulysses_sequence_parallel_size", "param_offload", "optimizer_offload")
+"""The same of `actor_rollout_ref.actor`: how the ranks hold the policy and share rows."""
 _WAY_OUT = "start anew with trainer.experiment_name=<another name> or trainer.resume_mode=disable"
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
@@ -352,6 +354,10 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer", {})
     free = _HARMLESS if trainer.get("deterministic") else (*_HARMLESS, *_PLACEMENT)
     kept = {"trainer": {k: v for k, v in trainer.items() if k not in free}}
+    actor_rollout_ref = config.get("actor_rollout_ref")
+    if not trainer.get("deterministic") and isinstance(actor_rollout_ref, dict):
+        actor = {k: v for k, v in (actor_rollout_ref.get("actor") or {}).items() if k not in _LAYOUT}
+        kept["actor_rollout_ref"] = {**actor_rollout_ref, "actor": actor}
     if isinstance(data := config.get("data"), dict):
         kept["data"] = {k: v for k, v in data.items() if k != "on_bad_row"}
     return config | kept
