@@ -235,3 +235,13 @@ def test_where_other_gpus_are_visible_the_states_of_those_in_common_are_restored
     checkpoint.set_random_state(checkpoint.random_state() | {"cuda": [f"state {k}" for k in range(saved)]})
     assert restored == [(f"state {k}", k) for k in range(min(saved, visible))]
     assert f"random states of {saved} GPU(s), and {visible} are visible" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_random_numbers_of_a_gpu_go_on_where_two_were_saved():
+    state = checkpoint.random_state()
+    expected = torch.rand(3, device="cuda")
+    assert len(state["cuda"]) == torch.cuda.device_count()
+    checkpoint.set_random_state(state | {"cuda": [*state["cuda"], state["cuda"][0]]})
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
