@@ -42,16 +42,17 @@ class Census:
 
     @classmethod
     def of(cls, batch: TensorDict) -> Census:
-        """Of a batch that one part has whole."""
+        """Of a batch that one part has whole. A critic's need not say what was sampled: then all of the loss was."""
         in_loss_BT = batch[columns.LOSS_MASK]
+        sampled_BT = in_loss_BT & batch.get(columns.SAMPLED, in_loss_BT)
         advantages_BT = batch.get(columns.ADVANTAGES, None)
         moves_BT = torch.zeros_like(in_loss_BT) if advantages_BT is None else in_loss_BT & (advantages_BT != 0)
         found = {
             "num_tokens_B": batch[columns.ATTENTION_MASK].sum(1),
             "num_in_loss_B": in_loss_BT.sum(1),
-            "num_sampled_B": (in_loss_BT & batch[columns.SAMPLED]).sum(1),
+            "num_sampled_B": sampled_BT.sum(1),
             "moves_B": moves_BT.any(1),
-            "has_log_probs_B": batch[columns.HAS_LOG_PROBS],
+            "has_log_probs_B": batch.get(columns.HAS_LOG_PROBS, sampled_BT.any(1)),
             "prompt_B": batch[columns.PROMPT_INDEX],
             "trajectory_B": batch[columns.TRAJECTORY_INDEX],
             "weighed_B": columns.weighed_together(batch),
