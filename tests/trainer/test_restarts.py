@@ -65,7 +65,10 @@ def same_bits(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
-@pytest.mark.parametrize("error", [WorkerError("rank 1 of 2 died"), EngineGoneError("the engine is gone")])
+@pytest.mark.parametrize(
+    "error",
+    [WorkerError("rank 1 of 2 died"), pytest.param(EngineGoneError("the engine is gone"), marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_by_itself_with_the_same_bits(fails, undisturbed, tmp_path, capsys, error):
     lives = fails({1: error})
     trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
@@ -74,6 +77,7 @@ def test_a_run_goes_on_by_itself_with_the_same_bits(fails, undisturbed, tmp_path
     same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undisturbed, tmp_path):
     lives = fails({0: WorkerError("lost"), 1: WorkerError("lost again")})
     run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=2"))
@@ -81,6 +85,7 @@ def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undis
     same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, monkeypatch):
     draw, closed = PPOTrainer._draw, []
 
@@ -96,6 +101,7 @@ def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, 
     same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 1])
 def test_a_loss_too_many_ends_the_run_and_the_command_goes_on(fails, undisturbed, tmp_path, most):
     lives = fails({number: WorkerError("rank 0 died") for number in range(1, most + 2)})
@@ -118,6 +124,7 @@ def test_what_would_come_again_is_not_tried_again(fails, tmp_path, error):
     assert len(lives) == 1
 
 
+@pytest.mark.slow
 def test_a_run_from_a_named_checkpoint_restarts_from_there(fails, undisturbed, tmp_path):
     """Whatever `resume_mode` says of other runs; and in its own directory, not in the next one."""
     source = sorted((undisturbed / "checkpoints").glob("step_*"))[0]
@@ -130,6 +137,7 @@ def test_a_run_from_a_named_checkpoint_restarts_from_there(fails, undisturbed, t
     assert (tmp_path / "run/hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_machine_in_the_place_of_a_lost_one_is_waited_for(fails, tmp_path, monkeypatch, capsys):
     fails({0: WorkerError("a machine is gone")})
     build, refusals = restarts.build_trainer, iter([False, True, True, False])
