@@ -87,15 +87,15 @@ def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undis
 
 @pytest.mark.slow
 def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, monkeypatch):
-    draw, closed = PPOTrainer._draw, []
+    start, closed = PPOTrainer._start, []
 
-    def draw_and_lose(self, wanted):
+    def lose_and_start(self, *plan):
         if self.step_number == 1 and not closed:
             closed.append(self)
             self.stream.call(self.engine.close())
-        return draw(self, wanted)
+        return start(self, *plan)
 
-    monkeypatch.setattr(PPOTrainer, "_draw", draw_and_lose)
+    monkeypatch.setattr(PPOTrainer, "_start", lose_and_start)
     trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
     assert len(closed) == 1 and trainer is not closed[0]
     same_bits(tmp_path / "run", undisturbed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_mt.chat.encode import strings_in
 from verl_mt.chat.prompt_messages import require_traces
@@ -276,6 +276,16 @@ class PromptBuilder:
         return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
+class Drawn(NamedTuple):
+    """What was drawn for a step, or for a part of it."""
+
+    prompts: list[Prompt]
+    left_out: list[tuple[DataRow, str]]
+    """Rows that were drawn with them and gave none, each with why."""
+    counts: dict[str, int]
+    """Of these rows, how many were left out or cut, as `data/...`."""
+
+
 @dataclass
 class PromptDraws:
     """The next prompts in the order of a run."""
@@ -285,13 +295,14 @@ class PromptDraws:
     check: Callable[[DataRow], None]
     """Raises a VerlMTError for a row that was not looked at before the first step, and cannot be rolled out."""
 
-    def draw(self, wanted: int) -> tuple[list[Prompt], dict[str, int]]:
-        """So many prompts; and of the rows that were drawn for them, how many were left out or cut, as `data/...`.
+    def draw(self, wanted: int) -> Drawn:
+        """So many prompts.
 
         Raises:
             DataError: a row is bad, and bad rows are not left out; or too few of many rows have a prompt.
         """
         found: list[Prompt] = []
+        left_out: list[tuple[DataRow, str]] = []
         prompts, drawn, last = self.prompts, 0, ""
         truncated, bad = prompts.num_truncated, prompts.num_bad
         while len(found) < wanted:
@@ -316,16 +327,19 @@ class PromptDraws:
                             "after the last finished step"
                         ) from error
                     prompts.leave_out(row, error)
+                    left_out.append((row, "bad row"))
                     last = f". The last one that was left out: {error}"
                     continue
-                if prompt is not None:
+                if prompt is None:
+                    left_out.append((row, "longer than data.max_prompt_length"))
+                else:
                     found.append(prompt)
         bad = prompts.num_bad - bad
         counts = {
             "data/filtered_prompts": drawn - len(found) - bad,
             "data/truncated_prompts": prompts.num_truncated - truncated,
         }
-        return found, counts | ({"data/bad_rows": bad} if prompts.skips_bad else {})
+        return Drawn(found, left_out, counts | ({"data/bad_rows": bad} if prompts.skips_bad else {}))
 
     def _prompt_of(self, row: DataRow) -> Prompt | None:
         prompts = self.prompts

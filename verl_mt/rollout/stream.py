@@ -81,10 +81,16 @@ class RolloutStream:
         """Whether a plan of that name is running or waits to be collected."""
         return name in self._running
 
-    def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
+    def collect(
+        self,
+        name: str,
+        while_waiting: Callable[[], None] = lambda: None,
+        on_group: Callable[[TrajectoryGroup], None] = lambda group: None,
+    ) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
 
-        `while_waiting` is called a few times a second (a display, a check for Ctrl-C); what it raises cancels the plan.
+        `while_waiting` is called a few times a second (a display, a check for Ctrl-C), `on_group` with each group when
+        it is finished; what they raise cancels the plan.
         """
         future, groups, count = self._running.pop(name)
         collected: list[TrajectoryGroup] = []
@@ -97,6 +103,7 @@ class RolloutStream:
                     continue
                 if group is None:
                     break
+                on_group(group)
                 collected.append(group)
         except BaseException:
             future.cancel()

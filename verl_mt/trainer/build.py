@@ -26,6 +26,7 @@ from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
+from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
@@ -117,13 +118,13 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
             sanity=runner.context.sanity,
             log=log,
+            prompt_log=PromptLog.after(state, run.path),
             pad_token_id=pad_token_id(chat),
             selection=_selection(config),
             model=model,
             rows=data.fingerprint,
+            export=partial(export_model, workers, chat, run) if config.trainer.export_at_end else lambda: None,
         )
-        if config.trainer.export_at_end:
-            trainer.export = lambda: export_model(workers, chat, run)
         _resume(trainer, state, run)
         write_reads(run.path)
         undo.pop_all()

@@ -170,6 +170,24 @@ class Selection:
             )  # fmt: skip
 
 
+def why_left_out(groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> dict[str, str | None]:
+    """Of the prompt of each group, why none of its tokens was trained; None where some were."""
+    rows = [] if batch is None else batch[columns.LOSS_MASK].any(1).tolist()
+    trained = {name for name, is_in in zip([] if batch is None else batch[columns.TRAJECTORY_ID], rows) if is_in}
+    found: dict[str, str | None] = {}
+    for group in groups:
+        if any(t.trajectory_id in trained for t in group.trajectories):
+            found[group.prompt_id] = None
+        elif group.filtered:
+            found[group.prompt_id] = "algorithm.filter_groups"
+        elif any(t.trainable for t in group.trajectories):
+            found[group.prompt_id] = "algorithm.filter_overlong"
+        else:
+            reasons = {t.stop_reason.value for t in group.trajectories if t.stop_reason is not None}
+            found[group.prompt_id] = f"nothing to train: {', '.join(sorted(reasons))}"
+    return found
+
+
 def response_length(trajectory: Trajectory) -> int:
     """Tokens after the first prompt over all records, each counted once: what `rollout.response_length` limits."""
     if not trajectory.records:

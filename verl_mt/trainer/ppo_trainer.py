@@ -15,6 +15,7 @@ from typing import Any
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
+from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
@@ -30,7 +31,7 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
-from verl_mt.trainer.dynamic_sampling import Selection
+from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
@@ -84,6 +85,7 @@ class PPOTrainer:
     checkpoints: CheckpointStore
     sanity: SanityMonitor
     log: RunLog
+    prompt_log: PromptLog
     pad_token_id: int
     collapse: CollapseResponse
     selection: Selection = field(default_factory=Selection)
@@ -134,7 +136,7 @@ class PPOTrainer:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
         timing: dict[str, float] = {}
         # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
-        self._at_boundary = {"sampler": self.sampler.state_dict(), "random": checkpoint.random_state()}
+        self._at_boundary = self._position()
         with self._timed(timing, "step"):
             with self._timed(timing, "rollout"):
                 groups = self._rollout()
@@ -163,6 +165,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
+            self.prompt_log.ended(self.step_number + 1, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         sampled = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
         metrics["rollout/tokens_per_s"] = sampled / timing["time/rollout_s"]
@@ -201,9 +204,13 @@ class PPOTrainer:
             "advantages": self.estimate_advantages.state_dict(),
             "collapse": self.collapse.state_dict(),
             "dead_start": self.log.dead_start.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "random": checkpoint.random_state(),
+            **self._position(),
         }
+
+    def _position(self) -> dict[str, Any]:
+        """What a step that is broken off must leave as it was before."""
+        prompts = self.prompt_log.state_dict()
+        return {"sampler": self.sampler.state_dict(), "prompts": prompts, "random": checkpoint.random_state()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
@@ -224,6 +231,7 @@ class PPOTrainer:
         try:
             self.stream.close(self.engine.close)
         finally:
+            self.prompt_log.close()
             self.workers.close()
 
     def _train(self) -> None:
@@ -274,6 +282,7 @@ class PPOTrainer:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
+        self.prompt_log.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
     def _rollout_metrics(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
@@ -290,19 +299,32 @@ class PPOTrainer:
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
                 self._drawn = {}
-                prompts = self._draw(self.plan.num_prompts)
-                self.stream.start(self.plan.rollout(prompts, name, number))
-        groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting)
+                self._start(name, self.plan.num_prompts, number)
+        groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting, self.prompt_log.finished)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
         name = f"s{self.step_number + 1:06d}.{number:03d}"
-        self.stream.start(self.plan.rollout(self._draw(num_prompts), name, self.step_number))
-        groups = self.stream.collect(name, self._while_waiting)
+        self._start(name, num_prompts, self.step_number)
+        groups = self.stream.collect(name, self._while_waiting, self.prompt_log.finished)
         self.selection.shape(groups)
         return groups
+
+    def _start(self, name: str, num_prompts: int, step: int) -> None:
+        """Draw prompts and begin to roll them out, after `step` finished steps. A row that ends the run takes nothing
+        with it that was trained since a checkpoint."""
+        try:
+            prompts, left_out, counts = self.draws.draw(num_prompts)
+        except VerlMTError:
+            if self.step_number:
+                self._save_boundary()
+            raise
+        self._drawn = {kind: self._drawn.get(kind, 0) + count for kind, count in counts.items()}
+        self.prompt_log.drawn(name, [prompt.row for prompt in prompts], left_out)
+        self.stream.start(self.plan.rollout(prompts, name, step))
+        self.prompt_log.started(name)
 
     def _refuse_total_failure(self, groups: list[TrajectoryGroup]) -> None:
         """A run in which nothing survives a step would go on to its end and have trained on nothing."""
@@ -320,17 +342,6 @@ class PPOTrainer:
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
-
-    def _draw(self, wanted: int) -> list[Prompt]:
-        """The next prompts. A row that ends the run takes nothing with it that was trained since a checkpoint."""
-        try:
-            prompts, counts = self.draws.draw(wanted)
-        except VerlMTError:
-            if self.step_number:
-                self._save_boundary()
-            raise
-        self._drawn = {name: self._drawn.get(name, 0) + count for name, count in counts.items()}
-        return prompts
 
     def _prompt_counts(self) -> dict[str, float]:
         """Of the training rows as loaded, and of what was drawn for this step besides."""

@@ -1,0 +1,110 @@
+"""The log of prompts, written and read; torn at every third byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_mt.data.dataset import DataRow
+from verl_mt.data.drawn_prompts import FILE, PromptLog, read_prompt_log
+from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
+from verl_mt.errors import DataError
+
+
+def row(index):
+    return DataRow([], "made", index=index, source="here")
+
+
+def group(name, retries=0):
+    trajectory = Trajectory(f"{name}.00", name, name, name)
+    trajectory.counters["retries"] = retries
+    return TrajectoryGroup(name, name, [trajectory])
+
+
+def a_step(log, step, first, why=None):
+    """Two prompts and a row that gives none; the second prompt ends with `why`."""
+    plan = f"s{step:06d}"
+    log.drawn(plan, [row(first), row(first + 1)], [(row(first + 2), "too long")])
+    log.started(plan)
+    for place in (1, 0):
+        log.finished(group(f"{plan}.{place:05d}", retries=place))
+    log.ended(step, {f"{plan}.00000": None, f"{plan}.00001": why})
+
+
+def ends(history):
+    return {n: (p.trained_in, p.left_out) for n, p in history.prompts.items()}
+
+
+def test_every_prompt_has_one_life(tmp_path):
+    log = PromptLog(tmp_path)
+    assert not (tmp_path / FILE).exists(), "nothing is written before a prompt is drawn"
+    a_step(log, 1, 10)
+    a_step(log, 2, 20, why="no signal")
+    log.close()
+    history = read_prompt_log(tmp_path)
+    assert ends(history) == {
+        0: ([1], []), 1: ([1], []), 2: ([], ["too long"]), 3: ([2], []), 4: ([], ["no signal"]), 5: ([], ["too long"]),
+    }  # fmt: skip
+    assert [p.row_index for p in history.prompts.values()] == [10, 11, 12, 20, 21, 22]
+    assert [p.attempts for p in history.prompts.values()] == [1, 2, None, 1, 2, None]
+    assert [p.prompt_id for p in history.prompts.values()][:3] == ["s000001.00000", "s000001.00001", None]
+    assert log.state_dict() == {"drawn": 6, "trained": 3, "left_out": 3}
+
+
+def test_wherever_a_process_is_killed_the_next_one_goes_on_without_a_gap(tmp_path):
+    """Step 1 has a checkpoint. What follows is cut at every third byte, and step 2 made again behind it."""
+    log = PromptLog(tmp_path)
+    a_step(log, 1, 10)
+    saved, begun = log.state_dict(), (tmp_path / FILE).stat().st_size
+    a_step(log, 2, 20)
+    log.close()
+    whole, expected = (tmp_path / FILE).read_bytes(), ends(read_prompt_log(tmp_path))
+    for cut in [*range(begun, len(whole), 3), len(whole)]:
+        (tmp_path / FILE).write_bytes(whole[:cut])
+        found = ends(read_prompt_log(tmp_path))
+        assert {n: found[n] for n in range(3)} == {n: expected[n] for n in range(3)}
+        again = PromptLog(tmp_path, step=1, state=saved)
+        a_step(again, 2, 20)
+        again.close()
+        history = read_prompt_log(tmp_path)
+        assert ends(history) == expected and not history.unknown and history.begun_at == 1
+
+
+def test_a_run_that_goes_on_elsewhere_counts_what_was_before(tmp_path):
+    state = {"drawn": 640, "trained": 633, "left_out": 7}
+    log = PromptLog(tmp_path, step=40, state=state)
+    a_step(log, 41, 5)
+    history = read_prompt_log(tmp_path)
+    assert history.before == state and sorted(history.prompts) == [640, 641, 642]
+    assert log.state_dict() == {"drawn": 643, "trained": 635, "left_out": 8}
+
+
+def test_prompts_of_nobody_are_not_logged(tmp_path):
+    log = PromptLog(tmp_path)
+    log.finished(group("other"))
+    log.ended(1, {"other": None})
+    assert not (tmp_path / FILE).exists() and log.state_dict()["trained"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b'{"event": "sold"}', "unknown event"),
+        (b'{"event": "trained"}', "KeyError"),
+        (b"[]", "TypeError"),
+        (b'{"event": "tra', "line 2"),
+    ],
+)
+def test_a_line_that_is_no_event_is_named(tmp_path, line, what):
+    log = PromptLog(tmp_path)
+    a_step(log, 1, 10)
+    log.close()
+    first, *rest = (tmp_path / FILE).read_bytes().split(b"\n")
+    (tmp_path / FILE).write_bytes(b"\n".join([first, line, *rest]))
+    with pytest.raises(DataError, match=what) as raised:
+        read_prompt_log(tmp_path)
+    assert str(tmp_path / FILE) in str(raised.value)
+
+
+def test_a_directory_without_a_log_is_named(tmp_path):
+    with pytest.raises(DataError, match="no directory of a run that has drawn prompts"):
+        read_prompt_log(tmp_path)

@@ -1,0 +1,201 @@
+"""`python -m verl_mt.prompt_log` over whole runs: finished, killed, filtered, changed by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from verl_mt import prompt_log
+from verl_mt.config.compose import compose
+from verl_mt.data.drawn_prompts import FILE, read_prompt_log
+from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+STEPS = 4
+SMALL = [
+    "data.train_batch_size=2", "data.train_max_samples=32", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.response_length=48", f"trainer.total_training_steps={STEPS}", "trainer.logger=[]",
+    f"trainer.test_freq={STEPS}", "trainer.num_threads=1", "trainer.save_freq=2", "trainer.val_before_train=False",
+    "trainer.export_at_end=False",
+]  # fmt: skip
+
+
+def run(folder, *overrides):
+    trainer = build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder}", *overrides]))
+    trainer.fit()
+    return trainer
+
+
+def last_line(capsys, folder):
+    """(exit status, the command's last line)"""
+    status = prompt_log.main([str(folder)])
+    return status, capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished run, to be changed."""
+    import shutil
+
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_a_finished_run_holds(finished, capsys):
+    assert last_line(capsys, finished) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
+    prompts = read_prompt_log(finished).prompts.values()
+    assert [p.trained_in for p in prompts] == [[1], [1], [2], [2], [3], [3], [4], [4]]
+    assert all(p.started and p.attempts == 1 for p in prompts)
+
+
+def test_rows_that_are_gone_are_missing(copied, capsys):
+    file = copied / "rollouts/step_000002.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    gone = json.loads(lines[0])["prompt_id"]
+    file.write_text("".join(line for line in lines if json.loads(line)["prompt_id"] != gone))
+    assert prompt_log.main([str(copied)]) == 1
+    out = capsys.readouterr().out
+    assert f"({gone}) was trained in step 2 by the log, not by the rollout rows" in out
+    assert out.splitlines()[-1].endswith("0 open, 1 missing, 0 double")
+
+
+def test_a_whole_step_that_is_gone_is_missing(copied, capsys):
+    (copied / "rollouts/step_000003.jsonl").unlink()
+    assert last_line(capsys, copied) == (1, "8 drawn, 8 trained, 0 left out, 0 open, 1 missing, 0 double")
+
+
+def test_rows_that_were_trained_twice_are_double(copied, capsys):
+    second, third = (copied / f"rollouts/step_00000{step}.jsonl" for step in (2, 3))
+    third.write_text(third.read_text() + second.read_text())
+    status, line = last_line(capsys, copied)
+    assert status == 1 and line.endswith("0 missing, 2 double")
+
+
+def test_rows_of_another_question_are_missing(copied, capsys):
+    file = copied / "rollouts/step_000001.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(r | {"row_index": r["row_index"] + 1}) + "\n" for r in rows))
+    status, line = last_line(capsys, copied)
+    assert status == 1 and line.endswith("2 missing, 0 double")
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ({"event": "trained", "step": 4, "numbers": [0]}, "1 missing, 1 double"),
+        ({"event": "left_out", "step": 4, "why": "no reason", "numbers": [0]}, "0 missing, 1 double"),
+        ({"event": "trained", "step": 4, "numbers": [77]}, "1 missing, 0 double"),
+        ({"event": "drawn", "prompts": [[9, "here", 0, "s000005.00000"]]}, "1 missing, 0 double"),
+        ({"event": "begun", "step": 2, "drawn": 4, "trained": 4, "left_out": 0}, "2 missing, 0 double"),
+    ],
+)
+def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
+    with (copied / FILE).open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    status, line = last_line(capsys, copied)
+    assert status == 1 and line.endswith(what)
+
+
+def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
+    folder = tmp_path / "run"
+    run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches=2")  # fmt: skip
+    assert prompt_log.main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    counts = [int(part.split()[0]) for part in out.splitlines()[-1].split(", ")]
+    assert counts[0] == counts[1] + counts[2] and counts[2] > 0 and counts[3:] == [0, 0, 0]
+    assert f"left out {counts[2]}: algorithm.filter_groups" in out
+
+
+def test_prompts_whose_conversations_failed_are_left_out_with_a_reason(tmp_path, capsys):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "seen = {}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if seen.setdefault(extra_info['trajectory_id'][:13], len(seen)) % 2:\n"
+        "        raise RuntimeError('no score for this one')\n"
+        "    return 1.0 * (len(solution_str) % 2)\n"
+    )
+    run(tmp_path / "run", f"reward.path={reward}")
+    assert prompt_log.main([str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "left out 4: nothing to train: error" in out
+    assert out.splitlines()[-1] == "8 drawn, 4 trained, 4 left out, 0 open, 0 missing, 0 double"
+
+
+def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them(tmp_path, monkeypatch, capsys):
+    folder, collect = tmp_path / "run", PPOTrainer._while_waiting
+
+    def interrupted(self):
+        if self.step_number == 2:
+            self.interrupts.requested.set()
+        return collect(self)
+
+    monkeypatch.setattr(PPOTrainer, "_while_waiting", interrupted)
+    run(folder)
+    assert last_line(capsys, folder) == (0, "6 drawn, 4 trained, 0 left out, 2 open, 0 missing, 0 double")
+    monkeypatch.undo()
+    run(folder)
+    assert last_line(capsys, folder) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
+
+
+def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_path, capsys):
+    source = finished / "checkpoints/step_000002"
+    run(tmp_path / "on", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
+    assert last_line(capsys, tmp_path / "on") == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
+    assert sorted(read_prompt_log(tmp_path / "on").prompts) == [4, 5, 6, 7]
+
+
+def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, capsys):
+    run(tmp_path / "run", "trainer.rollout_rows=off")
+    status = prompt_log.main([str(tmp_path / "run")])
+    out = capsys.readouterr().out
+    assert status == 0 and "no rollout rows to compare with" in out
+
+
+def test_no_log_is_one_line_and_status_2(tmp_path, capsys):
+    assert prompt_log.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_after_sigkill_at_any_moment_each_prompt_ends_once(tmp_path, finished, capsys, seed):
+    """Killed three times at moments that the seed chooses; then the same command, to its end."""
+    import random
+
+    chance, folder = random.Random(seed), tmp_path / "run"
+    command = [sys.executable, "-m", "verl_mt.trainer", *SMALL, f"trainer.default_local_dir={folder}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for _ in range(3):
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wanted, log = chance.randrange(1, 3000), folder / FILE
+        before = log.stat().st_size if log.exists() else 0
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            if log.exists() and log.stat().st_size >= before + wanted:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if (folder / FILE).exists() and not (folder / "FINISHED").exists():
+            status, line = last_line(capsys, folder)
+            assert status == 0 and line.endswith("0 missing, 0 double"), line
+    if not (folder / "FINISHED").exists():
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+    status, line = last_line(capsys, folder)
+    assert (status, line) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
+    rows = [(p.source, p.row_index, p.trained_in) for p in read_prompt_log(folder).prompts.values()]
+    assert rows == [(p.source, p.row_index, p.trained_in) for p in read_prompt_log(finished).prompts.values()]

@@ -1,0 +1,244 @@
+"""The life of every drawn prompt: `prompt_log.jsonl` of a run directory, written and read.
+
+Each prompt that a run draws has a number, counted from 0 over the whole run, and ends in one of two ways: it is trained
+in a step, or it is left out for a reason. The file only grows; a line is an event:
+
+    {"event": "begun", "step": 40, "drawn": 640, "trained": 633, "left_out": 7}     a process goes on from there
+    {"event": "drawn", "prompts": [[640, "gsm8k", 17, "s000041.00000"], ...]}       number, entry of the data, row, id
+    {"event": "started", "numbers": [640, ...]}
+    {"event": "finished", "number": 640, "attempts": 1, "trajectories": 8, "tokens": 912}
+    {"event": "trained", "step": 41, "numbers": [640, ...]}
+    {"event": "left_out", "step": 41, "why": "no signal", "numbers": [655]}
+
+A process that goes on from a checkpoint says so first (`begun`). What the file says of the time after that checkpoint
+is void then: those prompts are drawn again, with the same numbers. A line says nothing of the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl_mt.data.dataset import DataRow
+from verl_mt.data.run_files import json_text, writing
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.errors import DataError
+
+FILE = "prompt_log.jsonl"
+
+
+class PromptLog:
+    """Writes the log of a run. Nothing is written before the first prompt is drawn.
+
+    Args:
+        folder: the run directory.
+        step: after which the run goes on.
+        state: what `state_dict` said then; None = a new run, or one that an older version began.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, int] | None = None):
+        self._path = folder / FILE
+        self._begun = {"event": "begun", "step": step, **_counts(state or {})}
+        self._counts = Counter(_counts(state or {}))
+        self._open: dict[str, int] = {}
+        self._file: BinaryIO | None = None
+
+    @classmethod
+    def after(cls, checkpoint: Mapping[str, Any] | None, folder: Path) -> PromptLog:
+        """Of a run that goes on from a checkpoint's state; None = it begins."""
+        found = checkpoint or {}
+        return cls(folder, step=found.get("step", 0), state=found.get("prompts"))
+
+    def drawn(self, plan: str, rows: Sequence[DataRow], left_out: Sequence[tuple[DataRow, str]] = ()) -> None:
+        """The prompts of a plan, in its order; and the rows that were drawn with them and gave none, each with why."""
+        first, named = self._counts["drawn"], [f"{plan}.{place:05d}" for place in range(len(rows))]
+        everything = [*zip(rows, named), *((row, None) for row, _ in left_out)]
+        prompts = [[first + k, row.source, row.index, name] for k, (row, name) in enumerate(everything)]
+        self._open |= {name: first + k for k, name in enumerate(named)}
+        self._counts["drawn"] += len(prompts)
+        self._append({"event": "drawn", "prompts": prompts})
+        without = {first + len(rows) + k: why for k, (_, why) in enumerate(left_out)}
+        self._leave_out(without)
+        self._sync()
+
+    def started(self, plan: str) -> None:
+        """The conversations of a plan's prompts."""
+        numbers = [number for name, number in self._open.items() if name.rpartition(".")[0] == plan]
+        self._append({"event": "started", "numbers": numbers})
+
+    def finished(self, group: TrajectoryGroup) -> None:
+        """All conversations of a prompt are over and scored."""
+        number = self._open.get(group.prompt_id)
+        if number is None:
+            return
+        of = group.trajectories
+        found = {
+            "attempts": 1 + int(max((t.counters.get("retries", 0) for t in of), default=0)),
+            "trajectories": len(of),
+            "tokens": sum(t.num_sampled_tokens for t in of),
+        }
+        self._append({"event": "finished", "number": number, **found})
+
+    def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
+        """A step is over: what became of its prompts.
+
+        Args:
+            step: its number.
+            left_out: prompt id -> why it was not trained; None where it was.
+        """
+        known = {self._open.pop(name): why for name, why in left_out.items() if name in self._open}
+        trained = sorted(number for number, why in known.items() if why is None)
+        if trained:
+            self._counts["trained"] += len(trained)
+            self._append({"event": "trained", "step": step, "numbers": trained})
+        self._leave_out({number: why for number, why in known.items() if why is not None}, step=step)
+        self._sync()
+
+    def state_dict(self) -> dict[str, int]:
+        """How many were drawn, trained and left out. At a step's end none is open, so that nothing else is needed."""
+        return _counts(self._counts)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _leave_out(self, why_of: Mapping[int, str], **step: int) -> None:
+        for why in sorted(set(why_of.values())):
+            numbers = sorted(number for number in why_of if why_of[number] == why)
+            self._counts["left_out"] += len(numbers)
+            self._append({"event": "left_out", **step, "why": why, "numbers": numbers})
+
+    def _append(self, event: dict[str, Any]) -> None:
+        """Handed to the system when this returns: whatever kills the process, the line stays."""
+        with writing(self._path):
+            if self._file is None:
+                self._file = self._path.open("ab")
+                # Whatever stands there, a line that a killed process has torn perhaps: this is a line of its own.
+                self._file.write(b"\n" * (self._file.tell() > 0) + json_text(self._begun) + b"\n")
+            self._file.write(json_text(event) + b"\n")
+            self._file.flush()
+
+    def _sync(self) -> None:
+        """On the disk, so that the lines outlive the machine's power too."""
+        if self._file is not None:
+            with writing(self._path):
+                os.fsync(self._file.fileno())
+
+
+def _counts(state: Mapping[str, int]) -> dict[str, int]:
+    return {name: state.get(name, 0) for name in ("drawn", "trained", "left_out")}
+
+
+@dataclass
+class DrawnPrompt:
+    """One prompt's life, as far as the log tells."""
+
+    number: int
+    source: str
+    row_index: int
+    prompt_id: str | None
+    """None of a row that gave no prompt."""
+    started: bool = False
+    attempts: int | None = None
+    """How often its conversations were begun, the most of any; None = they are not over."""
+    trained_in: list[int] = field(default_factory=list)
+    """Steps. More than one, or one and `left_out`, is an error of the program that wrote the log."""
+    left_out: list[str] = field(default_factory=list)
+    """Why; likewise."""
+
+    @property
+    def open(self) -> bool:
+        return not self.trained_in and not self.left_out
+
+
+@dataclass
+class PromptHistory:
+    """What a log says once what is void is gone."""
+
+    prompts: dict[int, DrawnPrompt] = field(default_factory=dict)
+    """Number -> prompt, of those that were drawn in this directory."""
+    before: dict[str, int] = field(default_factory=lambda: _counts({}))
+    """What was drawn, trained and left out in another directory, in which the run was begun."""
+    begun_at: int = 0
+    """The step after which the last process began."""
+    unknown: list[str] = field(default_factory=list)
+    """Events of prompts that nobody has drawn."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One more line of the log.
+
+        Raises:
+            KeyError, TypeError, ValueError: not an event.
+        """
+        kind = event["event"]
+        if kind == "begun":
+            self._begin(event)
+        elif kind == "drawn":
+            for number, *what in event["prompts"]:
+                if number in self.prompts:
+                    self.unknown.append(f"prompt {number} is drawn twice")
+                self.prompts[number] = DrawnPrompt(number, *what)
+        elif kind in ("started", "finished", "trained", "left_out"):
+            numbers = [event["number"]] if kind == "finished" else event["numbers"]
+            for number in numbers:
+                if number not in self.prompts:
+                    self.unknown.append(f"prompt {number} is {kind}, and nobody has drawn it")
+                else:
+                    _tell(self.prompts[number], kind, event)
+        else:
+            raise ValueError(f"unknown event {kind!r}")
+
+    def _begin(self, event: dict[str, Any]) -> None:
+        self.begun_at, counts = event["step"], _counts(event)
+        self.prompts = {number: prompt for number, prompt in self.prompts.items() if number < counts["drawn"]}
+        if not self.prompts:
+            self.before = counts
+
+
+def _tell(prompt: DrawnPrompt, kind: str, event: dict[str, Any]) -> None:
+    if kind == "started":
+        prompt.started = True
+    elif kind == "finished":
+        prompt.attempts = event["attempts"]
+    elif kind == "trained":
+        prompt.trained_in.append(event["step"])
+    else:
+        prompt.left_out.append(event["why"])
+
+
+def read_prompt_log(run: str | Path) -> PromptHistory:
+    """What the log of a run directory says. Lines that a killed process has torn are left out: whatever they said is
+    void, or open.
+
+    Raises:
+        DataError: there is no log, or a line is none of it; names file and line.
+    """
+    path = Path(run) / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}): no directory of a run that has drawn prompts") from error
+    history = PromptHistory()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            history.take(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if _is_torn(lines[number:]):
+                continue
+            raise DataError(f"{path}, line {number}: {line[:80]!r} is no event of a prompt log: {error!r}") from error
+    return history
+
+
+def _is_torn(after: Iterable[bytes]) -> bool:
+    """Whether a line may have been cut off by a kill: it is the last, or the next process begins behind it."""
+    following = next((line for line in after if line.strip()), None)
+    return following is None or following.startswith(b'{"event": "begun"')
