@@ -36,12 +36,20 @@ DEFAULTS = (
     "trainer.val_before_train=true",
 )
 """This command's own: what a configuration says of them is meant for RL. The command line may say otherwise."""
+_LAYOUT = (
+    "fsdp_size",
+    "ulysses_sequence_parallel_size",
+    "optimizer_offload",
+    "share_prefixes",
+)
+"""Of the actor's section: how the ranks hold the policy and share rows."""
 _READ = (
     "actor_rollout_ref.model.",
     "actor_rollout_ref.actor.optim.",
     "actor_rollout_ref.actor.ppo_max_token_len",
     "actor_rollout_ref.actor.ppo_micro_batch_size",
     "actor_rollout_ref.actor.grad_clip",
+    *(f"actor_rollout_ref.actor.{name}" for name in _LAYOUT),
     "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.rollout.tool_kwargs.tools_config_file",
@@ -70,6 +78,7 @@ _READ = (
     "trainer.total_epochs",
     "trainer.total_training_steps",
     "trainer.val_before_train",
+    "trainer.worker_timeout_s",
 )
 """Keys that mean something here; any other is refused, not ignored."""
 _READ_BY_ROLLOUTS = (
@@ -102,6 +111,7 @@ _READ_BY_ROLLOUTS = (
             "weight_",
         )
     ),
+    "actor_rollout_ref.actor.param_offload",
     "data.filter_overlong_prompts",
     "data.label_key",
     "data.max_prompt_length",
@@ -219,7 +229,7 @@ def _name_apart(trainer: TrainerConfig, keys: Collection[str]) -> None:
 def _leave_out_rl(config: Config, *, keeps_agg: bool) -> None:
     """What the file of a run says of its policy loss, its mini-batches and its advantages is meant for RL."""
     given, actor = config.actor_rollout_ref.actor, type(config.actor_rollout_ref.actor)()
-    for name in ("optim", "ppo_max_token_len", "ppo_micro_batch_size", "grad_clip"):
+    for name in ("optim", "ppo_max_token_len", "ppo_micro_batch_size", "grad_clip", *_LAYOUT, "param_offload"):
         setattr(actor, name, getattr(given, name))
     actor.loss_agg_mode = given.loss_agg_mode if keeps_agg else "token-mean"
     config.actor_rollout_ref.actor = actor

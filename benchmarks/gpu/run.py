@@ -30,6 +30,13 @@ REPO = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 _TAIL = 4000
 """Characters of a stage's output that are kept."""
+GPU_TESTS = (
+    "engines/test_buckets_on_device.py",
+    "modeling/test_on_cuda.py",
+    "trainer/test_checkpoint.py",
+    "workers/test_one_sharded_rank.py",
+)
+"""Under tests/; those that have the mark `gpu`."""
 Command = tuple[str, ...]
 Numbers = dict[str, Any]
 
@@ -93,7 +100,7 @@ def lines_with(*marks: str) -> Callable[[str, Path], Numbers]:
 
 
 def _train(name: str, device: str, *words: str) -> Command:
-    common = (f"trainer.device={device}", "trainer.default_local_dir=run", f"trainer.experiment_name={name}")
+    common = (f"trainer.device={device}", f"trainer.default_local_dir={name}", f"trainer.experiment_name={name}")
     return (__file__, "--inside-trainer", *common, "trainer.progress=off", *words)
 
 
@@ -115,11 +122,24 @@ def _runs() -> list[Stage]:
         "trainer.total_training_steps=2", "trainer.test_freq=-1", "data.train_batch_size=4", "data.val_max_samples=8",
     )  # fmt: skip
     bfloat16 = "actor_rollout_ref.model.dtype=bfloat16"
-    more, one_more = ("trainer.total_training_steps=45",), (*short[1:], "trainer.total_training_steps=3")
+    # Of the folder of the first run; its name has the number of its last step.
+    from_first = "trainer.resume_mode=resume_path", "trainer.resume_from_path=float32/checkpoints/step_{:06d}"
+    more, one_more = (
+        (*words, *(word.format(steps) for word in from_first), f"trainer.total_training_steps={steps + 5}")
+        for words, steps in (((), 60), (short[1:], 2))
+    )
+    few = ("trainer.total_training_steps=10", "trainer.test_freq=-1")
+    offload = (
+        "actor_rollout_ref.actor.optimizer_offload=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    )
+    ref = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.ref.offload=True")
     table = (
         ("train-float32", "the default task", "float32", (), short),
         ("train-bfloat16", "the default task in bfloat16", "bfloat16", (bfloat16,), (bfloat16, *short)),
-        ("resume", "the first run goes on from its checkpoint", "float32", more, one_more),
+        ("resume", "the first run goes on from its checkpoint", "resume", more, one_more),
+        ("offload", "optimizer in CPU memory, activations recomputed", "offload", (*offload, *few), (*offload, *short)),
+        ("ref-offload", "a KL term, its policy in CPU memory", "ref", (*ref, *few), (*ref, *short)),
     )
     return [
         Stage(name, what, _train(run, "cuda", *words), _train(run, "cpu", *small), training)
@@ -170,10 +190,13 @@ def _benchmarks() -> list[Stage]:
 
 
 def _stages() -> list[Stage]:
-    pytest = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-m")
-    small = [str(REPO / "tests" / file) for file in ("modeling/test_on_cuda.py", "workers/test_optimizer.py")]
-    on_gpu = (*pytest, "gpu and not sglang and not ray", str(REPO / "tests"))
-    tests = Stage("tests", "the tests marked gpu", on_gpu, (*pytest, "", *small), counts)
+    pytest = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q")
+    # By name: pytest imports what it looks through, and other tests import packages that are not there.
+    files = [str(REPO / "tests" / file) for file in GPU_TESTS]
+    # Some of them have a twin for the CPU.
+    tests = Stage(
+        "tests", "the tests marked gpu", (*pytest, "-m", "gpu", *files), (*pytest, "-m", "gpu or slow", *files), counts
+    )
     return [tests, *_runs(), *_updates(), *_benchmarks()]
 
 
@@ -217,12 +240,19 @@ def run_stage(stage: Stage, folder: Path, rehearse: bool, limit_s: float) -> Num
     return result
 
 
+def said_by(*command: str) -> str | None:
+    """Its output; None where it fails or is not there."""
+    try:
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        return None
+
+
 def environment() -> Numbers:
     """The device and the versions."""
     import torch
     import transformers
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True)
     gpu = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if gpu else "cpu",
@@ -230,7 +260,8 @@ def environment() -> Numbers:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
+        "commit": said_by("git", "rev-parse", "HEAD"),
+        "driver": said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
     }
 
 

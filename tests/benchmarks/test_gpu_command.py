@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve()
 SCRIPT = REPO / "benchmarks" / "gpu" / "run.py"
 
 
@@ -56,16 +57,23 @@ def test_numbers_are_read_where_the_commands_write_them(command, tmp_path):
 
 def test_every_stage_has_a_name_of_its_own_and_both_commands_of_files_that_are_there(command):
     stages = command._stages()
-    assert len({stage.name for stage in stages}) == len(stages) == 14
+    assert len({stage.name for stage in stages}) == len(stages) == 16
     for stage in stages:
         for words in (stage.on_gpu, stage.in_rehearsal):
             assert words != () and all(Path(word).exists() for word in words if word.startswith(str(REPO)))
+
+
+def test_the_tests_stage_names_every_file_that_has_the_mark(command):
+    tests = REPO / "tests"
+    marked = {file for file in tests.rglob("test_*.py") if "pytest.mark.gpu" in file.read_text() and file != HERE}
+    assert marked == {tests / file for file in command.GPU_TESTS}
 
 
 def test_wheels_are_what_the_project_needs_and_neither_ray_nor_sglang():
     lines = (SCRIPT.parent / "wheels.txt").read_text().splitlines()
     names = {line.partition("==")[0].replace("_", "-") for line in lines if line and not line.startswith("#")}
     assert {"hydra-core", "omegaconf", "tensordict", "pydantic", "jsonschema", "docstring-parser"} <= names
+    assert all("==" in line for line in lines if line and not line.startswith("#"))
     assert not names & {"ray", "sglang", "torch", "transformers"}
 
 
@@ -77,7 +85,7 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
-    assert code == 0 and "1 of 14 stages are well; not run: tests, train-float32" in printed, printed
+    assert code == 0 and "1 of 16 stages are well; not run: tests, train-float32" in printed, printed
     first = results["stages"]["log-prob-memory"]
     assert first["status"] == "ok" and "recomputed" in first["numbers"]["lines"][0]
     assert results["environment"]["torch"] and results["environment"]["device"]
@@ -86,6 +94,18 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
     assert "MFU" in results["stages"]["mfu-0.5B"]["numbers"]["lines"][0]
     refused = subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path)], capture_output=True, text=True)
     assert refused.returncode and "is of a rehearsal: give another --out" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--rehearse", "--only", "train-float32", "resume"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    first, more = (json.loads((tmp_path / "results.json").read_text())["stages"][k] for k in ("train-float32", "resume"))
+    assert (first["numbers"]["steps"], first["numbers"]["last step"]) == (2, 2)
+    assert (more["numbers"]["steps"], more["numbers"]["last step"]) == (5, 7)
+    lines = [json.loads(line) for line in (tmp_path / "work/resume/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.slow

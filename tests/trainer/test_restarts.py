@@ -124,6 +124,16 @@ def test_what_would_come_again_is_not_tried_again(fails, tmp_path, error):
     assert len(lives) == 1
 
 
+def test_who_is_asked_to_stop_and_loses_a_rank_to_the_same_signal_stops(tmp_path, monkeypatch):
+    def stopped(self):
+        self.interrupts.requested.set()
+        raise WorkerError("rank 0 died of SIGTERM")
+
+    monkeypatch.setattr(PPOTrainer, "step", stopped)
+    with pytest.raises(WorkerError, match="SIGTERM"):
+        run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=3"))
+
+
 @pytest.mark.slow
 def test_a_run_from_a_named_checkpoint_restarts_from_there(fails, undisturbed, tmp_path):
     """Whatever `resume_mode` says of other runs; and in its own directory, not in the next one."""
@@ -165,6 +175,9 @@ def test_room_is_not_waited_for_for_ever_nor_at_the_beginning(tmp_path, monkeypa
     with pytest.raises(NoRoomError):
         run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
     assert asked == [None]
-    with pytest.raises(NoRoomError):
-        restarts._built(config(tmp_path / "run", "trainer.worker_timeout_s=1"), tmp_path)
-    assert len(asked) == 5
+    waiting = config(tmp_path / "run", "trainer.worker_timeout_s=1")
+    for folder in (tmp_path, None):  # also where the first life ended before it had a directory
+        asked.clear()
+        with pytest.raises(NoRoomError):
+            restarts._built(waiting, folder, again=True)
+        assert asked == [folder] * 4

@@ -24,8 +24,8 @@ def value_model(policy: nn.Module | None = None) -> ValueModel:
     return model
 
 
-def value_head(seed: int = 0) -> ValueHead:
-    head = ValueHead(16, seed=seed)
+def value_head(seed: int = 0, width: int = 16) -> ValueHead:
+    head = ValueHead(width, seed=seed)
     wake(head.layers[-1])
     return head
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.passes import Passes, use_passes
+from verl_mt.workers import sharding
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker
 from verl_mt.workers.rank_worker import RankWorker
@@ -139,23 +141,64 @@ def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
     return {name: p.tensor() for bucket in packed if bucket is not None for name, p in bucket.items()}
 
 
+def patience_of_groups(ranks: Ranks, **kwargs: Any) -> tuple[timedelta, list[timedelta]]:
+    """How long the group of all ranks waits, and those that a policy's meshes have made, by what torch keeps of each."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
+    sharding._mesh.cache_clear()
+    sharding._sequence_group.cache_clear()
+    known = set(dist.distributed_c10d._world.pg_map)
+    actor = sharded_worker(ranks, **kwargs)
+    groups = [dist.group.WORLD, *(g for g in dist.distributed_c10d._world.pg_map if g not in known)]
+    limits = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
+    del actor
+    return limits[0], limits[1:]
+
+
+def reference(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> torch.Tensor:
+    """A reference policy's log-probs [B, T]."""
+    actor = sharded_worker(ranks, **kwargs)
+    return RefWorker(actor.module, RefConfig(), actor=actor.config, temperature=1.0).compute_log_probs(batch)
+
+
+def critic_gradients(
+    ranks: Ranks, batch: TensorDict, **kwargs: Any
+) -> tuple[torch.Tensor, dict[str, float], dict[str, torch.Tensor]]:
+    """Values, metrics of an update, and whole gradients before its step, which are not clipped."""
+    worker = sharded_critic(ranks, grad_clip=0.0, **kwargs)
+    values, seen = worker.compute_values(batch), []
+    named = [*worker.module.named_parameters()]
+    worker.optimizer.register_step_pre_hook(
+        lambda *_: seen.append({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
+    )
+    metrics = worker.update(batch)
+    return values, metrics, {name.removeprefix("model."): grad for name, grad in seen[0].items()}
+
+
 def sharded_critic(
-    ranks: Ranks, *, shared: bool = False, sequence: int = 1, passes: Passes | None = None, **kwargs: Any
+    ranks: Ranks,
+    *,
+    shared: bool = False,
+    sequence: int = 1,
+    passes: Passes | None = None,
+    policy: Callable[[], Any] = tiny_policy,
+    **kwargs: Any,
 ) -> CriticWorker:
     """The same critic as `critic_toys.critic`, over the ranks."""
     from critic_toys import critic, value_head, value_model
 
     ranks = replace(ranks, sequence=sequence)
     if shared:
-        policy = copy.deepcopy(tiny_policy())
+        trunk = copy.deepcopy(policy())
         if passes is not None:
-            use_passes(policy, passes)
+            use_passes(trunk, passes)
         return critic(
-            value_head(),
-            policy=policy if ranks.size == 1 else ShardedPolicy(policy, ranks, device_type="cpu"),
+            value_head(width=trunk.config.hidden_size),
+            policy=trunk if ranks.size == 1 else ShardedPolicy(trunk, ranks, device_type="cpu"),
             **kwargs,
         )
-    model = value_model()
+    model = value_model(policy())
     if passes is not None:
         use_passes(model, passes)
     if ranks.rank:

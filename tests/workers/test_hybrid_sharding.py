@@ -3,13 +3,19 @@ during rollouts (`param_offload`)."""
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from actor_toys import REWARDS, fill_advantages, make_batch, tiny_policy, worker
-from sharded_jobs import one_update, three_updates
+from sharded_jobs import one_update, patience_of_groups, three_updates
 
+from verl_mt.errors import EngineGoneError
 from verl_mt.workers.sharding import ALONE
 from verl_mt.workers.trainable import HostWeights
+from verl_mt.workers.weight_sync import LiveWeights, WeightSync
+from verl_mt.workers.worker_group import InlineWorkerGroup
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +44,66 @@ def test_a_group_holds_all_and_each_of_its_ranks_a_part(ranks):
     for shard, share in ((2, 0.55), (4, 0.3)):
         for got in ranks(4)(one_update, a_batch(), shard=shard):
             assert got["bytes"][0] < share * whole_bytes and got["bytes"][1] < share * whole_state
+
+
+@pytest.mark.parametrize(("shard", "sequence"), [(2, 1), (None, 2), (2, 2)])
+def test_groups_of_some_ranks_wait_as_long_as_all(ranks, shard, sequence):
+    for limit, of_groups in ranks(4)(patience_of_groups, shard=shard, sequence=sequence):
+        assert of_groups and set(of_groups) == {limit}
+
+
+def test_weights_that_are_in_use_stay_whoever_puts_them_away():
+    """An engine that comes back is given the weights in a thread of its own, here in the middle of a forward pass."""
+    actor = worker(tiny_policy(), param_offload=True)
+    group, given = InlineWorkerGroup(actor), []
+
+    def comes_back(*_):
+        if not given:
+            thread = threading.Thread(target=lambda: given.extend(LiveWeights(group)))
+            thread.start()
+            thread.join()
+
+    next(m for m in actor.module.modules() if type(m).__name__.endswith("DecoderLayer")).register_forward_hook(comes_back)
+    metrics = group.update(a_batch())
+    expected = InlineWorkerGroup(worker(tiny_policy())).update(a_batch())
+    assert given and metrics == expected
+    group.put_away()
+    assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
+
+
+def test_weights_are_put_away_where_their_reader_gives_up():
+    actor = worker(tiny_policy(), param_offload=True)
+    weights = iter(LiveWeights(InlineWorkerGroup(actor)))
+    next(weights)
+    assert any(p.untyped_storage().nbytes() for p in actor.module.parameters())
+    weights.close()
+    assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
+
+
+def test_a_checkpoint_of_weights_that_go_away_holds_copies():
+    actor = worker(tiny_policy(), param_offload=True)
+    group = InlineWorkerGroup(actor)
+    before = {name: p.detach().clone() for name, p in actor.module.named_parameters()}
+    state = group.state_dict()
+    group.put_away()
+    assert all(torch.equal(state["actor"]["tensors"][f"module.{name}"], p) for name, p in before.items())
+
+
+@pytest.mark.parametrize(("offloads", "frees"), [(True, True), (True, False), (False, True)])
+def test_an_engine_makes_room_for_weights_that_come_between_two_steps(offloads, frees):
+    engine = SimpleNamespace(capabilities=SimpleNamespace(frees_memory=frees), release_memory=lambda: "released")
+    called = []
+    sync = WeightSync(engine, SimpleNamespace(offloads=offloads, check=print), lambda work, _: called.append(work))
+    assert sync.make_room() == (offloads and frees)
+    assert called == (["released"] if offloads and frees else [])
+
+
+def test_an_engine_that_is_gone_has_left_its_room():
+    def gone(work, _):
+        raise EngineGoneError("killed")
+
+    engine = SimpleNamespace(capabilities=SimpleNamespace(frees_memory=True), release_memory=lambda: None)
+    assert not WeightSync(engine, SimpleNamespace(offloads=True, check=print), gone).make_room()
 
 
 def test_tied_weights_go_and_come_once():

@@ -227,6 +227,11 @@ def problems_of_ranks(model: ModelConfig, actor: ActorConfig, num_ranks: int) ->
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows: it needs "
             "actor_rollout_ref.model.use_remove_padding=True"
         )
+    if sequence > 1 and model.attn_implementation == "eager":
+        yield (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows, which "
+            "actor_rollout_ref.model.attn_implementation=eager cannot attend to: use sdpa or flash_attention_2"
+        )
 
 
 @dataclass

@@ -119,6 +119,7 @@ class PPOTrainer:
                     self.log.metrics(self.step_number, self.validate())
                 if not self.config.val_only:
                     self._train()
+                    self.weights.make_room()
                     self.export()
                 self.log.finish(self.step_number)
             except Interrupted:
@@ -215,6 +216,7 @@ class PPOTrainer:
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
+        self.weights.make_room()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
@@ -273,6 +275,7 @@ class PPOTrainer:
         likely collapse again in the same step.
         """
         state = checkpoint.load(folder)
+        self.weights.make_room()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.weights.push(self.step_number)
@@ -335,10 +338,9 @@ class PPOTrainer:
         self.log.rollouts(step, groups, None)
         self._save_boundary()
         written = self.config.rollout_rows != "off"
-        if all(t.stop_reason is StopReason.ENGINE for g in groups for t in g.trajectories):
-            raise EngineGoneError(f"step {step}: {failure}. The same command goes on after step {self.step_number}")
         where = f" (all of them: python -m verl_mt.report.rows {self.log.run.path} --step {step})" if written else ""
-        raise UserCodeError(
+        lost = all(t.stop_reason is StopReason.ENGINE for g in groups for t in g.trajectories)
+        raise (EngineGoneError if lost else UserCodeError)(
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
@@ -372,9 +374,12 @@ class PPOTrainer:
         begun = time.monotonic()
         self.log.display.phase("checkpoint")
         self.log.flush()
+        made_room = self.weights.make_room()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.workers.put_away()
+        if made_room and overrides is None:  # else the run ends here
+            self.weights.push(self.step_number)
         self.log.saved(time.monotonic() - begun)
 
 

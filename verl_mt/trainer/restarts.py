@@ -35,11 +35,13 @@ def run_to_the_end(config: Config) -> PPOTrainer:
     trainer: PPOTrainer | None = None
     for number in range(most + 1):
         try:
-            trainer = _built(config, folder)
+            trainer = _built(config, folder, again=number > 0)
             folder = trainer.log.run.path
             trainer.fit()
             return trainer
         except _LOSSES as error:
+            if trainer is not None and trainer.interrupts.requested.is_set():
+                raise  # who was asked to stop, and lost its ranks to the same signal, has to stop
             if number == most:
                 if most:
                     error.add_note(f"trainer.max_restarts={most}: that many restarts were tried")
@@ -50,14 +52,14 @@ def run_to_the_end(config: Config) -> PPOTrainer:
     raise AssertionError("unreachable: the last loss is raised")
 
 
-def _built(config: Config, folder: Path | None) -> PPOTrainer:
-    """A trainer; in `folder`, where a run was lost. A machine that is gone may come back, or another one in its place:
+def _built(config: Config, folder: Path | None, *, again: bool) -> PPOTrainer:
+    """A trainer; in `folder`, where a run was lost that had one. A machine that is gone may come back, or another one in its place:
     room for the workers is waited for as long as ranks would wait for each other.
 
     Raises:
         VerlMTError: see `build_trainer`; of `NoRoomError` after that time.
     """
-    if folder is None:
+    if not again:
         return build_trainer(config)
     deadline = time.monotonic() + config.trainer.worker_timeout_s
     while True:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_mt import engines
 from verl_mt.engines.base import Giver, Givers, Receiver
 from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
@@ -102,8 +101,16 @@ class RankWorker:
 
         return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
 
-    def start(self, address: str) -> tuple[int, int]:
-        """Join the others and load the models. Returns the numbers of the policy's parameters: all, trained."""
+    def start(self, address: str, patience_s: float) -> tuple[int, int]:
+        """Join the others and load the models.
+
+        Args:
+            address: of rank 0.
+            patience_s: how long ranks wait for each other.
+
+        Returns:
+            The numbers of the policy's parameters: all, trained.
+        """
         setup = self._setup
         cuda = torch.device(setup.device).type == "cuda"
         torch.set_num_threads(cores_per_worker(setup.placement))
@@ -118,17 +125,9 @@ class RankWorker:
             import torch.distributed as dist
 
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            ranks = self._ranks
-            # While one rank gives weights to engines, the others wait in a collective.
-            rollout, patience = setup.config.rollout, setup.placement.worker_timeout_s
-            if not engines.samples_from_policy(rollout.name):
-                patience = max(patience, 3 * rollout.engine_timeout_s)
+            ranks, patience = self._ranks, timedelta(seconds=patience_s)
             dist.init_process_group(
-                backend,
-                init_method=address,
-                rank=ranks.rank,
-                world_size=ranks.size,
-                timeout=timedelta(seconds=patience),
+                backend, init_method=address, rank=ranks.rank, world_size=ranks.size, timeout=patience
             )
         self.actor, self.ref, self.critic = load_workers(setup, self._ranks)
         return count_parameters(self.actor.module)

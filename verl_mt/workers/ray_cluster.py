@@ -214,7 +214,8 @@ def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, 
         nodes: of `ray.nodes()`; each is asked by a task that takes no resources.
 
     Raises:
-        ConfigError: some have other versions, lack a package, or do not answer.
+        ConfigError: some have other versions, or lack a package.
+        NoRoomError: one does not answer: it is gone, though Ray has not noticed yet, or it hangs.
     """
     tell = _teller()
     task = ray.remote(tell)
@@ -232,7 +233,7 @@ def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, 
         try:
             told.append((name, ray.get(ref, timeout=0)))
         except RayError as error:
-            raise ConfigError(
+            raise NoRoomError(
                 f"{name} of the Ray cluster did not tell its versions within {_ASKING_TIMEOUT_S:.0f} s: "
                 f"{error_text(error, named=True)}; see `ray status`, and end or repair it"
             ) from error

@@ -96,6 +96,10 @@ class RayWorkerGroup(WorkerGroup):
             require_room(self._setup)
             require_same_versions(("verl_mt", "torch", *engines.packages_on_machines(rollout)), usable(self._setup))
             engine = rollout.name
+            self._patience_s = placement.worker_timeout_s
+            if not engines.samples_from_policy(engine):
+                # While one rank gives weights to engines, the others wait in a collective.
+                self._patience_s = max(self._patience_s, 3 * rollout.engine_timeout_s)
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
                 raise ConfigError(
                     f"trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name={engine} with "
@@ -106,6 +110,7 @@ class RayWorkerGroup(WorkerGroup):
         except BaseException:
             self.close()
             raise
+        self.offloads = setup.config.actor.param_offload
         self._has_ref, self._has_critic = setup.has_ref, setup.algorithm.critic is not None
         self._correction = setup.algorithm.correction
         self.where = f"{self._setup.device}, {placement.num_ranks} Ray worker(s) on {placement.nnodes} machine(s)"
@@ -158,7 +163,7 @@ class RayWorkerGroup(WorkerGroup):
         self._call("give_back_memory", doing="giving memory back")
 
     def put_away(self) -> None:
-        if self._setup.config.actor.param_offload:
+        if self.offloads:
             self._call("put_away", doing="putting weights away")
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,6 +189,7 @@ class RayWorkerGroup(WorkerGroup):
         gpu, needed = self._setup.device == "cuda", bundle(self._setup, per_node)
         self._apart = placement_group([needed] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
         if not self._apart.wait(_PLACEMENT_TIMEOUT_S):
+            require_room(self._setup)  # a machine may have gone since it was asked
             raise WorkerError(
                 f"the Ray cluster had no room for engines on {nnodes} x {per_node} devices within "
                 f"{_PLACEMENT_TIMEOUT_S:.0f} s: its machines are large enough, but in use; `ray status` shows by whom"
@@ -274,6 +280,7 @@ class RayWorkerGroup(WorkerGroup):
         strategy = "STRICT_SPREAD" if placement.nnodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle(setup)] * placement.nnodes, strategy=strategy)
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
+            require_room(setup)  # a machine may have gone since it was asked
             raise WorkerError(
                 f"the Ray cluster had no room for {placement.num_ranks} workers within {_PLACEMENT_TIMEOUT_S:.0f} s: "
                 "its machines are large enough, but in use; `ray status` shows by whom"
@@ -304,7 +311,7 @@ class RayWorkerGroup(WorkerGroup):
         described = self._call("describe", doing="starting")
         self._names = [f"rank {k} (process {pid} on {host})" for k, (pid, host) in enumerate(described)]
         address = self._wait([self._workers[0].address.remote()], "starting")[0]
-        return self._call("start", address, doing="loading the model")[0]
+        return self._call("start", address, self._patience_s, doing="loading the model")[0]
 
     def _weights(self, *, converted: bool) -> Iterator[tuple[str, Tensor]]:
         """Bucket by bucket; the next one is gathered while this one is used."""
@@ -366,8 +373,8 @@ class RayWorkerGroup(WorkerGroup):
                     errors[refs.index(ref)] = error
             return left
 
-        limit = self._setup.placement.worker_timeout_s
-        deadline = time.monotonic() + _CALL * limit
+        limit, begun = self._patience_s, time.monotonic()
+        deadline = begun + _CALL * limit
         while pending and not errors and time.monotonic() < deadline:
             pending = take(1, max(0.0, deadline - time.monotonic()))
         if not pending and not errors:
@@ -378,7 +385,8 @@ class RayWorkerGroup(WorkerGroup):
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]), default=(0, None))
         if error is None:
             failure: VerlMTError = _not_come(missing, self._names, doing, _CALL * limit)
-        elif missing and _waited(error):
+        elif missing and (_waited(error) or (isinstance(error, RayActorError) and time.monotonic() > begun + limit)):
+            # With NCCL it is those who wait that end, by its watchdog, once their time is up.
             failure = _not_come(missing, self._names, doing, limit)
         else:
             failure = self._explain(rank, error, doing)

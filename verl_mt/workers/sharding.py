@@ -167,7 +167,7 @@ def _mesh(device_type: str, size: int, shard: int | None) -> Any:
 
     if shard is None or shard >= size:
         return init_device_mesh(device_type, (size,))
-    return init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    return _patient(init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard")))
 
 
 @functools.cache
@@ -176,7 +176,19 @@ def _sequence_group(device_type: str, size: int, sequence: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device_type, (size // sequence, sequence), mesh_dim_names=("rows", "sequence"))
-    return mesh.get_group("sequence")
+    return _patient(mesh).get_group("sequence")
+
+
+def _patient(mesh: Any) -> Any:
+    """The mesh, whose groups wait for a rank as long as the group of all ranks does (`trainer.worker_timeout_s`): torch
+    gives groups that a mesh makes its own default."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    device = torch.device(mesh.device_type)
+    limit = cast(Any, dist.group.WORLD)._get_backend(device).options._timeout
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(limit, group)
+    return mesh
 
 
 def _share_sequences(model: Any, ranks: Ranks, device_type: str) -> None:

@@ -90,6 +90,11 @@ class Trainable:
         """Where the module lives."""
         return next(self.module.parameters()).device
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the weights leave the device when they are put away."""
+        return self._host is not None
+
     def bring(self) -> None:
         """The weights are about to be used. Nothing to do where they are on the device."""
         if self._host is not None:
@@ -263,6 +268,9 @@ class HostWeights:
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
                 self._kept.append((storage, host.copy_(_as_bytes(storage))))
                 storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage, _ in self._kept):
+            # torch's allocator keeps what it is given; it is an engine in another process that wants it.
+            torch.cuda.empty_cache()
 
     def bring(self) -> None:
         """Idempotent."""

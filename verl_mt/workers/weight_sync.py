@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from verl_mt.engines.base import (
     TensorBuckets,
     WeightUpdate,
 )
-from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.errors import ConfigError, EngineGoneError, VerlMTError, error_text
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,11 +41,14 @@ class LiveWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         state = self.policy.full_state() if isinstance(self.policy, WorkerGroup) else named_weights(self.policy)
-        for name, tensor in state:
-            self.num_bytes += tensor.nbytes
-            yield name, tensor
-        if isinstance(self.policy, WorkerGroup):
-            self.policy.put_away()
+        try:
+            for name, tensor in state:
+                self.num_bytes += tensor.nbytes
+                yield name, tensor
+        finally:
+            state = iter(())  # what holds the weights at hand ends before they go
+            if isinstance(self.policy, WorkerGroup):
+                self.policy.put_away()
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,19 @@ class WeightSync:
         """The rollout is over; the engine's memory is wanted for training."""
         if self.engine.capabilities.frees_memory:
             self._call(self.engine.release_memory())
+
+    def make_room(self) -> bool:
+        """The policy's weights are wanted between two steps (by a checkpoint, an export), and wait in CPU memory: the
+        engine gives their room back first. Returns whether it did, and has to get its memory and weights again
+        (`push`)."""
+        if not (self.workers.offloads and self.engine.capabilities.frees_memory):
+            return False
+        try:
+            self.release()
+        except EngineGoneError as error:
+            log.warning("the engine is gone, and its memory with it: %s", error_text(error))
+            return False
+        return True
 
     def push(self, version: int) -> None:
         """The weights changed: from here on the engine samples with them."""

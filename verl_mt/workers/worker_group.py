@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +54,8 @@ class WorkerGroup(abc.ABC):
     """Those of them that change: with low-rank adapters only these."""
     where: str
     """For people: on what the policy lives."""
+    offloads = False
+    """The policy's weights wait in CPU memory during rollouts (`actor.param_offload`)."""
 
     @property
     @abc.abstractmethod
@@ -162,58 +166,80 @@ class InlineWorkerGroup(WorkerGroup):
     def __post_init__(self) -> None:
         self.num_parameters, self.num_trained = count_parameters(self.actor.module)
         self.where = str(self.actor.device)
+        self.offloads = self.actor.offloads
+        self._lock = threading.Lock()
+        self._users = 0
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """The weights are on the device meanwhile, whoever says that they may go: an engine that comes back is given
+        them in a thread of its own, perhaps in the middle of an update."""
+        with self._lock:
+            self._users += 1
+            bring(self.actor, self.critic)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
 
     @property
     def policy_module(self) -> nn.Module:
-        self.actor.bring()
-        return self.actor.module
+        with self._at_hand():
+            return self.actor.module
 
     def refresh_policy_module(self) -> None:
         """It is the module that is trained."""
 
     def update(self, batch: TensorDict) -> dict[str, float]:
-        bring(self.actor, self.critic)
-        return update_policy_and_critic(self.actor, self.critic, batch)
+        with self._at_hand():
+            return update_policy_and_critic(self.actor, self.critic, batch)
 
     def compute_log_probs(self, batch: TensorDict) -> Tensor:
-        self.actor.bring()
-        return self.actor.compute_log_probs(batch)
+        with self._at_hand():
+            return self.actor.compute_log_probs(batch)
 
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self.ref is not None:
-            self.actor.bring()  # whose adapters may be all that the two differ in
-            batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
+            with self._at_hand():  # whose adapters may be all that the two differ in
+                batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
 
     def add_values(self, batch: TensorDict) -> None:
         if self.critic is not None:
-            bring(self.actor, self.critic)
-            batch[columns.VALUES] = self.critic.compute_values(batch)
+            with self._at_hand():
+                batch[columns.VALUES] = self.critic.compute_values(batch)
 
     def give_back_memory(self) -> None:
         torch.cuda.empty_cache()
 
     def put_away(self) -> None:
-        put_away(self.actor, self.critic)
+        with self._lock:
+            if not self._users:
+                put_away(self.actor, self.critic)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        self.actor.bring()
-        return named_weights(self.actor.module)
+        with self._at_hand():
+            yield from named_weights(self.actor.module)
 
     def adapter(self) -> Adapter | None:
-        self.actor.bring()
-        return adapter_of(self.actor.module)
+        with self._at_hand():
+            return adapter_of(self.actor.module)
 
     def state_dict(self) -> dict[str, Any]:
-        bring(self.actor, self.critic)
-        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
-        return {"actor": self.actor.state_dict(), **critic}
+        with self._at_hand():
+            critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+            state = {"actor": self.actor.state_dict(), **critic}
+            if self.offloads:  # whoever writes them takes his time, and live ones may be put away under his hands
+                for of_worker in state.values():
+                    of_worker["tensors"] = {name: t.to("cpu", copy=True) for name, t in of_worker["tensors"].items()}
+            return state
 
     def save_shards(self, folder: Path) -> dict[str, str]:
         return {}  # all of the state is in `state_dict`
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
-        bring(self.actor, self.critic)
-        load_workers_state(self.actor, self.critic, state, folder)
+        with self._at_hand():
+            load_workers_state(self.actor, self.critic, state, folder)
 
 
 def load_workers_state(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 
@@ -205,8 +206,12 @@ def test_an_error_of_a_rank_arrives_as_what_it_is(cluster, config):
         group.update(batch)
 
 
-def test_a_rank_that_hangs_is_named_by_those_who_waited(cluster, config):
-    """Stopped, not dead: nobody closes its connections, and it never answers."""
+@pytest.mark.parametrize(
+    "layout", [{}, {"fsdp_size": 1}, {"ulysses_sequence_parallel_size": 2}], ids=["sharded", "a copy each", "rows shared"]
+)
+def test_a_rank_that_hangs_is_named_by_those_who_waited(cluster, config, layout):
+    """Stopped, not dead: nobody closes its connections, and it never answers. Groups of some ranks wait no longer."""
+    config = replace(config, actor=replace(config.actor, **layout))
     group = build(config, Placement("ray", n_workers_per_node=2, num_threads=1, worker_timeout_s=4.0))
     pids = group.worker_pids
     os.kill(pids[1], signal.SIGSTOP)
@@ -220,11 +225,25 @@ def test_a_rank_that_hangs_is_named_by_those_who_waited(cluster, config):
         group.close()
 
 
+def test_a_rank_that_hangs_is_named_where_those_who_waited_are_ended_for_it(cluster, config):
+    """As NCCL's watchdog ends a process whose time is up, which answers nobody then."""
+    group = build(config, Placement("ray", n_workers_per_node=2, num_threads=1, worker_timeout_s=600.0))
+    pids, group._patience_s = group.worker_pids, 1.0
+    os.kill(pids[1], signal.SIGSTOP)
+    threading.Timer(3.0, os.kill, (pids[0], signal.SIGABRT)).start()
+    try:
+        with pytest.raises(WorkerError, match=rf"rank 1 \(process {pids[1]} on .*\) of 2 did not answer"):
+            step_without_ref(group)
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+        group.close()
+
+
 def test_a_call_that_nobody_answers_ends_too(cluster, config, monkeypatch):
     monkeypatch.setattr(ray_group, "_CALL", 1)
     group = build(config, Placement("ray", num_threads=1, worker_timeout_s=60.0))
     (pid,) = group.worker_pids
-    group._setup = replace(group._setup, placement=replace(group._setup.placement, worker_timeout_s=2.0))
+    group._patience_s = 2.0
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(WorkerError, match="no rank answered within 2 s while updating the policy"):

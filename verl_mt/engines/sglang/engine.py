@@ -397,7 +397,7 @@ class SGLangEngine(InferenceEngine):
                     await replica.sender.send(client, update)
                 except EngineGoneError as error:
                     if tried == _NUM_LIVES:
-                        raise EngineError(f"{client.name} took no weights in {tried} lives: {error}") from error
+                        raise EngineGoneError(f"{client.name} took no weights in {tried} lives: {error}") from error
                     continue
                 replica.sender.current = replica.holds = update
                 return
