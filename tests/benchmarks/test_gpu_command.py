@@ -101,9 +101,9 @@ def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--rehearse", "--only", "train-float32", "resume"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    first, more = (json.loads((tmp_path / "results.json").read_text())["stages"][k] for k in ("train-float32", "resume"))
-    assert (first["numbers"]["steps"], first["numbers"]["last step"]) == (2, 2)
-    assert (more["numbers"]["steps"], more["numbers"]["last step"]) == (5, 7)
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    first, more = (stages[name]["numbers"] for name in ("train-float32", "resume"))
+    assert (first["steps"], first["last step"], more["steps"], more["last step"]) == (2, 2, 5, 7)
     lines = [json.loads(line) for line in (tmp_path / "work/resume/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4, 5, 6, 7]
 

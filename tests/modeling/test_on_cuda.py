@@ -39,6 +39,12 @@ def test_log_probs_entropies_and_gradients_are_those_of_the_cpu(passes):
         torch.testing.assert_close(got, wanted, atol=1e-4 * max(1.0, float(wanted.abs().max())), rtol=1e-3)
 
 
+def test_a_model_in_cpu_memory_is_tried_on_the_gpu_and_goes_back():
+    model = tiny(num_hidden_layers=4)
+    assert choose_passes(model, device="cuda") == Passes(packed=True, share_prefixes=True)
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and len(model.model.layers) == 4
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_tiles_of_logits_on_the_gpu_equal_all_of_them(monkeypatch, known):
     monkeypatch.setattr(head, "TILE", {"cpu": 999, "cuda": 999})

@@ -121,6 +121,9 @@ def test_ranks_divide_the_computation_and_add_the_exchange(formula, model):
     machine = formula[0].Machine(train_flops=1e4, network_bandwidth=1e4)
     one, four = (formula[0].predict(model, work(formula, ranks=n), machine).update_s for n in (1, 4))
     assert four == pytest.approx(one / 4 + 3 * 1000 * 4 * 3 / 4 / 1e4)
+    half = dataclasses.replace(model, bytes_per_parameter=2)  # whose gradients are float32 all the same
+    one, four = (formula[0].predict(half, work(formula, ranks=n), machine).update_s for n in (1, 4))
+    assert four == pytest.approx(one / 4 + 1000 * (2 * 2 + 4) * 3 / 4 / 1e4)
 
 
 def test_engines_share_the_trajectories_and_the_longest_one_stays_as_long(formula, model):

@@ -142,7 +142,7 @@ def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
 
 
 def patience_of_groups(ranks: Ranks, **kwargs: Any) -> tuple[timedelta, list[timedelta]]:
-    """How long the group of all ranks waits, and those that a policy's meshes have made, by what torch keeps of each."""
+    """How long the group of all ranks waits, and each that a policy's meshes have made, by what torch keeps of it."""
     import torch.distributed as dist
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)

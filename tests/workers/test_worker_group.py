@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from actor_toys import tiny_policy
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, RefConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError
+from verl_mt.modeling.passes import PLAIN
+from verl_mt.workers import setup
+from verl_mt.workers.sharding import Ranks
 from verl_mt.workers.worker_group import build_worker_group
 
 
@@ -113,3 +117,21 @@ def test_an_offloaded_reference_policy_gives_the_same_log_probs(model_folder):
         build_worker_group(config, total_steps=1, train_batch_size=1).add_ref_log_probs(batch)
         results.append(batch[col.REF_LOG_PROBS])
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_trial_of_a_policy_over_ranks_is_for_their_device(monkeypatch, rank):
+    """And with what `actor.fsdp_size` says: all that `_spread` hands on."""
+    asked, made = [], []
+    monkeypatch.setattr(setup, "choose_passes", lambda module, **options: asked.append(options) or PLAIN)
+    monkeypatch.setattr(setup, "ShardedPolicy", lambda module, ranks, **options: made.append((ranks, options)))
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: [PLAIN] * ranks.size)
+    actor = ActorConfig(fsdp_size=2, ulysses_sequence_parallel_size=2, share_prefixes=False)
+    config = ActorRolloutRefConfig(model=ModelConfig(path="x"), actor=actor)
+    placement = setup.Placement("ray", n_workers_per_node=4)
+    worker_setup = setup.WorkerSetup(config, 1, None, "cuda", 0, placement)
+    ranks = worker_setup.ranks(rank)
+    assert (ranks.size, ranks.sequence, ranks.num_parts) == (4, 2, 2)
+    setup._spread(tiny_policy(), worker_setup, ranks)
+    assert asked == ([{"remove_padding": True, "share_prefixes": False, "device": "cuda"}] if rank == 0 else [])
+    assert made == [(ranks, {"device_type": "cuda", "offload": False, "shard": 2})]

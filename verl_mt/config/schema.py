@@ -289,7 +289,7 @@ class TrainerConfig(Section):
         0,
         "After the loss of a rank, an engine or a machine the run begins again by itself, from its last checkpoint, at "
         "most so often; 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
-        "for a machine in the place of a lost one).",
+        "for a machine in the place of a lost one). Supervised training (sft) ends.",
         min=0,
     )
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))

@@ -282,7 +282,9 @@ def predict(model: Model, work: Work, machine: Machine) -> StepTime:
     compute += work.trained_tokens * model.layers * model.attention_width / machine.train_activation_rate
     compute += work.segments * model.layers * machine.train_segment_overhead_s
     compute /= work.ranks
-    exchanged = 3 * work.passes * model.parameters * model.bytes_per_parameter * (work.ranks - 1) / work.ranks
+    # Layers twice, and gradients, which are float32.
+    sent = 2 * model.bytes_per_parameter + 4
+    exchanged = work.passes * model.parameters * sent * (work.ranks - 1) / work.ranks
     update = compute + work.passes * model.layers * machine.train_layer_overhead_s
     update += exchanged / machine.network_bandwidth
     update += work.updates * model.parameters / work.ranks / machine.optimizer_bandwidth

@@ -53,8 +53,8 @@ def run_to_the_end(config: Config) -> PPOTrainer:
 
 
 def _built(config: Config, folder: Path | None, *, again: bool) -> PPOTrainer:
-    """A trainer; in `folder`, where a run was lost that had one. A machine that is gone may come back, or another one in its place:
-    room for the workers is waited for as long as ranks would wait for each other.
+    """A trainer; in `folder`, where a run was lost that had one. A machine that is gone may come back, or another one
+    in its place: room for the workers is waited for as long as ranks would wait for each other.
 
     Raises:
         VerlMTError: see `build_trainer`; of `NoRoomError` after that time.

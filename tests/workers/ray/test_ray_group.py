@@ -206,9 +206,10 @@ def test_an_error_of_a_rank_arrives_as_what_it_is(cluster, config):
         group.update(batch)
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"fsdp_size": 1}, {"ulysses_sequence_parallel_size": 2}], ids=["sharded", "a copy each", "rows shared"]
-)
+LAYOUTS = {"sharded": {}, "a copy each": {"fsdp_size": 1}, "rows shared": {"ulysses_sequence_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_rank_that_hangs_is_named_by_those_who_waited(cluster, config, layout):
     """Stopped, not dead: nobody closes its connections, and it never answers. Groups of some ranks wait no longer."""
     config = replace(config, actor=replace(config.actor, **layout))
