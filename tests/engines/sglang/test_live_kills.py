@@ -4,9 +4,11 @@ each a rank of the worker group with a real SGLang beside it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,10 +19,11 @@ from pathlib import Path
 import pytest
 from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 
+from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import WorkerError
-from verl_mt.trainer import checkpoint
+from verl_mt.trainer import checkpoint, restarts
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
@@ -306,6 +309,59 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
     assert len(engines) == 1
     wait_until_gone(workers, engines)
     two_nodes.bring_back()
+
+
+@pytest.mark.parametrize("who", losses("machine", release=("engine",)))
+def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself(
+    trainer_of, two_nodes, tmp_path, monkeypatch, capfd, who
+):
+    """`trainer.max_restarts`; the machine comes back when the run has begun to wait for it. And the policy's weights
+    leave the device during rollouts, so that each checkpoint makes the engines give their memory back."""
+    run, steps, build, lives = tmp_path / "run", 3, restarts.build_trainer, []
+    words = [
+        f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.max_restarts=1",
+        "trainer.worker_timeout_s=300", "actor_rollout_ref.actor.param_offload=True", f"trainer.default_local_dir={run}",
+    ]  # fmt: skip
+    ended = threading.Event()
+
+    say, times = restarts._say, []
+
+    def say_and_bring_back(text):
+        say(text)
+        times.append(text.startswith("waiting for machines"))
+        if sum(times) == 2 and times[-1]:
+            two_nodes.bring_back()
+
+    def kill_every_life():
+        while not ended.wait(0.5):
+            for pid in lives[0].engine.pids[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def build_and_plan(*args, **kwargs):
+        ended.set()
+        lives.append(build(*args, **kwargs))
+        if len(lives) == 1:
+            ended.clear()
+            kill = two_nodes.lose if who == "machine" else threading.Thread(target=kill_every_life).start
+            killer = Killer(lives[0], {1: "rollout"}, kill)
+            if who == "machine":
+                hold_rollout(lives[0].engine, killer)
+        return lives[-1]
+
+    monkeypatch.setattr(restarts, "build_trainer", build_and_plan)
+    monkeypatch.setattr(restarts, "_LOOK_EVERY_S", 2.0)
+    monkeypatch.setattr(restarts, "_say", say_and_bring_back)
+    trainer = restarts.run_to_the_end(compose([*SMALL, *ON_TWO_NODES, *words]))
+    assert len(lives) == 2 and trainer is lives[1] and trainer.step_number == steps
+    said = capfd.readouterr().err
+    assert "restart 1 of 1: " in said and ("waiting for machines: " in said) == (who == "machine")
+    assert_each_step_once(run, steps)
+    found = prompt_log.examine(run)
+    assert (
+        found.summary()
+        == f"{steps * PROMPTS} drawn, {steps * PROMPTS} trained, 0 left out, 0 open, 0 missing, 0 double"
+    )
 
 
 def assert_same_rows_and_rates(run: Path, straight: Path, words: list[str]) -> None:
