@@ -514,3 +514,20 @@ def test_prompts_that_cannot_be_read_leave_no_engine_running(tmp_path):
     with pytest.raises(DataError, match="no_such_file"):
         supervised.Sampled(config, workers, 1)
     assert "rollout" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_how_the_ranks_hold_the_policy_is_as_the_file_of_the_run_says(tmp_path):
+    """Not a matter of RL: the same workers train."""
+    actor = {"fsdp_size": 1, "ulysses_sequence_parallel_size": 2, "optimizer_offload": True, "share_prefixes": False}
+    lines = "".join(f"    {name}: {value}\n" for name, value in {**actor, "ppo_epochs": 3}.items())
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ntrainer: {placement: ray, n_workers_per_node: 2}\n"
+        f"actor_rollout_ref:\n  actor:\n{lines}"
+    )
+    words = ["--config-path", str(tmp_path), "--config-name", "mine"]
+    for more in ([], [f"actor_rollout_ref.actor.{name}={value}" for name, value in actor.items()]):
+        config = sft.config_of("x.jsonl", [*words, *more, "trainer.worker_timeout_s=60"], rollouts=False)
+        found = config.actor_rollout_ref.actor
+        assert {name: getattr(found, name) for name in actor} == actor and found.ppo_epochs == 1
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.actor\.param_offload"):
+        sft.config_of("x.jsonl", [*words, "actor_rollout_ref.actor.param_offload=True"], rollouts=False)

@@ -1,4 +1,4 @@
-"""The log of prompts, written and read; torn at every third byte."""
+"""The log of prompts, written and read; torn at every seventh byte."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_every_prompt_has_one_life(tmp_path):
 
 
 def test_wherever_a_process_is_killed_the_next_one_goes_on_without_a_gap(tmp_path):
-    """Step 1 has a checkpoint. What follows is cut at every third byte, and step 2 made again behind it."""
+    """Step 1 has a checkpoint. What follows is cut at every seventh byte, and step 2 made again behind it."""
     log = PromptLog(tmp_path)
     a_step(log, 1, 10)
     saved, begun = log.state_dict(), (tmp_path / FILE).stat().st_size
     a_step(log, 2, 20)
     log.close()
     whole, expected = (tmp_path / FILE).read_bytes(), ends(read_prompt_log(tmp_path))
-    for cut in [*range(begun, len(whole), 3), len(whole)]:
+    for cut in [*range(begun, len(whole), 7), len(whole)]:
         (tmp_path / FILE).write_bytes(whole[:cut])
         found = ends(read_prompt_log(tmp_path))
         assert {n: found[n] for n in range(3)} == {n: expected[n] for n in range(3)}

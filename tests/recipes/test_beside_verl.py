@@ -68,6 +68,7 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model", "gpus"), STAGES)
 def test_both_commands_ask_for_the_same(tmp_path, task, model, gpus):
     made = stage(tmp_path, task, model, gpus)

@@ -108,6 +108,7 @@ def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
     assert status == 1 and line.endswith(what)
 
 
+@pytest.mark.slow
 def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     folder = tmp_path / "run"
     run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
@@ -119,6 +120,7 @@ def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     assert f"left out {counts[2]}: algorithm.filter_groups" in out
 
 
+@pytest.mark.slow
 def test_prompts_whose_conversations_failed_are_left_out_with_a_reason(tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -151,6 +153,7 @@ def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them
     assert last_line(capsys, folder) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_path, capsys):
     source = finished / "checkpoints/step_000002"
     run(tmp_path / "on", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
@@ -158,6 +161,7 @@ def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_
     assert sorted(read_prompt_log(tmp_path / "on").prompts) == [4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, capsys):
     run(tmp_path / "run", "trainer.rollout_rows=off")
     status = prompt_log.main([str(tmp_path / "run")])

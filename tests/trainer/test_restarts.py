@@ -114,6 +114,7 @@ def test_a_loss_too_many_ends_the_run_and_the_command_goes_on(fails, undisturbed
     same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [ConfigError("no"), UserCodeError("a tool raised"), CollapseError("collapsed"), KeyboardInterrupt()]
 )
@@ -163,6 +164,7 @@ def test_a_machine_in_the_place_of_a_lost_one_is_waited_for(fails, tmp_path, mon
     assert capsys.readouterr().err.count("waiting for machines: the Ray cluster has: none") == 2
 
 
+@pytest.mark.slow
 def test_room_is_not_waited_for_for_ever_nor_at_the_beginning(tmp_path, monkeypatch):
     asked = []
 

@@ -156,6 +156,25 @@ def patience_of_groups(ranks: Ranks, **kwargs: Any) -> tuple[timedelta, list[tim
     return limits[0], limits[1:]
 
 
+def reduced_types(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> set[torch.dtype]:
+    """In what precision the ranks add up gradients, by what torch.distributed is given."""
+    import torch.distributed as dist
+
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    seen, original = set(), getattr(dist, name)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.update(x.dtype for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
+        return original(*args, **options)
+
+    setattr(dist, name, noted)
+    try:
+        sharded_worker(ranks, **kwargs).update(batch)
+    finally:
+        setattr(dist, name, original)
+    return seen
+
+
 def reference(ranks: Ranks, batch: TensorDict, **kwargs: Any) -> torch.Tensor:
     """A reference policy's log-probs [B, T]."""
     actor = sharded_worker(ranks, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from actor_toys import make_batch, tiny_policy, worker
-from sharded_jobs import one_update
+from sharded_jobs import one_update, reduced_types
 
 from verl_mt.workers.sharding import ALONE
 
@@ -84,3 +84,4 @@ def test_over_ranks_too(ranks):
         assert all(grad.dtype == torch.float32 for grad in got["gradients"][0].values())
         for name, grad in got["gradients"][0].items():
             assert off(grad, expected[name]) < 0.02
+    assert ranks(2)(reduced_types, batch, dtype=BFLOAT16, **options) == [{torch.float32}] * 2

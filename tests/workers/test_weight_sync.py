@@ -40,7 +40,7 @@ class RecordingEngine(ScriptedEngine):
 
 def group(module):
     """As much of a worker group as weights need."""
-    actor = SimpleNamespace(module=module, device="cpu", bring=lambda: None, put_away=lambda: None)
+    actor = SimpleNamespace(module=module, device="cpu", offloads=False, bring=lambda: None, put_away=lambda: None)
     return InlineWorkerGroup(actor)  # type: ignore[arg-type]
 
 

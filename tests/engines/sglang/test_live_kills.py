@@ -320,7 +320,8 @@ def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself
     run, steps, build, lives = tmp_path / "run", 3, restarts.build_trainer, []
     words = [
         f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.max_restarts=1",
-        "trainer.worker_timeout_s=300", "actor_rollout_ref.actor.param_offload=True", f"trainer.default_local_dir={run}",
+        "trainer.worker_timeout_s=300", "actor_rollout_ref.actor.param_offload=True",
+        f"trainer.default_local_dir={run}",
     ]  # fmt: skip
     ended = threading.Event()
 
