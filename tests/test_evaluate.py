@@ -78,7 +78,12 @@ def test_accuracy_and_pass_at_k_are_those_of_the_written_rollouts(data, tmp_path
     by_source = [metrics["val/verl_mt/arithmetic/accuracy"], metrics["val/gsm8k/accuracy"]]
     assert metrics["val/accuracy"] == pytest.approx(fmean(by_source))
     assert metrics["val/tool_calls_mean"] > 0
-    assert "8 prompts x 4 samples" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "8 prompts x 4 samples" in shown
+    for name in ("val/accuracy", "val/pass_at_1", "val/pass_at_4"):
+        low, high = metrics[f"{name}/low"], metrics[f"{name}/high"]
+        assert 0 <= low < metrics[name] < high <= 1 and f"{low:.4f} to {high:.4f}" in shown
+    assert "val/gsm8k/accuracy/low" not in metrics
 
 
 @pytest.mark.slow

@@ -120,8 +120,9 @@ class VerlMtSide:
 
     def prompt_ids(self, step: int) -> list[list[int]]:
         """Token ids of the prompts of a step, counted from 0."""
-        rows = self.trainer.prompts.rows()[step * self._num_prompts : (step + 1) * self._num_prompts]
-        return [prompt.ids for prompt in map(self.trainer.prompts.build, rows) if prompt is not None]
+        prompts = self.trainer.draws.prompts
+        rows = prompts.rows()[step * self._num_prompts : (step + 1) * self._num_prompts]
+        return [prompt.ids for prompt in map(prompts.build, rows) if prompt is not None]
 
     def step(self) -> Step:
         """Run one training step."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.diagnostics.step_metrics import (
     first_and_last,
+    interval_95,
     pass_at_k,
     rollout_metrics,
     tool_metrics,
@@ -181,3 +183,30 @@ def test_an_engine_without_log_probs_leaves_the_entropy_out():
 )
 def test_a_run_is_summed_up_by_windows_that_do_not_overlap(values, expected):
     assert first_and_last(values) == expected
+
+
+@pytest.mark.parametrize(("right", "of"), [(8, 10), (0, 20), (20, 20), (131, 1319)])
+def test_the_interval_of_single_answers_is_wilsons(right, of):
+    """Its ends are the chances from which the share of right answers is 1.96 standard deviations away."""
+    share = right / of
+    for end in interval_95([1.0] * right + [0.0] * (of - right)):
+        assert end == share in (0, 1) or abs(share - end) == pytest.approx(1.959964 * (end * (1 - end) / of) ** 0.5)
+
+
+@pytest.mark.parametrize("values", [[], [0.5, 1.2], [-0.1]])
+def test_scores_that_are_no_shares_have_no_interval(values):
+    assert interval_95(values) is None
+
+
+def test_eight_samples_of_a_prompt_tell_less_than_eight_prompts():
+    """Prompts that differ much: the interval holds the truth in about 95 of 100 repetitions; one that takes all samples
+    for independent does so in far fewer."""
+    rng, truth, held, naive = np.random.default_rng(0), 0.2, 0, 0
+    for _ in range(1000):
+        chances = rng.beta(0.2, 0.8, size=80)
+        values = rng.binomial(8, chances) / 8
+        low, high = interval_95(values.tolist())
+        held += low <= truth <= high
+        low, high = interval_95([1.0] * round(8 * values.sum()) + [0.0] * (640 - round(8 * values.sum())))
+        naive += low <= truth <= high
+    assert 930 <= held <= 975 and naive < 750

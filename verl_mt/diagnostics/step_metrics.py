@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import fsum
+from math import fsum, sqrt
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -175,6 +175,29 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     for i in range(n - c + 1, n + 1):
         miss *= 1.0 - k / i
     return 1.0 - miss
+
+
+def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean of numbers between 0 and 1, one for each prompt.
+
+    Wilson's (1927), for as many independent coins as would scatter like these numbers: samples of one prompt are alike,
+    so that eight of them tell less than eight prompts do. None where a number is outside, or there is none.
+    """
+    if not values or not all(0.0 <= v <= 1.0 for v in values):
+        return None
+    mean, variance = fmean(values), pstdev(values) ** 2
+    number = len(values) * (mean * (1 - mean) / variance if variance else 1.0)
+    z = 1.959964
+    middle = (mean + z * z / (2 * number)) / (1 + z * z / number)
+    half = z / (1 + z * z / number) * sqrt(mean * (1 - mean) / number + z * z / (4 * number * number))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def prompt_scores(groups: Sequence[TrajectoryGroup], k: int | None = None) -> list[float]:
+    """For each prompt the mean score of its samples; or with k the chance that one of k samples is right."""
+    if k is None:
+        return [fmean(map(_score, g.trajectories)) for g in groups if g.trajectories]
+    return [pass_at_k(len(g.trajectories), num_right(g), k) for g in groups]
 
 
 def tool_metrics(trajectories: Sequence[Trajectory], tool_names: Iterable[str]) -> dict[str, float]:

@@ -9,8 +9,9 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +27,13 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import num_right, pass_at_k, total_failure, validation_metrics
+from verl_mt.diagnostics.step_metrics import (
+    interval_95,
+    num_right,
+    prompt_scores,
+    total_failure,
+    validation_metrics,
+)
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import ConfigError, DataError, UserCodeError
 from verl_mt.modeling.load import load_causal_lm
@@ -154,6 +161,8 @@ class Measured:
     """Why nothing could be measured; None if it could."""
     num_left_out: int
     """Prompts longer than `data.max_prompt_length`."""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the accuracy and of each pass@k: 95 % confidence, over the prompts (`interval_95`)."""
 
 
 def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda done, of: None) -> Measured:
@@ -176,9 +185,13 @@ def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda d
 
         groups = policy.roll_out(prompts, n=n, sampling=sampling, while_waiting=wait)
     failure = total_failure(groups)
-    metrics = {} if failure else validation_metrics(groups, "") | _pass_rates(groups)
+    metrics, intervals = {}, {}
+    if not failure:
+        rates = {name: prompt_scores(groups, k) for name, k in _rates(groups).items()}
+        metrics = validation_metrics(groups, "") | {name: fmean(of) for name, of in rates.items() if name != _ACCURACY}
+        intervals = {name: found for name, of in rates.items() if (found := interval_95(of)) is not None}
     metrics["val/prompts_left_out"] = policy.num_filtered
-    return Measured(metrics, groups, failure, policy.num_filtered)
+    return Measured(metrics, groups, failure, policy.num_filtered, intervals)
 
 
 def evaluate(config: Config, out: str | None) -> int:
@@ -191,7 +204,7 @@ def evaluate(config: Config, out: str | None) -> int:
         found = measure(config, lambda done, of: status.update(f"{done} of {of} conversations"))
     if found.failure is None:
         n = config.actor_rollout_ref.rollout.val_kwargs.n
-        _show(found.metrics, f"{len(found.groups)} prompts x {n} samples")
+        _show(found.metrics, f"{len(found.groups)} prompts x {n} samples", found.intervals)
         if n > 1:
             print(start_for_groups(found.groups))
     if found.num_left_out:
@@ -206,21 +219,22 @@ def evaluate(config: Config, out: str | None) -> int:
 
 
 def write_measured(found: Measured, folder: Path) -> None:
-    """`metrics.json` and `rollouts.jsonl`, as `report` and `sft` read them."""
+    """`metrics.json`, with the ends of the intervals, and `rollouts.jsonl`, as `report` and `sft` read them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps(found.metrics, indent=1) + "\n")
+    ends = {f"{name}/{end}": value for name, of in found.intervals.items() for end, value in zip(("low", "high"), of)}
+    (folder / "metrics.json").write_text(json.dumps(found.metrics | ends, indent=1) + "\n")
     rows = (trajectory_to_row(t, step=0) for g in found.groups for t in g.trajectories)
     write_rows(folder / "rollouts.jsonl", rows)
 
 
-def _pass_rates(groups: list[TrajectoryGroup]) -> dict[str, float]:
-    """`val/pass_at_k` for the powers of two up to the samples per prompt."""
+_ACCURACY = "val/accuracy"
+
+
+def _rates(groups: list[TrajectoryGroup]) -> dict[str, int | None]:
+    """`val/accuracy`, and `val/pass_at_k` for the powers of two up to the samples per prompt."""
     smallest = min(len(g.trajectories) for g in groups)
-    return {
-        f"val/pass_at_{k}": sum(pass_at_k(len(g.trajectories), num_right(g), k) for g in groups) / len(groups)
-        for k in (1, 2, 4, 8, 16, 32, 64, 128)
-        if k <= smallest
-    }
+    passes = {f"val/pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= smallest}
+    return {_ACCURACY: None, **passes}
 
 
 _TOO_FEW = 0.1
@@ -250,12 +264,14 @@ def start_for_groups(groups: list[TrajectoryGroup]) -> str:
     )
 
 
-def _show(metrics: dict[str, float], title: str) -> None:
+def _show(metrics: dict[str, float], title: str, intervals: dict[str, tuple[float, float]]) -> None:
     table = Table(title=title)
     table.add_column("metric")
     table.add_column("value", justify="right")
+    table.add_column("95 % interval")
     for name, value in metrics.items():
-        table.add_row(name, f"{value:.4f}")
+        ends = intervals.get(name)
+        table.add_row(name, f"{value:.4f}", "" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}")
     terminal().print(table)
 
 
