@@ -2,6 +2,7 @@
 
     pip install "trl==1.16.0" -c constraints.txt      # only for this benchmark
     python benchmarks/peers/trl_grpo.py [--threads 1] [--steps 8]
+    python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16]      # of a real size; its calls are Qwen's form
 
 The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A.
 
@@ -105,6 +106,8 @@ class VerlMtSide:
             "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
             "actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
             "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
+            "actor_rollout_ref.model.path": args.model,
+            "actor_rollout_ref.model.dtype": args.dtype,
             "actor_rollout_ref.rollout.n": args.generations,
             "actor_rollout_ref.rollout.response_length": args.response_length,
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": MAX_ASSISTANT_TURNS,
@@ -201,7 +204,7 @@ class TakeTurns(TrainerCallback):
 
 def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: TakeTurns) -> ObservedGRPOTrainer:
     """TRL's trainer on the same rows."""
-    path = resolve_model_path(TINY_MODEL)
+    path = resolve_model_path(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     # TRL knows how to read calls only for templates that it recognises by their text. This one calls as Qwen3's does.
     tokenizer.response_template = qwen3_template
@@ -243,7 +246,7 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
         disable_tqdm=True,
     )
     trainer = ObservedGRPOTrainer(
-        model=load_causal_lm(TINY_MODEL, attn_implementation=args.attention),
+        model=load_causal_lm(args.model, attn_implementation=args.attention, dtype=args.dtype),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(data),
@@ -287,8 +290,8 @@ def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> No
     trl_mode = f"{sampler}, {args.attention} attention, {args.micro_batch} sequences per forward pass"
     console = Console(width=120)
     console.print(
-        f"{args.prompts} prompts x {args.generations} samples, {len(ours)} steps each, {torch.get_num_threads()} "
-        f"thread(s) of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+        f"{Path(args.model).name}, {args.dtype}: {args.prompts} prompts x {args.generations} samples, {len(ours)} steps "
+        f"each, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
         f"verl_mt {verl_mt.__version__}: local engine, KV kept across turns, zero-variance groups trained\n"
         f"TRL {trl.__version__}: {trl_mode}{', compiled' if args.compile else ''}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
@@ -324,6 +327,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=8, help="samples per prompt")
     parser.add_argument("--response-length", type=int, default=128, help="tokens after the prompt")
+    parser.add_argument("--model", default=TINY_MODEL, help="a folder; its template shows tools and renders calls")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights, for both")
     trl_mode = parser.add_argument_group("TRL's mode")
     trl_mode.add_argument("--micro-batch", type=int, default=64, help="sequences per training forward pass")
     trl_mode.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
