@@ -19,10 +19,12 @@ import torch
 
 from verl_mt.data.drawn_prompts import FILE, DrawnPrompt, PromptHistory, read_prompt_log
 from verl_mt.data.row_files import read_rows, row_files
-from verl_mt.errors import VerlMTError
+from verl_mt.errors import CheckpointError, VerlMTError, error_text
 from verl_mt.trainer.checkpoint import CheckpointStore
 
 _SHOWN = 10
+_WITH_ROWS = "algorithm.filter_overlong"
+"""Why a prompt is left out of the loss whose rows have advantages all the same."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ def examine(run: str | Path) -> Examination:
         CheckpointError: the newest checkpoint is none.
     """
     run = Path(run)
+    # Before the log, which a run that goes on has brought further by then.
+    saved = _newest_checkpoint(run)
     found = Examination(read_prompt_log(run))
     found.missing += found.history.unknown
     prompts = found.history.prompts
@@ -70,7 +74,6 @@ def examine(run: str | Path) -> Examination:
         ends += [f"left out ({why})" for why in prompt.left_out]
         if len(ends) > 1:
             found.double.append(f"prompt {prompt.number} was {' and '.join(ends)}")
-    saved = _newest_checkpoint(run)
     _compare_rows(run, found, saved_step=0 if saved is None else saved["step"])
     if saved is not None:
         _compare_checkpoint(found, saved)
@@ -82,7 +85,10 @@ def _newest_checkpoint(run: Path) -> dict[str, Any] | None:
     newest = CheckpointStore(run / "checkpoints").latest()
     if newest is None:
         return None
-    return torch.load(newest / "state.pt", map_location="cpu", weights_only=False, mmap=True)
+    try:
+        return torch.load(newest / "state.pt", map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # a damaged file shows as anything
+        raise CheckpointError(f"{newest / 'state.pt'} cannot be read: {error_text(error)}") from error
 
 
 def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:
@@ -113,13 +119,14 @@ def _compare_rows(run: Path, found: Examination, *, saved_step: int) -> None:
             known[prompt.prompt_id] = prompt
             for step in prompt.trained_in:
                 by_step[step][prompt.prompt_id] = prompt
-    last = max(by_step, default=0)
+    first, last = found.history.first_step, max(by_step, default=0)
     files = {f.step: f for f in row_files(run) if f.split == "train"}
-    if not files and by_step:
-        found.notes.append("no rollout rows to compare with (trainer.rollout_rows=off)")
-        return
     seen: Counter[str] = Counter()
-    for step in sorted({*by_step, *(s for s in files if s <= last)}):
+    unseen: list[int] = []
+    for step in sorted({*by_step, *(s for s in files if first < s <= last)}):
+        if step in found.history.without_rows:
+            unseen.append(step)
+            continue
         if step not in files:
             if step <= saved_step:
                 found.missing.append(f"step {step} has trained {len(by_step[step])} prompts, and has no rollout rows")
@@ -129,6 +136,8 @@ def _compare_rows(run: Path, found: Examination, *, saved_step: int) -> None:
         trained = dict(_trained_in(files[step].path))
         seen.update(trained.keys())
         found.missing += list(_differences(step, trained, by_step[step], known))
+    if unseen:
+        found.notes.append(f"{len(unseen)} steps have no rollout rows to compare with (trainer.rollout_rows=off)")
     twice = [name for name, count in seen.items() if count > 1]
     found.double += [f"{name} was trained in {seen[name]} steps, by the rollout rows" for name in twice]
 
@@ -149,8 +158,9 @@ def _differences(
     for name, row in rows.items():
         if name not in known:
             yield f"{name} was trained in step {step} by the rollout rows, and the log does not know it"
-        elif name not in log and known[name].open:
-            yield f"{name} was trained in step {step} by the rollout rows, and is open by the log"
+        elif not known[name].trained_in and set(known[name].left_out) != {_WITH_ROWS}:
+            told = known[name].left_out or "open"
+            yield f"{name} was trained in step {step} by the rollout rows, and not by the log, which says: {told}"
         elif (known[name].source, known[name].row_index) != row:
             yield f"{name} is row {row} by the rollout rows, {(known[name].source, known[name].row_index)} by the log"
 

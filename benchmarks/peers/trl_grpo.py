@@ -2,7 +2,7 @@
 
     pip install "trl==1.16.0" -c constraints.txt      # only for this benchmark
     python benchmarks/peers/trl_grpo.py [--threads 1] [--steps 8]
-    python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16]      # of a real size; its calls are Qwen's form
+    python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16]      # of a real size, Qwen's form of calls
 
 The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A.
 
@@ -290,8 +290,9 @@ def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> No
     trl_mode = f"{sampler}, {args.attention} attention, {args.micro_batch} sequences per forward pass"
     console = Console(width=120)
     console.print(
-        f"{Path(args.model).name}, {args.dtype}: {args.prompts} prompts x {args.generations} samples, {len(ours)} steps "
-        f"each, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+        f"{Path(args.model).name}, {args.dtype}: {args.prompts} prompts x {args.generations} samples, "
+        f"{len(ours)} steps each, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}\n"
         f"verl_mt {verl_mt.__version__}: local engine, KV kept across turns, zero-variance groups trained\n"
         f"TRL {trl.__version__}: {trl_mode}{', compiled' if args.compile else ''}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",

@@ -7,7 +7,7 @@ import pytest
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import FILE, PromptLog, read_prompt_log
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
-from verl_mt.errors import DataError
+from verl_mt.errors import CheckpointError, DataError
 
 
 def row(index):
@@ -76,6 +76,15 @@ def test_a_run_that_goes_on_elsewhere_counts_what_was_before(tmp_path):
     history = read_prompt_log(tmp_path)
     assert history.before == state and sorted(history.prompts) == [640, 641, 642]
     assert log.state_dict() == {"drawn": 643, "trained": 635, "left_out": 8}
+
+
+def test_a_full_disk_is_one_error_and_closing_none(tmp_path):
+    (tmp_path / FILE).symlink_to("/dev/full")
+    log = PromptLog(tmp_path)
+    with pytest.raises(CheckpointError, match=FILE):
+        log.drawn("s000001", [row(1)])
+    log.close()
+    log.close()
 
 
 def test_prompts_of_nobody_are_not_logged(tmp_path):

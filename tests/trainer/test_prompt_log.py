@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from verl_mt import prompt_log
 from verl_mt.config.compose import compose
@@ -98,7 +99,7 @@ def test_rows_of_another_question_are_missing(copied, capsys):
         ({"event": "left_out", "step": 4, "why": "no reason", "numbers": [0]}, "0 missing, 1 double"),
         ({"event": "trained", "step": 4, "numbers": [77]}, "1 missing, 0 double"),
         ({"event": "drawn", "prompts": [[9, "here", 0, "s000005.00000"]]}, "1 missing, 0 double"),
-        ({"event": "begun", "step": 2, "drawn": 4, "trained": 4, "left_out": 0}, "2 missing, 0 double"),
+        ({"event": "begun", "step": 2, "drawn": 4, "trained": 4, "left_out": 0, "rows": True}, "2 missing, 0 double"),
     ],
 )
 def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
@@ -161,6 +162,52 @@ def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_
     assert sorted(read_prompt_log(tmp_path / "on").prompts) == [4, 5, 6, 7]
 
 
+def test_a_prompt_that_was_trained_and_is_said_to_be_left_out_is_found(copied, capsys):
+    log = copied / FILE
+    log.write_text(log.read_text().replace('"trained", "step": 3,', '"left_out", "step": 3, "why": "no",'))
+    assert last_line(capsys, copied)[0] == 1
+
+
+def test_a_run_that_an_older_version_began_is_compared_from_where_its_log_begins(copied, capsys):
+    """It left no log, and a checkpoint without its counts; the process that goes on counts from 0."""
+    events = [json.loads(line) for line in (copied / FILE).read_text().splitlines()]
+    third = next(k for k, event in enumerate(events) if event.get("prompts", [[None]])[0][0] == 4)
+    begun = {"event": "begun", "step": 2, "drawn": 0, "trained": 0, "left_out": 0, "rows": True}
+    for event in events[third:]:
+        event |= {"prompts": [[n - 4, *what] for n, *what in event["prompts"]]} if "prompts" in event else {}
+        event |= {"numbers": [n - 4 for n in event["numbers"]]} if "numbers" in event else {}
+        event |= {"number": event["number"] - 4} if "number" in event else {}
+    (copied / FILE).write_text("".join(json.dumps(event) + "\n" for event in [begun, *events[third:]]))
+    for folder in (copied / "checkpoints").iterdir():
+        state = torch.load(folder / "state.pt", weights_only=False)
+        state["prompts"] = {"drawn": 4, "trained": 4, "left_out": 0}
+        torch.save(state, folder / "state.pt")
+    status = prompt_log.main([str(copied)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.splitlines()[-1] == "4 drawn, 4 trained, 0 left out, 0 open, 0 missing, 0 double"
+
+
+def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
+    newest = sorted((copied / "checkpoints").iterdir())[-1] / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert prompt_log.main([str(copied)]) == 2
+    assert f"{newest} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["off", "jsonl"])
+def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_path, monkeypatch, capsys, first):
+    """`trainer.rollout_rows` may change when a run goes on."""
+    folder, step = tmp_path / "run", PPOTrainer.step
+    monkeypatch.setattr(PPOTrainer, "step", lambda self: self.interrupts.requested.set() or step(self))
+    run(folder, f"trainer.rollout_rows={first}")
+    monkeypatch.undo()
+    run(folder, f"trainer.rollout_rows={'jsonl' if first == 'off' else 'off'}")
+    assert prompt_log.main([str(folder)]) == 0
+    assert "steps have no rollout rows to compare with" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, capsys):
     run(tmp_path / "run", "trainer.rollout_rows=off")
@@ -177,15 +224,16 @@ def test_no_log_is_one_line_and_status_2(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_after_sigkill_at_any_moment_each_prompt_ends_once(tmp_path, finished, capsys, seed):
-    """Killed three times at moments that the seed chooses; then the same command, to its end."""
+    """Killed up to three times at moments that the seed chooses; then the same command, to its end."""
     import random
 
     chance, folder = random.Random(seed), tmp_path / "run"
     command = [sys.executable, "-m", "verl_mt.trainer", *SMALL, f"trainer.default_local_dir={folder}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for _ in range(3):
+    kills = 0
+    while kills < 3 and not (folder / "FINISHED").exists():
         process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wanted, log = chance.randrange(1, 3000), folder / FILE
+        wanted, log = chance.randrange(1, 400), folder / FILE
         before = log.stat().st_size if log.exists() else 0
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
@@ -193,10 +241,11 @@ def test_after_sigkill_at_any_moment_each_prompt_ends_once(tmp_path, finished, c
                 break
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        kills += process.wait() == -signal.SIGKILL
         if (folder / FILE).exists() and not (folder / "FINISHED").exists():
             status, line = last_line(capsys, folder)
             assert status == 0 and line.endswith("0 missing, 0 double"), line
+    assert kills >= 1
     if not (folder / "FINISHED").exists():
         subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     status, line = last_line(capsys, folder)

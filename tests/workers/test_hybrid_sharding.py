@@ -71,6 +71,17 @@ def test_weights_that_are_in_use_stay_whoever_puts_them_away():
     assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
 
 
+def test_weights_that_cannot_be_brought_are_nobodys(monkeypatch):
+    group = InlineWorkerGroup(worker(tiny_policy(), param_offload=True))
+    group.put_away()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(HostWeights, "bring", lambda self: (_ for _ in ()).throw(MemoryError()))
+        group.state_dict()
+    group.update(a_batch())
+    group.put_away()
+    assert all(p.untyped_storage().nbytes() == 0 for p in group.actor.module.parameters())
+
+
 def test_weights_are_put_away_where_their_reader_gives_up():
     actor = worker(tiny_policy(), param_offload=True)
     weights = iter(LiveWeights(InlineWorkerGroup(actor)))
@@ -98,12 +109,12 @@ def test_an_engine_makes_room_for_weights_that_come_between_two_steps(offloads, 
     assert called == (["released"] if offloads and frees else [])
 
 
-def test_an_engine_that_is_gone_has_left_its_room():
+def test_an_engine_that_is_gone_keeps_nothing_from_being_saved():
     def gone(work, _):
         raise EngineGoneError("killed")
 
     engine = SimpleNamespace(capabilities=SimpleNamespace(frees_memory=True), release_memory=lambda: None)
-    assert not WeightSync(engine, SimpleNamespace(offloads=True, check=print), gone).make_room()
+    assert WeightSync(engine, SimpleNamespace(offloads=True, check=print), gone).make_room(), "push tells"
 
 
 def test_tied_weights_go_and_come_once():

@@ -3,7 +3,7 @@
 Each prompt that a run draws has a number, counted from 0 over the whole run, and ends in one of two ways: it is trained
 in a step, or it is left out for a reason. The file only grows; a line is an event:
 
-    {"event": "begun", "step": 40, "drawn": 640, "trained": 633, "left_out": 7}     a process goes on from there
+    {"event": "begun", "step": 40, "drawn": 640, "trained": 633, "left_out": 7, "rows": true}     a process goes on
     {"event": "drawn", "prompts": [[640, "gsm8k", 17, "s000041.00000"], ...]}       number, entry of the data, row, id
     {"event": "started", "numbers": [640, ...]}
     {"event": "finished", "number": 640, "attempts": 1, "trajectories": 8, "tokens": 912}
@@ -11,11 +11,13 @@ in a step, or it is left out for a reason. The file only grows; a line is an eve
     {"event": "left_out", "step": 41, "why": "no signal", "numbers": [655]}
 
 A process that goes on from a checkpoint says so first (`begun`). What the file says of the time after that checkpoint
-is void then: those prompts are drawn again, with the same numbers. A line says nothing of the clock.
+is void then: those prompts are drawn again, with the same numbers. No line has a time; the order in which prompts of a
+step are `finished` is the clock's all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -39,20 +41,21 @@ class PromptLog:
         folder: the run directory.
         step: after which the run goes on.
         state: what `state_dict` said then; None = a new run, or one that an older version began.
+        rows: whether this process writes rollout rows, which the log can be compared with.
     """
 
-    def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, int] | None = None):
+    def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, int] | None = None, rows: bool = True):
         self._path = folder / FILE
-        self._begun = {"event": "begun", "step": step, **_counts(state or {})}
+        self._begun = {"event": "begun", "step": step, **_counts(state or {}), "rows": rows}
         self._counts = Counter(_counts(state or {}))
         self._open: dict[str, int] = {}
         self._file: BinaryIO | None = None
 
     @classmethod
-    def after(cls, checkpoint: Mapping[str, Any] | None, folder: Path) -> PromptLog:
+    def after(cls, checkpoint: Mapping[str, Any] | None, folder: Path, *, rows: bool) -> PromptLog:
         """Of a run that goes on from a checkpoint's state; None = it begins."""
         found = checkpoint or {}
-        return cls(folder, step=found.get("step", 0), state=found.get("prompts"))
+        return cls(folder, step=found.get("step", 0), state=found.get("prompts"), rows=rows)
 
     def drawn(self, plan: str, rows: Sequence[DataRow], left_out: Sequence[tuple[DataRow, str]] = ()) -> None:
         """The prompts of a plan, in its order; and the rows that were drawn with them and gave none, each with why."""
@@ -104,10 +107,11 @@ class PromptLog:
         return _counts(self._counts)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Idempotent. What a full disk did not take was refused when it was written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _leave_out(self, why_of: Mapping[int, str], **step: int) -> None:
         for why in sorted(set(why_of.values())):
@@ -166,8 +170,13 @@ class PromptHistory:
     """Number -> prompt, of those that were drawn in this directory."""
     before: dict[str, int] = field(default_factory=lambda: _counts({}))
     """What was drawn, trained and left out in another directory, in which the run was begun."""
+    first_step: int = 0
+    """The step after which this directory's log begins."""
     begun_at: int = 0
     """The step after which the last process began."""
+    without_rows: set[int] = field(default_factory=set)
+    """Steps whose process wrote no rollout rows."""
+    _rows: bool = True
     unknown: list[str] = field(default_factory=list)
     """Events of prompts that nobody has drawn."""
 
@@ -192,14 +201,16 @@ class PromptHistory:
                     self.unknown.append(f"prompt {number} is {kind}, and nobody has drawn it")
                 else:
                     _tell(self.prompts[number], kind, event)
+            if kind == "trained":
+                (self.without_rows.discard if self._rows else self.without_rows.add)(event["step"])
         else:
             raise ValueError(f"unknown event {kind!r}")
 
     def _begin(self, event: dict[str, Any]) -> None:
-        self.begun_at, counts = event["step"], _counts(event)
+        self.begun_at, self._rows, counts = event["step"], event["rows"], _counts(event)
         self.prompts = {number: prompt for number, prompt in self.prompts.items() if number < counts["drawn"]}
         if not self.prompts:
-            self.before = counts
+            self.before, self.first_step = counts, self.begun_at
 
 
 def _tell(prompt: DrawnPrompt, kind: str, event: dict[str, Any]) -> None:

@@ -118,7 +118,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
             sanity=runner.context.sanity,
             log=log,
-            prompt_log=PromptLog.after(state, run.path),
+            prompt_log=PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off"),
             pad_token_id=pad_token_id(chat),
             selection=_selection(config),
             model=model,

@@ -233,8 +233,8 @@ class PPOTrainer:
         try:
             self.stream.close(self.engine.close)
         finally:
-            self.prompt_log.close()
             self.workers.close()
+            self.prompt_log.close()
 
     def _train(self) -> None:
         if self.collapse.needs_start and not self.checkpoints.all():

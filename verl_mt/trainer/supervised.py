@@ -438,8 +438,10 @@ class Sampled(Inference):
             UserCodeError: not one trajectory survived.
         """
         self.weights.push(step)
-        passes = validation_passes(self.stream, self.rows, self.plan, step, while_waiting)
-        self.weights.release()
+        try:
+            passes = validation_passes(self.stream, self.rows, self.plan, step, while_waiting)
+        finally:
+            self.weights.release()
         if failure := total_failure(passes["val"]):
             raise UserCodeError(f"validation: nothing could be measured, all failed: {failure}")
         metrics = validation_metrics(passes["val"], "")

@@ -385,11 +385,15 @@ class RayWorkerGroup(WorkerGroup):
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]), default=(0, None))
         if error is None:
             failure: VerlMTError = _not_come(missing, self._names, doing, _CALL * limit)
-        elif missing and (_waited(error) or (isinstance(error, RayActorError) and time.monotonic() > begun + limit)):
-            # With NCCL it is those who wait that end, by its watchdog, once their time is up.
+        elif missing and _waited(error):
             failure = _not_come(missing, self._names, doing, limit)
         else:
             failure = self._explain(rank, error, doing)
+            if missing and isinstance(error, RayActorError) and time.monotonic() > begun + limit:
+                # With NCCL it is those who wait that end, by its watchdog, once their time is up.
+                first, _, rest = str(failure).partition("\n")
+                hang = f"or was it ended because it had waited too long? {' and '.join(missing)} did not answer"
+                failure = WorkerError(f"{first}; {hang}\n{rest}")
         with self._order:
             if self._broken is not None:  # another call met the cause first, and ended the ranks under this one
                 raise WorkerError(self._broken) from error

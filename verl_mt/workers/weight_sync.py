@@ -23,7 +23,7 @@ from verl_mt.engines.base import (
     TensorBuckets,
     WeightUpdate,
 )
-from verl_mt.errors import ConfigError, EngineGoneError, VerlMTError, error_text
+from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
@@ -128,9 +128,9 @@ class WeightSync:
             return False
         try:
             self.release()
-        except EngineGoneError as error:
-            log.warning("the engine is gone, and its memory with it: %s", error_text(error))
-            return False
+        except EngineError as error:
+            # What is to be saved is saved all the same; whether the engine still serves is seen when it gets weights.
+            log.warning("the engine did not give its memory back: %s", error_text(error))
         return True
 
     def push(self, version: int) -> None:

@@ -167,7 +167,7 @@ class InlineWorkerGroup(WorkerGroup):
         self.num_parameters, self.num_trained = count_parameters(self.actor.module)
         self.where = str(self.actor.device)
         self.offloads = self.actor.offloads
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a generator that is collected puts weights away wherever this thread stands
         self._users = 0
 
     @contextmanager
@@ -176,8 +176,9 @@ class InlineWorkerGroup(WorkerGroup):
         them in a thread of its own, perhaps in the middle of an update."""
         with self._lock:
             self._users += 1
-            bring(self.actor, self.critic)
         try:
+            with self._lock:
+                bring(self.actor, self.critic)
             yield
         finally:
             with self._lock:
