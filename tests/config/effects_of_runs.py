@@ -37,7 +37,7 @@ def waits(overrides: tuple[str, ...]) -> Any:
     setup = WorkerSetup(config.actor_rollout_ref, 1, None, "cpu", 0, placement)
     threads = torch.get_num_threads()
     try:
-        RankWorker(setup, Ranks(0, 2)).start("tcp://127.0.0.1:0")
+        RankWorker(setup, Ranks(0, 2)).start("tcp://127.0.0.1:0", setup.patience_s)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:

@@ -200,7 +200,13 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
 def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_path, monkeypatch, capsys, first):
     """`trainer.rollout_rows` may change when a run goes on."""
     folder, step = tmp_path / "run", PPOTrainer.step
-    monkeypatch.setattr(PPOTrainer, "step", lambda self: self.interrupts.requested.set() or step(self))
+
+    def step_and_stop(self):
+        metrics = step(self)
+        self.interrupts.requested.set()
+        return metrics
+
+    monkeypatch.setattr(PPOTrainer, "step", step_and_stop)
     run(folder, f"trainer.rollout_rows={first}")
     monkeypatch.undo()
     run(folder, f"trainer.rollout_rows={'jsonl' if first == 'off' else 'off'}")

@@ -96,10 +96,7 @@ class RayWorkerGroup(WorkerGroup):
             require_room(self._setup)
             require_same_versions(("verl_mt", "torch", *engines.packages_on_machines(rollout)), usable(self._setup))
             engine = rollout.name
-            self._patience_s = placement.worker_timeout_s
-            if not engines.samples_from_policy(engine):
-                # While one rank gives weights to engines, the others wait in a collective.
-                self._patience_s = max(self._patience_s, 3 * rollout.engine_timeout_s)
+            self._patience_s = setup.patience_s
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
                 raise ConfigError(
                     f"trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name={engine} with "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_mt import engines
 from verl_mt.config.actor import CriticConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
@@ -84,6 +85,14 @@ class WorkerSetup:
     def ranks(self, rank: int) -> Ranks:
         """One rank's view of the group."""
         return Ranks(rank, self.placement.num_ranks, self.config.actor.ulysses_sequence_parallel_size)
+
+    @property
+    def patience_s(self) -> float:
+        """How long ranks wait for each other. Asked where plug-ins are known, and sent to the ranks: the engine may be
+        one."""
+        rollout, limit = self.config.rollout, self.placement.worker_timeout_s
+        # While one rank gives weights to engines, the others wait in a collective.
+        return limit if engines.samples_from_policy(rollout.name) else max(limit, 3 * rollout.engine_timeout_s)
 
     @property
     def has_ref(self) -> bool:
