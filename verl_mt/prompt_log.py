@@ -15,12 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl_mt.data.drawn_prompts import FILE, DrawnPrompt, PromptHistory, read_prompt_log
 from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.errors import CheckpointError, VerlMTError, error_text
-from verl_mt.trainer.checkpoint import CheckpointStore
 
 _SHOWN = 10
 _WITH_ROWS = "algorithm.filter_overlong"
@@ -82,6 +79,10 @@ def examine(run: str | Path) -> Examination:
 
 def _newest_checkpoint(run: Path) -> dict[str, Any] | None:
     """Step and position of it; of its tensors nothing is read."""
+    import torch  # takes seconds, which --help need not wait for
+
+    from verl_mt.trainer.checkpoint import CheckpointStore
+
     newest = CheckpointStore(run / "checkpoints").latest()
     if newest is None:
         return None

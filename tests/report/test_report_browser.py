@@ -323,6 +323,7 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
         page.wait_for_selector(".sides")
         assert EVIL in page.locator(".asked .box").first.inner_text()
         page.get_by_role("link", name="About", exact=True).click()
+        page.wait_for_function("() => document.querySelectorAll('pre').length === 1")  # those of before are gone
         assert EVIL in page.locator("pre").inner_text()
         page.wait_for_timeout(300)
         assert page.evaluate("window.harmed") is None
