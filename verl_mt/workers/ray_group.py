@@ -49,6 +49,7 @@ _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
 """How long the other ranks get to fail too, once one has: the one that died is the one to name."""
 _CHECK_EVERY_S = 1.0
+_UPDATING = "updating the policy"
 _CALL = 10
 """A call may take as many times longer than the ranks wait for each other in one exchange."""
 _OWN_GPUS_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
@@ -136,7 +137,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def update(self, batch: TensorDict) -> dict[str, float]:
         shares = self._shares(batch, for_update=True)
-        told = self._of_shares("update", shares, "updating the policy")
+        told = self._of_shares("update", shares, _UPDATING)
         filled = [columns_of_part for _, columns_of_part in told]
         for name in filled[0]:
             batch[name] = assemble(batch, shares, [of_part[name] for of_part in filled])
@@ -326,8 +327,7 @@ class RayWorkerGroup(WorkerGroup):
         mini_batches: list[Tensor] = []
         size = self._setup.config.actor.ppo_mini_batch_size
         if for_update and size is not None and len(torch.unique(batch[columns.PROMPT_INDEX])) > size:
-            doing = "telling its mini-batches"
-            mini_batches = self._call("first_mini_batches", batch[columns.PROMPT_INDEX], doing=doing)[0]
+            mini_batches = self._call("first_mini_batches", batch[columns.PROMPT_INDEX], doing=_UPDATING)[0]
         return deal(batch.select(*_SENT, strict=False), self._setup.ranks(0), mini_batches)
 
     def _column(self, method: str, batch: TensorDict, doing: str) -> Tensor:
