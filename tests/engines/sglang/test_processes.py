@@ -197,6 +197,41 @@ def test_watching_a_launched_server_leaves_no_waiting_tasks_behind(start, run_as
     assert "killed by signal 9" in reason
 
 
+def test_the_port_of_a_server_is_kept_for_it_while_it_loads(run_async):
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    servers = [LaunchedServer(SGLangOptions(model_path="none", max_model_len=8)) for _ in range(8)]
+    ports = [int(server.url.rpartition(":")[2]) for server in servers]
+    assert len(set(ports)) == 8 and all(10_000 <= port < given for port in ports), "not one that connections get"
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", ports[0]))
+    with socket.create_server(("127.0.0.1", ports[0])) as own:
+        assert own.getsockname()[1] == ports[0], "the server itself can take it, as uvicorn does"
+
+    async def close():
+        for server in servers:
+            await server.stop()
+
+    run_async(close())
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[1]))
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_after_an_error_tells_it(tmp_path, monkeypatch):
+    taken = "[2026-11-25 19:54:35] ERROR:    [Errno 98] address already in use"
+    (tmp_path / "hanging.py").write_text(f"import time\nprint({taken!r}, flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = ChildProcess("hanging", theirs.fileno(), [])
+        try:
+            while taken not in process.log.read_text():
+                time.sleep(0.02)
+            assert process.describe().endswith(f"is running; log {process.log}; the last error there:\n  {taken}")
+        finally:
+            process.end(0.0)
+
+
 FORKING = """
 import multiprocessing, os, sys, time
 from verl_mt.engines.sglang.processes import fork_children

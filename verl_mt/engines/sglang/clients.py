@@ -7,10 +7,12 @@ import asyncio
 import base64
 import contextlib
 import os
+import random
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -499,7 +501,8 @@ class LaunchedServer(HttpClient):
     """
 
     def __init__(self, options: SGLangOptions, number: int = 0):
-        super().__init__(f"http://127.0.0.1:{_free_port()}", options)
+        self._reserved = _reserve_port()
+        super().__init__(f"http://127.0.0.1:{self._reserved.getsockname()[1]}", options)
         self._number = number
         self._process: ChildProcess | None = None
         self._lifeline: int | None = None
@@ -524,6 +527,8 @@ class LaunchedServer(HttpClient):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise self._too_slow(timeout_s, self._process) from None
+        finally:
+            self._reserved.close()
         await super().start(timeout_s)
         self.pristine = True
 
@@ -538,6 +543,7 @@ class LaunchedServer(HttpClient):
 
     async def stop(self) -> None:
         expected = self._reason is None
+        self._reserved.close()
         await super().stop()
         if self._process is not None:
             await asyncio.to_thread(self._process.end, 0.0, keep_log=not expected)
@@ -546,10 +552,20 @@ class LaunchedServer(HttpClient):
             self._lifeline = None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Holds a port of 127.0.0.1 that nobody else gets while a server loads, which takes it last: the kernel hands out
+    higher ones, and who looks for a free one finds it bound. The server can bind it too, as it reuses addresses."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, max(min(first_given, 22_000), 10_064)), 64):  # SGLang's own are above
+        reserved = socket.socket()
+        try:
+            reserved.bind(("127.0.0.1", port))
+        except OSError:
+            reserved.close()
+            continue
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return reserved
+    raise EngineError("64 ports of this machine below 22000 were tried for an SGLang server, and all are taken")
 
 
 def _jsonable(body: dict[str, Any]) -> dict[str, Any]:

@@ -91,13 +91,14 @@ class ChildProcess:
         return self._popen.poll() is not None
 
     def describe(self) -> str:
-        """How it ended, and if it wrote about an exception, the end of that."""
+        """How it ended, and if it wrote about an exception, the end of that; else the last error that it logged."""
         code = self._popen.poll()
         how = "is running" if code is None else f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-        last = "\n  ".join(lines[starts[-1] :][-_TAIL_LINES:]) if starts else ""
-        return f"process {self.pid}: {how}; log {self.log}" + (f"; last exception:\n  {last}" if last else "")
+        errors = [line for line in lines if "ERROR" in line]
+        last = "\n  ".join(lines[starts[-1] :][-_TAIL_LINES:] if starts else errors[-1:])
+        return f"process {self.pid}: {how}; log {self.log}" + (f"; the last error there:\n  {last}" if last else "")
 
     def end(self, wait_s: float, *, keep_log: bool = False) -> None:
         """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent."""
