@@ -105,6 +105,9 @@ TRAINER = {
     "n_workers_per_node": Effect("2", "needs Ray", probes.placed, refused="needs trainer.placement=ray"),
     "worker_timeout_s": Effect("2", "how long a rank waits", waits, base="1", refused="Timed out after"),
     "max_restarts": Effect("2", "how often a run begins", begun),
+    "max_staleness": Effect(
+        "1", "the oldest tokens", probes.metric("staleness/max"), ("trainer.deterministic=False", *NOT_VALIDATED)
+    ),
     "progress": Effect("on", "a live line", probes.live, ("trainer.logger=[console]", *NOT_VALIDATED)),
     "rollout_rows": Effect("parquet", "files of another format", probes.files, NOT_VALIDATED),
     "debug_rollout_data": Effect("$RUN/{rollout_id}.pt", "a file for each step", probes.files, NOT_VALIDATED),

@@ -47,7 +47,6 @@ def test_verls_other_names_of_an_estimator(theirs, ours):
         ("algorithm.adv_estimator=gdpo", "needs algorithm.gdpo_reward_weights"),
         ("algorithm.adv_estimator=grpoo", "expected one of 'grpo'"),
         ("algorithm.gamma=0.9", "which looks at one reward per trajectory"),
-        ("trainer.max_staleness=1", "its own step"),
         ("advantage_estimator=gspo", "policy_loss.loss_mode=gspo"),
     ],
 )

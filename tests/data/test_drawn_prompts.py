@@ -50,6 +50,25 @@ def test_every_prompt_has_one_life(tmp_path):
     assert log.state_dict() == {"drawn": 6, "trained": 3, "left_out": 3}
 
 
+def test_of_steps_ahead_a_checkpoint_knows_nothing(tmp_path):
+    """`trainer.max_staleness`: while step 1 ends, those of steps 2 and 3 are drawn, a row without a prompt in each."""
+    log = PromptLog(tmp_path)
+    for step in (1, 2, 3):
+        log.drawn(f"s{step:06d}", [row(0), row(1)], [(row(2), "too long")])
+    assert (log.state_dict(), log.in_flight) == ({"drawn": 0, "trained": 0, "left_out": 0}, 9)
+    log.ended(1, {"s000001.00000": None, "s000001.00001": "no signal"})
+    saved = log.state_dict()
+    assert (saved, log.in_flight) == ({"drawn": 3, "trained": 1, "left_out": 2}, 6)
+    log.close()
+    again = PromptLog(tmp_path, step=1, state=saved)
+    for step in (2, 3):
+        again.drawn(f"s{step:06d}", [row(0), row(1)], [(row(2), "too long")])
+        again.ended(step, {f"s{step:06d}.0000{k}": None for k in (0, 1)})
+    again.close()
+    assert (again.state_dict(), again.in_flight) == ({"drawn": 9, "trained": 5, "left_out": 4}, 0)
+    assert all(len(p.trained_in) + len(p.left_out) == 1 for p in read_prompt_log(tmp_path).prompts.values())
+
+
 def test_wherever_a_process_is_killed_the_next_one_goes_on_without_a_gap(tmp_path):
     """Step 1 has a checkpoint. What follows is cut at every seventh byte, and step 2 made again behind it."""
     log = PromptLog(tmp_path)

@@ -27,6 +27,7 @@ from verl_mt.config.options import (
     read_thresholds,
 )
 from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.rollout import problems_of_placement
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, given_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code
@@ -47,7 +48,7 @@ def check(config: Config) -> None:
     groups = (
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
         _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
-        _rollout_workers, _placement, _run, _numbers,
+        _rollout_workers, _placement, _run, _staleness, _numbers,
     )  # fmt: skip
     _raise([text for group in groups for text in group(config)])
 
@@ -476,7 +477,7 @@ def _engine(config: Config) -> Iterator[str]:
     if name == "sglang":
         yield from _sglang(config)
     if name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
-        yield from _engines_placed(config)
+        yield from problems_of_placement(config.actor_rollout_ref.rollout, config.trainer.placement)
 
 
 def _rollout_workers(config: Config) -> Iterator[str]:
@@ -509,31 +510,6 @@ def _sglang(config: Config) -> Iterator[str]:
         yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
     if way in ("tensors", "copy") and rollout.devices_apart and config.trainer.placement == "ray":
         yield f"{_ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
-
-
-def _engines_placed(config: Config) -> Iterator[str]:
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    where = f"{_ROLLOUT}.placement={rollout.placed}"
-    if rollout.placed == "servers" and not rollout.servers:
-        yield f"{where}: {_ROLLOUT}.servers names none"
-    if rollout.placed == "separate" and not (rollout.nnodes or rollout.launch_servers):
-        yield f"{where}: {_ROLLOUT}.nnodes is 0; say on how many machines, and .n_workers_per_node on each"
-    given = {"servers": ("servers",), "separate": ("nnodes", "launch_servers")}
-    for kind, keys in given.items():
-        for key in keys:
-            if getattr(rollout, key) and rollout.placed != kind:
-                yield f"{where} and {_ROLLOUT}.{key} contradict each other: leave one out"
-    if rollout.nnodes and rollout.launch_servers:
-        yield f"{where}: {_ROLLOUT}.nnodes and .launch_servers contradict each other: leave one out"
-    size = rollout.tensor_model_parallel_size
-    if rollout.placed == "separate" and rollout.nnodes:
-        if trainer.placement != "ray":
-            yield f"{where} needs trainer.placement=ray, which places them (it is {trainer.placement})"
-        if rollout.n_workers_per_node % size:
-            yield (
-                f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide {_ROLLOUT}.n_workers_per_node="
-                f"{rollout.n_workers_per_node}: an engine has the devices of one machine"
-            )
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -571,6 +547,28 @@ def _run(config: Config) -> Iterator[str]:
                 f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}, and the dotted path or "
                 "file.py:Name of one of your own"
             )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    """What needs one version of the weights to have sampled all of a step."""
+    trainer, mode = config.trainer, config.actor_rollout_ref.rollout.mode
+    if not trainer.max_staleness or trainer.val_only:
+        return
+    refills = "what takes the place of groups without signal would be drawn behind the steps ahead of it"
+    unfit = (
+        ("trainer.deterministic=True", trainer.deterministic, "a clock decides which token new weights come before"),
+        (f"{_ROLLOUT}.mode=sync", mode == "sync", "turns of two steps would wait for each other (mode=async does not)"),
+        ("algorithm.filter_groups.enable=True", config.algorithm.filter_groups.enable, refills),
+        (
+            "trainer.collapse_guard=rollback",
+            trainer.collapse_guard == "rollback",
+            "conversations by the abandoned weights would go on (warn and stop do go)",
+        ),
+        (f"trainer.debug_mode={trainer.debug_mode}", trainer.debug_mode != "save", "only one of both is done there"),
+    )
+    for key, given, why in unfit:
+        if given:
+            yield f"trainer.max_staleness={trainer.max_staleness} does not go with {key}: {why}; leave one of them out"
 
 
 def _numbers(config: Config) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,3 +298,30 @@ class RolloutConfig(Section):
         if self.launch_servers:
             return 1, self.launch_servers * self.tensor_model_parallel_size
         return self.nnodes, self.n_workers_per_node
+
+
+def problems_of_placement(rollout: RolloutConfig, placement: str) -> Iterator[str]:
+    """What is wrong with where engines are to live, beside a worker group that is placed so (`trainer.placement`)."""
+    where = f"actor_rollout_ref.rollout.placement={rollout.placed}"
+    if rollout.placed == "servers" and not rollout.servers:
+        yield f"{where}: actor_rollout_ref.rollout.servers names none"
+    if rollout.placed == "separate" and not (rollout.nnodes or rollout.launch_servers):
+        here = "actor_rollout_ref.rollout.nnodes is 0; say on how many machines, and .n_workers_per_node on each"
+        yield f"{where}: {here}"
+    given = {"servers": ("servers",), "separate": ("nnodes", "launch_servers")}
+    for kind, keys in given.items():
+        for key in keys:
+            if getattr(rollout, key) and rollout.placed != kind:
+                yield f"{where} and actor_rollout_ref.rollout.{key} contradict each other: leave one out"
+    if rollout.nnodes and rollout.launch_servers:
+        yield f"{where}: actor_rollout_ref.rollout.nnodes and .launch_servers contradict each other: leave one out"
+    size = rollout.tensor_model_parallel_size
+    if rollout.placed == "separate" and rollout.nnodes:
+        if placement != "ray":
+            yield f"{where} needs trainer.placement=ray, which places them (it is {placement})"
+        if rollout.n_workers_per_node % size:
+            yield (
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide "
+                f"actor_rollout_ref.rollout.n_workers_per_node={rollout.n_workers_per_node}: an engine has the devices "
+                "of one machine"
+            )

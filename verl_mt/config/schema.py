@@ -292,6 +292,12 @@ class TrainerConfig(Section):
         "for a machine in the place of a lost one). Supervised training (sft) ends.",
         min=0,
     )
+    max_staleness: int = knob(
+        0,
+        "Updates that the weights which sampled a token may lie before those that it trains, the oldest token counts; "
+        "0 = a step samples, then trains. With more the next steps are sampled meanwhile (docs/asynchronous.md).",
+        min=0,
+    )
     progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
     rollout_rows: Any = knob(
         "auto",

@@ -49,6 +49,8 @@ class PromptLog:
         self._begun = {"event": "begun", "step": step, **_counts(state or {}), "rows": rows}
         self._counts = Counter(_counts(state or {}))
         self._open: dict[str, int] = {}
+        self._gave_none: list[int] = []
+        """Numbers of rows that gave no prompt, as long as older prompts are open."""
         self._file: BinaryIO | None = None
 
     @classmethod
@@ -67,6 +69,7 @@ class PromptLog:
         self._append({"event": "drawn", "prompts": prompts})
         without = {first + len(rows) + k: why for k, (_, why) in enumerate(left_out)}
         self._leave_out(without)
+        self._gave_none += without
         self._sync()
 
     def started(self, plan: str) -> None:
@@ -102,9 +105,25 @@ class PromptLog:
         self._leave_out({number: why for number, why in known.items() if why is not None}, step=step)
         self._sync()
 
+    @property
+    def in_flight(self) -> int:
+        """Rows that were drawn since the oldest open prompt, with it: a run that goes on from here draws them again."""
+        return self._counts["drawn"] - self._first_open
+
+    @property
+    def _first_open(self) -> int:
+        return min(self._open.values(), default=self._counts["drawn"])
+
     def state_dict(self) -> dict[str, int]:
-        """How many were drawn, trained and left out. At a step's end none is open, so that nothing else is needed."""
-        return _counts(self._counts)
+        """How many were drawn, trained and left out before the oldest open prompt. At a step's end, which is where a
+        run goes on, that one belongs to the next step, and all that was drawn before it is over."""
+        first = self._first_open
+        self._gave_none = [number for number in self._gave_none if number >= first]
+        return {
+            "drawn": first,
+            "trained": self._counts["trained"],
+            "left_out": self._counts["left_out"] - len(self._gave_none),
+        }
 
     def close(self) -> None:
         """Idempotent. What a full disk did not take was refused when it was written."""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from verl_mt.config.rollout import ENGINES, RolloutConfig
-from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
+from verl_mt.config.schema import ActorRolloutRefConfig, Config, TrainerConfig
 from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, InferenceEngine
 from verl_mt.errors import ConfigError, PluginError, VerlMTError, error_text, value_text
 from verl_mt.plugins import listing, load_object
 
-__all__ = ["build", "check", "lives_beside_ranks", "packages_on_machines", "samples_from_policy"]
+__all__ = ["build", "check", "check_overlap", "lives_beside_ranks", "packages_on_machines", "samples_from_policy"]
 
 _KEY = "actor_rollout_ref.rollout.name"
 
@@ -40,6 +40,12 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
             raise ConfigError(
                 f"actor_rollout_ref.actor.param_offload=True takes the weights away during rollouts, and {_KEY}={name} "
                 "samples with the actor's own: leave it out, or use an engine of its own (sglang)"
+            )
+        if trainer.placement == "ray" and trainer.max_staleness:
+            raise ConfigError(
+                f"trainer.max_staleness={trainer.max_staleness}: {_KEY}={name} with trainer.placement=ray samples in "
+                "the trainer's process from a copy of the policy, which cannot change while it does: use sglang, "
+                "trainer.placement=inline, or max_staleness=0"
             )
         if trainer.placement == "ray" and trainer.device == "cuda":
             raise ConfigError(
@@ -117,6 +123,28 @@ def build(setup: EngineSetup) -> InferenceEngine:
             "does not (its capabilities.deterministic is False); use local"
         )
     return engine
+
+
+def check_overlap(engine: InferenceEngine, config: Config) -> None:
+    """Whether the engine can sample while the policy is trained.
+
+    Raises:
+        ConfigError: it cannot; says what to set.
+    """
+    can, name, max_staleness = engine.capabilities, config.actor_rollout_ref.rollout.name, config.trainer.max_staleness
+    if can.overlaps_training:
+        return
+    why, instead = "", "use an engine that can (sglang, or local with a model of text)"
+    if can.frees_memory:
+        why = ": it gives its memory to training meanwhile"
+        instead = (
+            "give it devices of its own (actor_rollout_ref.rollout.nnodes or servers), or leave it its memory "
+            "(rollout.free_cache_engine=False)"
+        )
+    raise ConfigError(
+        f"trainer.max_staleness={max_staleness}, but {_KEY}={name} does not sample while the policy is trained{why}; "
+        f"{instead}, or set max_staleness=0"
+    )
 
 
 def _check_capabilities(name: str, can: Any) -> None:

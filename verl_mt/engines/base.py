@@ -38,6 +38,9 @@ class Capabilities:
     frees_memory: bool = False
     """`release_memory` frees device memory worth having while training runs. After `resume_memory` such an engine has
     no weights until the next `apply`."""
+    overlaps_training: bool = False
+    """It samples while the policy is trained, and takes weights while conversations run: those go on, and each token
+    has the version that sampled it (`trainer.max_staleness`)."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,8 @@ class EngineSetup:
     config: ActorRolloutRefConfig
     """The model's path and dtype, and the keys under `rollout`; `engine_kwargs` are the engine's own."""
     policy_module: Any
-    """The actor's module, for an engine with `samples_from_policy`; None for others, which load the model."""
+    """The actor's module, for an engine with `samples_from_policy`; None for others, which load the model. With
+    `overlaps` a copy of it, which is the engine's own and gets its weights by `TensorBuckets`."""
     end_token_ids: frozenset[int]
     """Ids that end an assistant turn; a request may bring further `stop_token_ids`."""
     decode: Decode | None
@@ -267,6 +271,8 @@ class EngineSetup:
     """Of requests that bring none."""
     hosts: tuple[EngineHost, ...] = ()
     """For an engine that `lives_beside_ranks`: one place for each of its replicas; none = in or beside this process."""
+    overlaps: bool = False
+    """It is to sample while the policy is trained (`Capabilities.overlaps_training`)."""
 
 
 @dataclass(frozen=True)

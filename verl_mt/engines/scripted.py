@@ -82,6 +82,7 @@ class ScriptedEngine(InferenceEngine):
             deterministic=True,
             returns_token_ids=returns_token_ids,
             media=frozenset({"images", "videos"}),
+            overlaps_training=True,
         )
         self.requests: list[GenerationRequest] = []
         self.updates: list[WeightUpdate] = []

@@ -39,13 +39,26 @@ T = TypeVar("T")
 
 @dataclass
 class RolloutProgress:
-    """Counts of the rollout in flight, for a display. Written by the runner, read by anyone."""
+    """Counts of the plans in flight, for a display. Written by the runner, read by anyone."""
 
+    num_plans: int = 0
     num_trajectories: int = 0
     num_finished: int = 0
     num_sampled_tokens: int = 0
     num_tool_calls: int = 0
     started_s: float = 0.0
+
+    def begin(self, num_trajectories: int) -> None:
+        """A plan of so many begins; where it is the only one, the counts begin with it."""
+        if not self.num_plans:
+            self.num_trajectories = self.num_finished = self.num_sampled_tokens = self.num_tool_calls = 0
+            self.started_s = time.monotonic()
+        self.num_plans += 1
+        self.num_trajectories += num_trajectories
+
+    def end(self) -> None:
+        """One that began is over."""
+        self.num_plans -= 1
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,8 @@ class RolloutRunner:
     token_cost: float = 0.0
     """Per sampled token."""
     progress: RolloutProgress = field(default_factory=RolloutProgress)
+    _shared: Gate | None = None
+    """Of all plans in flight, where `max_concurrent` limits them."""
 
     async def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
         """Yield each group when its last trajectory is scored, in the order they finish.
@@ -99,10 +114,8 @@ class RolloutRunner:
         Raises:
             DeadlineError: a deadline fired in a deterministic run.
         """
-        self.progress.num_trajectories = len(plan.prompts) * plan.episodes_per_prompt
-        self.progress.num_finished = self.progress.num_sampled_tokens = self.progress.num_tool_calls = 0
-        self.progress.started_s = time.monotonic()
-        gate = Gate(self.max_concurrent or max(1, self.progress.num_trajectories), self.progress.num_trajectories)
+        gate = self._gate_for(len(plan.prompts) * plan.episodes_per_prompt)
+        self.progress.begin(len(plan.prompts) * plan.episodes_per_prompt)
         tasks = [
             asyncio.create_task(self.run_group(plan, position, prompt, gate), name=f"group {position}")
             for position, prompt in enumerate(plan.prompts)
@@ -114,6 +127,16 @@ class RolloutRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.progress.end()
+
+    def _gate_for(self, expected: int) -> Gate:
+        """Of a plan of so many conversations that begins: that of the plans beside it, or a new one."""
+        if self.max_concurrent is None:
+            return Gate(max(1, expected), expected)
+        if self._shared is None or not self.progress.num_plans:
+            self._shared = Gate(self.max_concurrent, 0)
+        self._shared.expect(expected)
+        return self._shared
 
     async def run_group(self, plan: RolloutPlan, position: int, prompt: Prompt, gate: Gate) -> TrajectoryGroup:
         """Roll out and score the prompt at `position` of a plan.
@@ -152,7 +175,7 @@ class RolloutRunner:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
         engine, order = context.engine, place.sample
         arrived = time.monotonic()
-        await gate.enter(order, lambda: engine.open_session(session_id, order))
+        await gate.enter((place.run.step, order), lambda: engine.open_session(session_id, order))
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
             for attempt in range(self.max_retries + 1):
@@ -316,7 +339,8 @@ class RolloutRunner:
 
 
 class Gate:
-    """Lets `limit` conversations live at once, by rank; a conversation's engine session is opened as it is let in.
+    """Lets `limit` conversations live at once, by rank (older plans first, then by place in the plan); a conversation's
+    engine session is opened as it is let in.
 
     A deterministic engine steps only when every open session waits for it. Two things keep timing out of that: no one
     begins before all `expected` have arrived, and the next session is opened before the one it replaces is closed.
@@ -328,9 +352,13 @@ class Gate:
             raise ConfigError(f"rollout.max_concurrent must be at least 1, got {limit}")
         self._free = limit
         self._missing = expected
-        self._waiting: list[tuple[int, Callable[[], None], asyncio.Future[None]]] = []
+        self._waiting: list[tuple[tuple[int, int], Callable[[], None], asyncio.Future[None]]] = []
 
-    async def enter(self, order: int, open_session: Callable[[], None]) -> None:
+    def expect(self, number: int) -> None:
+        """So many more will arrive."""
+        self._missing = max(0, self._missing) + number
+
+    async def enter(self, order: tuple[int, int], open_session: Callable[[], None]) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +101,7 @@ class RolloutPool:
         Raises:
             WorkerError: groups were lost with one worker after the other.
         """
-        self._begin_progress(plan)
+        self.progress.begin(len(plan.prompts) * plan.episodes_per_prompt)
         running = self._plans[plan.name] = _Running(replace(plan, prompts=()))
         left = len(plan.prompts)
         try:
@@ -122,6 +121,7 @@ class RolloutPool:
         finally:
             del self._plans[plan.name]
             self._dealer.forget(plan.name)
+            self.progress.end()
             await self._leave(plan.name, wait=left > 0)
 
     @property
@@ -310,12 +310,6 @@ class RolloutPool:
             link.send(("answer", number, output, failure))
 
     # Counts
-
-    def _begin_progress(self, plan: RolloutPlan) -> None:
-        progress = self.progress
-        progress.num_trajectories = len(plan.prompts) * plan.episodes_per_prompt
-        progress.num_finished = progress.num_sampled_tokens = progress.num_tool_calls = 0
-        progress.started_s = time.monotonic()
 
     def _count(self, group: TrajectoryGroup) -> None:
         self.progress.num_finished += len(group.trajectories)

@@ -32,6 +32,8 @@ from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
 from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf
+from verl_mt.modeling.lora import without_adapters
+from verl_mt.modeling.weights import named_weights
 from verl_mt.plugins import import_plugins, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
@@ -61,6 +63,7 @@ from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.staleness import require_going_back
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
@@ -89,7 +92,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        runner = build_runner(config, chat, tools, *place_engine(config, workers, engine))
+        runner = build_runner(config, chat, tools, *place_engine(config, workers, engine, config.trainer.max_staleness))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -233,6 +236,8 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
 
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
+    if trainer.max_staleness:
+        require_going_back(sampler)
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
     if not by_epochs and trainer.total_training_steps != 0 and not trainer.val_only:
         raise ConfigError(
@@ -309,16 +314,33 @@ def build_log(
 
 
 def place_engine(
-    config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None
-) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...]]:
-    """Where what samples this policy lives, for `build_runner`: (the module that it samples from, an engine that was
-    given, places for its replicas beside the ranks)."""
+    config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None, max_staleness: int = 0
+) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...], bool]:
+    """Where what samples this policy lives, for `build_runner`: (the module that it samples from, a copy of the
+    policy's where it does so during training; an engine that was given; places for its replicas beside the ranks;
+    whether it samples during training)."""
     rollout = config.actor_rollout_ref.rollout
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
+    overlaps = max_staleness > 0
+    if module is not None and overlaps:
+        module = _copy_of(module, rollout.name)
     elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
-        return module, engine, ()
-    return module, engine, workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
+        return module, engine, (), overlaps
+    hosts = workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
+    return module, engine, hosts, overlaps
+
+
+def _copy_of(module: Any, name: str) -> Any:
+    """What an engine samples from while the policy is trained: a model of its own, adapters merged."""
+    own = copy.deepcopy(without_adapters(module))
+    if unknown := {weight for weight, _ in named_weights(module)} - own.state_dict().keys():
+        raise ConfigError(
+            f"trainer.max_staleness: actor_rollout_ref.rollout.name={name} gets its weights by the names of the "
+            f"checkpoint then, and {type(module).__name__} has others ({min(unknown)} is none); use sglang, or "
+            "max_staleness=0"
+        )
+    return own
 
 
 def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:

@@ -115,12 +115,19 @@ def build_runner(
     policy_module: Any,
     engine: InferenceEngine | None = None,
     hosts: tuple[EngineHost, ...] = (),
+    overlaps: bool = False,
 ) -> RolloutRunner:
-    """Engine, parser, tool executor, interactions and reward around one session context."""
+    """Engine, parser, tool executor, interactions and reward around one session context.
+
+    Args:
+        overlaps: the engine is to sample while the policy is trained.
+    """
     rollout = config.actor_rollout_ref.rollout
     multi_turn = rollout.multi_turn
     limits = Limits.from_config(rollout, config.data.max_prompt_length)
-    engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len, hosts)
+    engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len, hosts, overlaps)
+    if overlaps:
+        engines.check_overlap(engine, config)
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
     media = chat.media_kinds & engine.capabilities.media
@@ -163,7 +170,12 @@ def build_runner(
 
 
 def _build_engine(
-    config: Config, chat: ChatTemplate, policy_module: Any, max_model_len: int | None, hosts: tuple[EngineHost, ...]
+    config: Config,
+    chat: ChatTemplate,
+    policy_module: Any,
+    max_model_len: int | None,
+    hosts: tuple[EngineHost, ...],
+    overlaps: bool,
 ) -> InferenceEngine:
     """The engine that the config names; one that samples nothing where saved rollouts are trained on."""
     if config.trainer.debug_mode == "train_only":
@@ -178,6 +190,7 @@ def _build_engine(
             deterministic=config.trainer.deterministic,
             seed=config.trainer.seed,
             hosts=hosts,
+            overlaps=overlaps,
         )
     )
 

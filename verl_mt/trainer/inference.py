@@ -84,7 +84,7 @@ class Inference(AbstractContextManager["Inference"]):
             place = build.place_engine(config, workers, engine)
         else:
             shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
-            place = (_load(config) if shares else None, engine, ())
+            place = (_load(config) if shares else None, engine, (), False)
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, *place)
         self.stream = RolloutStream(self.runner)
         try:

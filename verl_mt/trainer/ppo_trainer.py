@@ -20,7 +20,12 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import StopReason, TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
+from verl_mt.diagnostics.step_metrics import (
+    prefix_cache_by_turn,
+    rollout_metrics,
+    total_failure,
+    validation_metrics,
+)
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, EngineGoneError, UserCodeError, VerlMTError
 from verl_mt.rewards.contract import RunState
@@ -33,11 +38,9 @@ from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.staleness import require_bound, staleness_metrics
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
-
-_MAX_STALENESS = 0
-"""Steps that a rollout's weights may lag behind; 0 = synchronous."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ class PPOTrainer:
     """`val/accuracy` of the weights as they are; None if this step was not validated."""
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
-    _drawn: dict[str, int] = field(default_factory=dict)
+    _drawn: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Finished steps before a step that is under way or ahead -> `data/...` of what was drawn for it."""
 
     @property
     def sampler(self) -> RowSampler:
@@ -153,6 +157,8 @@ class PPOTrainer:
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
+                if self.config.max_staleness:
+                    require_bound(batch, self.step_number, self.config.max_staleness)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 with self._timed(timing, "advantages"):
@@ -160,6 +166,8 @@ class PPOTrainer:
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
+                if self.config.max_staleness:
+                    metrics |= staleness_metrics(batch, self.step_number)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
             with self._timed(timing, "weights"):
                 self.weights.push(self.step_number + 1)
@@ -168,11 +176,7 @@ class PPOTrainer:
             self.log.rollouts(self.step_number + 1, groups, batch)
             self.prompt_log.ended(self.step_number + 1, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
-        sampled = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
-        metrics["rollout/tokens_per_s"] = sampled / timing["time/rollout_s"]
-        if self.log.debug is None or not self.log.debug.replays:
-            metrics |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
-        return metrics | timing
+        return metrics | self._speed(groups, timing) | timing
 
     def validate(self) -> dict[str, float]:
         """Sample every validation prompt, then decode it greedily: `val/accuracy`, `val/accuracy_greedy`."""
@@ -210,8 +214,11 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
-        prompts = self.prompt_log.state_dict()
-        return {"sampler": self.sampler.state_dict(), "prompts": prompts, "random": checkpoint.random_state()}
+        return {
+            "sampler": self.sampler.state_dict(self.prompt_log.in_flight),
+            "prompts": self.prompt_log.state_dict(),
+            "random": checkpoint.random_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
@@ -288,6 +295,22 @@ class PPOTrainer:
         self.prompt_log.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
+    def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
+        """Tokens per second, and what held the step; ahead of their steps conversations hold nobody but themselves."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        sampled = sum(t.num_sampled_tokens for t in trajectories)
+        if self.config.max_staleness:
+            waited = {"staleness/trainer_wait_s": timing["time/rollout_s"]}
+            return {
+                "rollout/tokens_per_s": sampled / timing["time/step_s"],
+                **waited,
+                **prefix_cache_by_turn(trajectories),
+            }
+        found = {"rollout/tokens_per_s": sampled / timing["time/rollout_s"]}
+        if self.log.debug is None or not self.log.debug.replays:
+            found |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
+        return found
+
     def _rollout_metrics(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
@@ -295,13 +318,19 @@ class PPOTrainer:
         return found | self.sanity.metrics() | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
-        """Start the plans that `_MAX_STALENESS` allows; collect this step's. Or read what another run saved."""
+        """Start the rollouts that `trainer.max_staleness` admits, and collect this step's. Or read what another run
+        saved.
+
+        A rollout is admitted when at most so many updates lie before its own: what its first token is sampled by is
+        then at most so many updates older than what it trains, however long it takes. Steps are trained in the order
+        in which their prompts were drawn: a long conversation is in its batch as surely as a short one.
+        """
         if self.log.debug is not None and self.log.debug.replays:
             return self.log.debug.load(self.step_number)
-        for number in range(self.step_number, self.step_number + _MAX_STALENESS + 1):
+        last = max(self.step_number, self.plan.total_steps - 1)
+        for number in range(self.step_number, min(self.step_number + self.config.max_staleness, last) + 1):
             name = f"s{number + 1:06d}"
             if not self.stream.started(name):
-                self._drawn = {}
                 self._start(name, self.plan.num_prompts, number)
         groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting, self.prompt_log.finished)
         self.selection.shape(groups)
@@ -324,7 +353,8 @@ class PPOTrainer:
             if self.step_number:
                 self._save_boundary()
             raise
-        self._drawn = {kind: self._drawn.get(kind, 0) + count for kind, count in counts.items()}
+        before = self._drawn.get(step, {})
+        self._drawn[step] = {kind: before.get(kind, 0) + count for kind, count in counts.items()}
         self.prompt_log.drawn(name, [prompt.row for prompt in prompts], left_out)
         self.stream.start(self.plan.rollout(prompts, name, step))
         self.prompt_log.started(name)
@@ -347,7 +377,8 @@ class PPOTrainer:
 
     def _prompt_counts(self) -> dict[str, float]:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
-        return {k: v + self._drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
+        drawn = self._drawn.pop(self.step_number, {})
+        return {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     @contextmanager
     def _timed(self, timing: dict[str, float], name: str) -> Iterator[None]:

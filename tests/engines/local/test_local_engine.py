@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from engine_models import PROMPT, assert_exact, engine_of, make_model, plain_log_probs, random_ids, request
 
 from verl_mt.data.requests import VersionSpan
-from verl_mt.engines.base import Disk, InPlace
+from verl_mt.engines.base import Disk, InPlace, TensorBuckets
+from verl_mt.engines.local import LocalEngine, LocalOptions
 from verl_mt.errors import DeadlineError, EngineError
+from verl_mt.modeling.weights import named_weights
 
 
 def decode(ids: list[int]) -> str:
@@ -171,6 +174,50 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mod
             torch.testing.assert_close(torch.tensor(output.log_probs[old.num_tokens :]), expected, atol=1e-5, rtol=1e-5)
 
     run_async(go())
+
+
+def test_a_module_of_its_own_takes_tensors_in_the_middle_of_a_turn(run_async):
+    """`trainer.max_staleness`: the policy is trained meanwhile, and no token is by half an update."""
+    policy = make_model(seed=2)
+    own = copy.deepcopy(policy)
+
+    async def go():
+        engine = LocalEngine(own, end_token_ids=(), max_model_len=256, owns_module=True)
+        try:
+            task = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=150, temperature=1.0, seed=3)))
+            await engine.generate(request(PROMPT[2:]))
+            before = copy.deepcopy(policy)
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.1)
+            await asyncio.sleep(0.01)  # the policy is another one, the engine's is not
+            await engine.apply(TensorBuckets(1, named_weights(policy)))
+            output = await task
+            with pytest.raises(EngineError, match="TensorBuckets updates, got InPlace"):
+                await engine.apply(InPlace(2))
+        finally:
+            await engine.close()
+        return before, output
+
+    before, output = run_async(go())
+    old, new = output.version_spans
+    assert (old.version, new.version, old.num_tokens + new.num_tokens) == (0, 1, 150)
+    log_probs, cut = torch.tensor(output.log_probs), old.num_tokens
+    for model, part in ((before, slice(0, cut)), (policy, slice(cut, None))):
+        expected = plain_log_probs(model, PROMPT, output.token_ids)
+        torch.testing.assert_close(log_probs[part], expected[part], atol=1e-5, rtol=1e-5)
+    assert engine_can(own) == (True, False) and engine_can(policy, owns=False) == (False, False)
+
+
+def engine_can(model, owns=True):
+    """Whether it overlaps training, by itself and where it is to be deterministic."""
+    found = []
+    for deterministic in (False, True):
+        options = LocalOptions(deterministic=deterministic)
+        engine = LocalEngine(model, end_token_ids=(), max_model_len=256, options=options, owns_module=owns)
+        found.append(engine.capabilities.overlaps_training)
+        asyncio.run(engine.close())
+    return tuple(found)
 
 
 def test_only_updates_in_place_are_taken(qwen3, run_async):

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from verl_mt.engines.base import (
     InferenceEngine,
     InPlace,
     PauseMode,
+    TensorBuckets,
     WeightUpdate,
     check_request,
 )
@@ -35,7 +37,8 @@ class LocalEngine(InferenceEngine):
     """Continuous batching with transformers, for one process.
 
     It samples from the very module that is trained: no copy of the weights, nothing to transfer. In return it does
-    not sample while the weights change: tell it with `apply(InPlace(version))` when they have.
+    not sample while the weights change: tell it with `apply(InPlace(version))` when they have. With a module of its
+    own (`owns_module`) it samples all the time, and takes `TensorBuckets` between two steps.
 
     Args:
         module: the actor's Hugging Face causal language model, on any device.
@@ -43,6 +46,7 @@ class LocalEngine(InferenceEngine):
         decode: ids -> text, for stop strings; None = requests with stop strings are refused.
         max_model_len: longest sequence in tokens; None = the model's `max_position_embeddings`.
         options: batch sizes, determinism, seed.
+        owns_module: nobody else trains or changes the module.
 
     Raises:
         ConfigError: the model cannot be served, or an option does not fit it.
@@ -76,6 +80,7 @@ class LocalEngine(InferenceEngine):
             decode=setup.decode,
             max_model_len=setup.max_model_len,
             options=LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=setup.deterministic, seed=setup.seed),
+            **({"owns_module": True} if setup.overlaps else {}),
         )
 
     def __init__(
@@ -86,6 +91,7 @@ class LocalEngine(InferenceEngine):
         decode: Decode | None = None,
         max_model_len: int | None = None,
         options: LocalOptions | None = None,
+        owns_module: bool = False,
     ):
         options = options or LocalOptions()
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
@@ -101,10 +107,12 @@ class LocalEngine(InferenceEngine):
                 f"end_token_ids {ends} are not all below the model's vocabulary size {forward.vocab_size}"
             )
         self.capabilities = Capabilities(
-            transports=frozenset({"in_place"}),
+            transports=frozenset({"tensor_buckets" if owns_module else "in_place"}),
             deterministic=options.deterministic,
             lock_step=options.deterministic,
+            overlaps_training=owns_module and not options.deterministic,
         )
+        self._weights = module.state_dict() if owns_module else {}
         self.max_model_len = max_model_len
         self._vocab_size = forward.vocab_size
         self._decode = decode
@@ -160,11 +168,15 @@ class LocalEngine(InferenceEngine):
         await self._command(act)
 
     async def apply(self, update: WeightUpdate) -> None:
-        if not isinstance(update, InPlace):
-            raise EngineError(
-                f"the local engine shares the actor's module: it takes InPlace updates, got {type(update).__name__}"
-            )
-        await self._command(lambda: self._batcher.set_version(update.version))
+        if isinstance(update, InPlace) and not self._weights:
+            await self._command(lambda: self._batcher.set_version(update.version))
+        elif isinstance(update, TensorBuckets) and self._weights:
+            await self._command(partial(self._take, update))
+        else:
+            has = "has a copy of the actor's module: it takes TensorBuckets"
+            shares = "shares the actor's module: it takes InPlace"
+            what = f"{has if self._weights else shares} updates, got {type(update).__name__}"
+            raise EngineError(f"the local engine {what}")
 
     async def release_memory(self) -> None:
         await self._command(lambda: self._batcher.drop_cache(release=True))
@@ -183,6 +195,12 @@ class LocalEngine(InferenceEngine):
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+
+    def _take(self, update: TensorBuckets) -> None:
+        """Between two steps, in the engine's thread."""
+        for name, tensor in update.tensors:
+            self._weights[name].copy_(tensor)
+        self._batcher.set_version(update.version)
 
     def _sequence(self, request: GenerationRequest) -> Sequence:
         check_request(

@@ -126,7 +126,8 @@ class SGLangEngine(InferenceEngine):
         self.capabilities = Capabilities(
             transports=frozenset(transports),
             deterministic=False,
-            frees_memory=options.on_gpu and options.free_cache and options.takes_turns,
+            frees_memory=(frees := options.on_gpu and options.free_cache and options.takes_turns),
+            overlaps_training=not frees,
         )
         self._version = 0
         self._resumed = asyncio.Event()

@@ -1,0 +1,266 @@
+"""`trainer.max_staleness`: what is refused, that nothing is older than it says, that no prompt is lost or favoured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, rows_of, small_trainer
+
+from verl_mt import engines, prompt_log
+from verl_mt.config.compose import compose
+from verl_mt.data import batch as columns
+from verl_mt.data.drawn_prompts import FILE, read_prompt_log
+from verl_mt.data.sampler import ShuffledSampler
+from verl_mt.engines.base import Capabilities
+from verl_mt.errors import ConfigError, EngineError
+from verl_mt.modeling.weights import named_weights
+from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.staleness import require_bound, staleness_metrics
+
+AHEAD = "trainer.max_staleness=2"
+STEPS = 6
+RUN = (
+    "data.train_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.response_length=48",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=2",
+    *NO_VALIDATION,
+)
+SLOW_TOOL = """
+import random, time
+from verl_mt.tools.calculator import Calculator
+
+class Slow(Calculator):
+    async def execute(self, instance_id, parameters, **kwargs):
+        import asyncio
+        # A few calls take as long as several steps.
+        await asyncio.sleep(random.choice([0.0, 0.0, 0.02, 0.3]))
+        return await super().execute(instance_id, parameters, **kwargs)
+"""
+
+
+@pytest.fixture
+def slow_tool(tmp_path) -> str:
+    """The calculator, some of whose calls take long."""
+    (tmp_path / "slow_tool.py").write_text(SLOW_TOOL)
+    written = (Path(__file__).resolve().parents[2] / "tools_configs/calculator.yaml").read_text()
+    assert "verl_mt.tools.calculator.Calculator" in written
+    text = written.replace("verl_mt.tools.calculator.Calculator", f"{tmp_path / 'slow_tool.py'}:Slow")
+    (tmp_path / "slow.yaml").write_text(text)
+    return f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={tmp_path / 'slow.yaml'}"
+
+
+def ages(run: Path, step: int) -> list[int]:
+    """Of every trained token of a step, by its rollout rows alone: updates that its weights were older."""
+    return [
+        step - 1 - version
+        for row in rows_of(run, step)
+        for record in row["records"]
+        for sampled, trained, version in zip(record["sampled"], record["loss_mask"], record["policy_versions"])
+        if sampled and trained
+    ]
+
+
+def drawn_in_order(run: Path) -> list[tuple[str, int, list[int]]]:
+    return [(p.source, p.row_index, p.trained_in) for p in read_prompt_log(run).prompts.values()]
+
+
+# What is refused, before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("trainer.deterministic=True", "a clock decides"),
+        ("actor_rollout_ref.rollout.mode=sync", "mode=async"),
+        ("trainer.collapse_guard=rollback", "warn and stop do go"),
+        ("algorithm.filter_groups.enable=True", "behind the steps ahead"),
+        ("trainer.debug_mode=rollout_only", "only one of both"),
+    ],
+)
+def test_what_needs_one_version_per_step_is_refused_by_name(word, why):
+    extra = ["algorithm.filter_groups.metric=seq_reward"] if "filter_groups" in word else []
+    extra += ["trainer.debug_rollout_data=x_{rollout_id}.pt"] if "debug" in word else []
+    with pytest.raises(ConfigError, match=re.escape(why)) as error:
+        compose([AHEAD, word, *extra])
+    assert "trainer.max_staleness=2 does not go with" in str(error.value) and word in str(error.value)
+
+
+def test_a_negative_bound_is_refused():
+    with pytest.raises(ConfigError, match="max_staleness"):
+        compose(["trainer.max_staleness=-1"])
+
+
+def test_the_policys_own_module_over_ray_is_refused_before_anything_is_loaded():
+    config = compose([AHEAD, "trainer.placement=ray"])
+    with pytest.raises(ConfigError, match=r"max_staleness=2: .*local with trainer.placement=ray.* use sglang"):
+        engines.check(config.actor_rollout_ref, config.trainer)
+
+
+@pytest.mark.parametrize(("frees", "says"), [(False, "use an engine that can"), (True, "free_cache_engine=False")])
+def test_an_engine_that_rests_while_the_policy_is_trained_is_refused(frees, says):
+    can = Capabilities(transports=frozenset({"disk"}), deterministic=False, frees_memory=frees)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        engines.check_overlap(SimpleNamespace(capabilities=can), compose([AHEAD]))
+
+
+class Forgetful(ShuffledSampler):
+    """Cannot say where it was before the last rows."""
+
+    def state_dict(self):
+        return {}
+
+
+def test_a_sampler_that_cannot_go_back_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Forgetful, whose state_dict takes no in_flight"):
+        small_trainer(tmp_path / "run", AHEAD, f"data.sampler={__name__}:Forgetful")
+
+
+# Ages
+
+
+def a_batch(versions: list[list[int]], mask: list[list[int]]) -> dict[str, torch.Tensor]:
+    versions_BT, mask_BT = torch.tensor(versions), torch.tensor(mask, dtype=torch.bool)
+    zero_BT = torch.zeros(versions_BT.shape)
+    return {
+        columns.POLICY_VERSIONS: versions_BT,
+        columns.LOSS_MASK: mask_BT,
+        columns.SAMPLED: mask_BT,
+        columns.OLD_LOG_PROBS: zero_BT,
+        columns.ROLLOUT_LOG_PROBS: zero_BT - 0.5 * (versions_BT == 3),
+        columns.HAS_LOG_PROBS: torch.ones(len(versions), dtype=torch.bool),
+        columns.CLIPPED: (versions_BT == 3).float(),
+    }
+
+
+def test_ages_are_of_trained_tokens():
+    batch = a_batch([[-1, 5, 3, 0], [-1, 4, 5, 5]], [[0, 1, 1, 0], [0, 1, 1, 1]])
+    require_bound(batch, version=5, max_staleness=2)
+    found = staleness_metrics(batch, version=5)
+    assert found["staleness/mean"] == pytest.approx(0.6) and found["staleness/max"] == 2
+    assert [found[f"staleness/age_{age}/token_share"] for age in (0, 1, 2)] == pytest.approx([0.6, 0.2, 0.2])
+    assert [found[f"staleness/age_{age}/logprob_diff"] for age in (0, 1, 2)] == pytest.approx([0, 0, 0.5])
+    assert [found[f"staleness/age_{age}/clip_fraction"] for age in (0, 1, 2)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("version", "bound"), [(5, 1), (4, 2)])
+def test_a_token_beyond_the_bound_or_of_weights_to_come_is_never_trained(version, bound):
+    batch = a_batch([[-1, 5, 3]], [[0, 1, 1]])
+    with pytest.raises(EngineError, match=f"version {version}.*max_staleness={bound}"):
+        require_bound(batch, version=version, max_staleness=bound)
+
+
+# Runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_whatever_tools_take_no_trained_token_is_older_and_the_next_steps_are_under_way(tmp_path, slow_tool, bound):
+    run = tmp_path / "run"
+    lines = fit(run, *RUN, slow_tool, f"trainer.max_staleness={bound}")
+    found = [ages(run, step) for step in range(1, STEPS + 1)]
+    assert [max(of_step) <= min(bound, step) for step, of_step in enumerate(found)] == [True] * STEPS
+    assert min(map(min, found)) >= 0 and max(map(max, found)) == bound, "the bound is used"
+    assert [line["staleness/max"] for line in lines] == list(map(max, found))
+    # The metric's mean is over tokens, as is that of the rows.
+    assert [line["staleness/mean"] for line in lines] == pytest.approx([sum(a) / len(a) for a in found], abs=1e-5)
+    events = [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    first_end = next(k for k, event in enumerate(events) if event["event"] == "trained")
+    started = [n for event in events[:first_end] if event["event"] == "started" for n in event["numbers"]]
+    assert started == list(range(2 * (bound + 1))), "so many steps are sampled before the first is trained"
+    # In the order of drawing, each once, none drawn for a step that does not come.
+    assert [p.trained_in for p in read_prompt_log(run).prompts.values()] == [[1 + k // 2] for k in range(2 * STEPS)]
+    assert prompt_log.main([str(run)]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_with_the_same_prompts_in_the_same_steps(tmp_path, slow_tool, capsys):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    fit(straight, *RUN)
+    for step in (1, 3, 4):
+        trainer = small_trainer(stopped, *RUN, AHEAD, slow_tool)
+        interrupt_after(trainer, step)
+        trainer.fit()
+        assert prompt_log.main([str(stopped)]) == 0
+        assert re.search(rf"{2 * step} trained, 0 left out, [24] open", capsys.readouterr().out)
+    fit(stopped, *RUN, AHEAD, slow_tool)
+    assert prompt_log.main([str(stopped)]) == 0
+    assert drawn_in_order(stopped) == drawn_in_order(straight)
+    assert all(max(ages(stopped, step)) <= 2 for step in range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_the_limit_of_conversations_is_one_for_all_steps_and_older_ones_come_first(tmp_path, slow_tool, monkeypatch):
+    from verl_mt.engines.local import LocalEngine
+
+    live: set[str] = set()
+    peak, begun = 0, []
+    opened, closed = LocalEngine.open_session, LocalEngine.close_session
+
+    def open_session(self, session_id, order):
+        nonlocal peak
+        live.add(session_id)
+        peak = max(peak, len(live))
+        begun.append(session_id)
+        opened(self, session_id, order)
+
+    def close_session(self, session_id):
+        live.discard(session_id)
+        closed(self, session_id)
+
+    monkeypatch.setattr(LocalEngine, "open_session", open_session)
+    monkeypatch.setattr(LocalEngine, "close_session", close_session)
+    fit(tmp_path / "run", *RUN, AHEAD, slow_tool, "actor_rollout_ref.rollout.max_concurrent=3")
+    assert peak <= 4, "a session is opened before the one in whose place it is is closed"
+    assert begun == sorted(begun) and len(begun) == 8 * STEPS
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_for_the_engine_that_samples_meanwhile(tmp_path):
+    trainer = small_trainer(
+        tmp_path / "run", *RUN, AHEAD, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2"
+    )
+    before = {name: tensor.clone() for name, tensor in trainer.engine._weights.items()}
+    trainer.fit()
+    policy, own = dict(named_weights(trainer.workers.policy_module)), trainer.engine._weights
+    assert all(torch.equal(own[name], tensor) for name, tensor in policy.items())
+    assert any(not torch.equal(own[name], before[name]) for name in policy)
+    first = metrics_of(tmp_path / "run")[0]
+    assert first["staleness/max"] == 0 and first["rollout/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_validation_is_by_the_weights_of_its_step(tmp_path, slow_tool):
+    run = tmp_path / "run"
+    words = [word for word in RUN if not word.startswith("data.val_files")]
+    fit(run, *words, AHEAD, slow_tool, "trainer.test_freq=2", "data.val_max_samples=4")
+    from verl_mt.data.row_files import read_rows, row_files
+
+    found = {
+        (file.step, version)
+        for file in row_files(run)
+        if file.split != "train"
+        for row in read_rows(file.path)
+        for record in row["records"]
+        for sampled, version in zip(record["sampled"], record["policy_versions"])
+        if sampled
+    }
+    assert found == {(step, step) for step in (0, 2, 4, 6)}
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_given_is_asked_whether_it_can(tmp_path):
+    from verl_mt.engines.scripted import ScriptedEngine
+
+    engine = ScriptedEngine([])
+    engine.capabilities = Capabilities(transports=frozenset({"in_place"}), deterministic=True)
+    config = compose([*RUN, AHEAD, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match="does not sample while the policy is trained"):
+        build_trainer(config, engine=engine)
+    assert not (tmp_path / "run").exists()
