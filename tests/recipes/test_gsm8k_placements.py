@@ -9,14 +9,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray_machines import two_machines
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.config.schema import Config, leaves
@@ -172,18 +171,3 @@ def test_two_steps_as_on_two_machines_with_a_rank_and_a_replica_each(data, tmp_p
     with two_machines() as address:
         run = tmp_path / "run"
         two_steps("2nodes", data, run, "trainer.n_workers_per_node=1", replicas=2, RAY_ADDRESS=address)
-
-
-@contextmanager
-def two_machines() -> Iterator[str]:
-    """A Ray cluster of two nodes with one CPU for a rank each; both are processes of this machine."""
-    from ray.cluster_utils import Cluster
-
-    size = {"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=size)
-    try:
-        cluster.add_node(num_cpus=1, object_store_memory=100 * 1024 * 1024)
-        cluster.wait_for_nodes()
-        yield cluster.address
-    finally:
-        cluster.shutdown()

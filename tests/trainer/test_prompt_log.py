@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -225,38 +220,3 @@ def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, c
 def test_no_log_is_one_line_and_status_2(tmp_path, capsys):
     assert prompt_log.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [0, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_after_sigkill_at_any_moment_each_prompt_ends_once(tmp_path, finished, capsys, seed, bound):
-    """Killed up to three times at moments that the seed chooses; then the same command, to its end."""
-    import random
-
-    chance, folder = random.Random(seed), tmp_path / "run"
-    command = [sys.executable, "-m", "verl_mt.trainer", *SMALL, f"trainer.default_local_dir={folder}"]
-    command.append(f"trainer.max_staleness={bound}")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    kills = 0
-    while kills < 3 and not (folder / "FINISHED").exists():
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wanted, log = chance.randrange(1, 400), folder / FILE
-        before = log.stat().st_size if log.exists() else 0
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            if log.exists() and log.stat().st_size >= before + wanted:
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-        if (folder / FILE).exists() and not (folder / "FINISHED").exists():
-            status, line = last_line(capsys, folder)
-            assert status == 0 and line.endswith("0 missing, 0 double"), line
-    assert kills >= 1
-    if not (folder / "FINISHED").exists():
-        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-    status, line = last_line(capsys, folder)
-    assert (status, line) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
-    rows = [(p.source, p.row_index, p.trained_in) for p in read_prompt_log(folder).prompts.values()]
-    assert rows == [(p.source, p.row_index, p.trained_in) for p in read_prompt_log(finished).prompts.values()]

@@ -249,7 +249,8 @@ _KEYS = {name: rule.key for name, rule in _RULES.items()} | {"sampler_kl": SAMPL
 _ANY: tuple[Direction, ...] = ("rose", "fell", "stayed")
 _HINTS: tuple[tuple[set[str], tuple[Direction, ...], str], ...] = (
     ({"sampler_kl"}, _ANY,
-     "the sampler may no longer run the policy that is trained; look at the weight sync, dtype and temperature"),
+     "the sampler may no longer run the policy that is trained; look at the weight sync, dtype and temperature, and "
+     "with trainer.max_staleness at how old tokens are (docs/asynchronous.md)"),
     ({"tool_use_drop", "truncation_rise"}, ("rose",),
      "the reward may be paid for length, and without tools; read rollouts that were cut"),
     ({"tool_use_drop"}, ("rose", "stayed"),

@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -> int:
     """The same as `python -m verl_mt.trainer trainer.dry_run=True [overrides]`: prints the list. `--demos FILE`:
-    finished conversations go through the run's tools, limits and reward, too. Returns the exit status: 0, or 2 where
-    something is wrong."""
+    finished conversations go through the run's tools, limits and reward, too. `--ahead RUN`: what
+    `trainer.max_staleness` would have saved in a finished run. Returns the exit status: 0, or 2 where something is
+    wrong."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--demos")
+    parser.add_argument("--ahead")
     own, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if own.ahead is not None:
+        return _say_ahead(own.ahead)
+    usage = "[--demos FILE | --ahead RUN] [flags] [key=value ...]"
     try:
-        config = config_of_command(words, None, "verl_mt.doctor", usage="[--demos FILE] [flags] [key=value ...]")
+        config = config_of_command(words, None, "verl_mt.doctor", usage=usage)
     except VerlMTError as error:
         from verl_mt.doctor.checks import report_uncomposed  # torch and transformers take seconds
 
@@ -32,6 +37,17 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     from verl_mt.doctor.checks import report
 
     return report(config, console, own.demos)
+
+
+def _say_ahead(run: str) -> int:
+    from verl_mt.doctor.ahead import table
+
+    try:
+        print(table(run))
+    except VerlMTError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -441,7 +441,8 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(
-            "--async_generate true: there every rollout is by the weights of the step before; here of its own step"
+            "--async_generate true: there every rollout is by the weights of the step before; here of its own step, or "
+            "of at most one before with trainer.max_staleness=1 and engines on devices of their own"
         )
     adapters = (_one(given, "tuner_type") or _one(given, "train_type") or "lora") == "lora"
     dropout = _one(given, "lora_dropout")

@@ -106,7 +106,8 @@ def read_slime(words: list[str], name: str, launch: Launch) -> None:
         return
     if name == "train_async.py":
         launch.changed.append(
-            "train_async.py: there a step trains on rollouts of the step before; here on rollouts by its own weights"
+            "train_async.py: there a step trains on rollouts of the step before; here on those by its own weights, or "
+            "by those of at most one before with trainer.max_staleness=1 and engines on devices of their own"
         )
     for settle in (_own_settings, _model, _batches, _engines, _validation, _lengths, _data, _saving, _schedule, _loss):
         settle(flags)

@@ -240,12 +240,15 @@ def spread(files: Sequence[RowFile], counts: Sequence[int], limit: int) -> Itera
 
 
 def _critical_path(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`CriticalPath.to_dict()` of the rows that have ids and spans; None where none has.
+    """`CriticalPath.to_dict()` of the rows that have ids and spans; None where none has, and where they were sampled
+    while earlier steps were trained, so that nobody waited for most of them.
 
     Args:
         rows: of one training step.
         config: the run's; says whether the conversations waited for each other.
     """
+    if section(config, "trainer").get("max_staleness"):
+        return None
     usable = []
     for row in rows:
         given = row.get("time_spans")

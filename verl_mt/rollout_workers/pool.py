@@ -242,6 +242,8 @@ class RolloutPool:
         finally:
             wanted.cancel()
             broken.cancel()
+            # Looked at, so that Python does not tell the user of what was cancelled.
+            await asyncio.gather(wanted, broken, return_exceptions=True)
 
     # What workers say
 

@@ -139,7 +139,8 @@ class PPOTrainer:
 
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
-        timing: dict[str, float] = {}
+        # Where the step stands beside what is sampled for later ones: the spans of rollout rows have the same clock.
+        timing = {"time/begun_s": time.monotonic()} if self.config.max_staleness else {}
         # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
         self._at_boundary = self._position()
         with self._timed(timing, "step"):

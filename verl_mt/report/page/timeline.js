@@ -5,6 +5,7 @@ const Timeline = (() => {
   const { el, svg, seconds, number } = Dom;
   const PHASES = ["queue", "prefill", "decode", "tool", "interaction", "reward"];
   const ROW = 12;
+  const TRAINER = ["rollout", "ref", "advantages", "update", "weights"];
   const view = { order: "end" };
 
   const stepsOf = (run) => [...new Set(Store.state.rollouts.filter((r) => r.run === run && r.split === "train").map((r) => r.step))];
@@ -24,7 +25,7 @@ const Timeline = (() => {
     const critical = run.critical[step] ?? null;
     const measured = run.metrics.find((m) => m.step === step) ?? {};
     Dom.replace(node, el("h2", {}, "Timeline"), controls(run, steps, step),
-      lanes.length ? [words(critical, measured), phases(), chart(lanes, critical)]
+      lanes.length ? [words(critical, measured), beside(run, measured), phases(run), chart(lanes, critical, run)]
         : el("p", { class: "quiet" }, "The rows of this step hold no time spans."));
   }
 
@@ -56,13 +57,42 @@ const Timeline = (() => {
       share && el("p", { class: "quiet" }, `Time of all conversations: ${share}.`));
   }
 
-  function phases() {
-    return el("div", { class: "legend" }, PHASES.map((p) =>
-      el("span", { class: "sign" }, el("span", { class: `swatch phase-${p}` }), p)),
-      el("span", { class: "sign" }, el("span", { class: "swatch path" }), "critical path"));
+  // Steps that were sampled while earlier ones were trained say when they began, on the conversations' clock.
+  const timed = (run) => run.metrics.filter((m) => Number.isFinite(m["time/begun_s"]));
+
+  function beside(run, measured) {
+    if (!timed(run).length) return null;
+    return el("div", { class: "note" }, el("p", {}, el("strong", {}, "Sampled while earlier steps were trained. "),
+      `For this step the trainer waited ${seconds(measured["staleness/trainer_wait_s"])} of ${seconds(measured["time/step_s"])}; `
+      + `its tokens are ${number(measured["staleness/mean"], 2)} updates old on average, ${measured["staleness/max"]} at most. `
+      + "The uppermost row is the trainer."));
   }
 
-  function chart(lanes, critical) {
+  function phases(run) {
+    const trainer = timed(run).length && ["works", "waits"].map((what) =>
+      el("span", { class: "sign" }, el("span", { class: `swatch trainer-${what}` }), `trainer ${what}`));
+    return el("div", { class: "legend" }, PHASES.map((p) =>
+      el("span", { class: "sign" }, el("span", { class: `swatch phase-${p}` }), p)),
+      trainer || el("span", { class: "sign" }, el("span", { class: "swatch path" }), "critical path"));
+  }
+
+  // What the trainer did meanwhile, for this step and for others: [step, what, from, to].
+  function trainer(run, start, end) {
+    const found = [];
+    for (const m of timed(run)) {
+      let at = m["time/begun_s"];
+      for (const name of TRAINER) {
+        const took = m[`time/${name}_s`] ?? 0;
+        if (at < end && at + took > start) found.push([m.step, name, Math.max(at, start), Math.min(at + took, end)]);
+        at += took;
+      }
+      const rest = m["time/begun_s"] + m["time/step_s"];
+      if (at < end && rest > start) found.push([m.step, "the rest", Math.max(at, start), Math.min(rest, end)]);
+    }
+    return found;
+  }
+
+  function chart(lanes, critical, run) {
     const start = Math.min(...lanes.flatMap((lane) => lane.spans.map((s) => s[1])));
     const end = Math.max(...lanes.flatMap((lane) => lane.spans.map((s) => s[2])));
     const on = new Set((critical?.segments ?? []).map((s) => s.trajectory_id));
@@ -70,7 +100,9 @@ const Timeline = (() => {
     if (view.order === "end") lanes.sort((a, b) => on.has(b.rollout.id) - on.has(a.rollout.id) || last(b) - last(a));
     const width = 1000;
     const scale = (t) => (width * (t - start)) / Math.max(end - start, 1e-9);
-    const height = lanes.length * ROW + 24;
+    const busy = trainer(run, start, end);
+    const top = busy.length ? 2 * ROW : 0;
+    const height = lanes.length * ROW + top + 24;
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", class: "timeline",
       style: `height:${height}px`, role: "img",
       "aria-label": `${lanes.length} conversations over ${seconds(end - start)}. ${critical?.words ?? ""}` });
@@ -78,11 +110,16 @@ const Timeline = (() => {
     for (let k = 0; k <= 4; k++) {
       drawing.append(svg("line", { x1: (width * k) / 4, x2: (width * k) / 4, y1: 0, y2: height - 20, class: "grid" }));
     }
+    for (const [step, name, a, b] of busy) {
+      const what = name === "rollout" ? "waits for its rollout" : name;
+      drawing.append(svg("rect", { x: scale(a), y: 2, width: Math.max(scale(b) - scale(a), 0.8), height: ROW + 4,
+        class: `trainer-${name === "rollout" ? "waits" : "works"}`, "data-about": `trainer, step ${step}: ${what}, ${seconds(b - a)}, from ${seconds(a - start)} on` }));
+    }
     lanes.forEach((lane, k) => {
       const row = svg("g", { class: "lane", "data-n": lane.rollout.number });
-      row.append(svg("rect", { x: 0, y: k * ROW, width, height: ROW, class: "lane-back" }));
+      row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "lane-back" }));
       for (const [phase, a, b, turn, name] of lane.spans) {
-        row.append(svg("rect", { x: scale(a), y: k * ROW + 2, width: Math.max(scale(b) - scale(a), 0.8), height: ROW - 4,
+        row.append(svg("rect", { x: scale(a), y: top + k * ROW + 2, width: Math.max(scale(b) - scale(a), 0.8), height: ROW - 4,
           class: `phase-${phase}`, "data-about": `${lane.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on` }));
       }
       row.addEventListener("click", () => { location.hash = App.linkTo(lane.rollout); });

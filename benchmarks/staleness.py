@@ -1,0 +1,155 @@
+"""What `trainer.max_staleness` costs in accuracy, and what it saves where tools are waited for.
+
+    python benchmarks/staleness.py curve [--bounds 0 1 2 4 8] [--seeds 0 1 2] [--out runs/staleness.jsonl]
+    python benchmarks/staleness.py waiting [--bounds 2] [--seeds 0 1 2] [--out runs/waiting.jsonl]
+
+`curve` trains the default task by each bound, without a correction, with weights per token of the trainer's policy over
+the sampler's (decoupled PPO, truncated importance sampling), and with ratios to the sampler.
+
+`waiting` trains it with a calculator whose calls take Pareto-distributed times: with `--scales`, so long that a
+synchronous step waits a third and two thirds of its time. Per seed all variants run one after the other. Waiting is
+what a synchronous step takes longer than one whose tool answers at once; what a bound removes of it is a share.
+
+Every run is a process of its own and one line of `--out`; what stands there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+CORRECTIONS = {
+    "none": [],
+    "weights per token": ["algorithm.rollout_correction={rollout_is: token}"],
+    "ratios to the sampler": ["actor_rollout_ref.actor.use_sampler_log_probs=always"],
+}
+_FIRST_STEPS = 5
+"""Left out of times: caches fill, and nothing is ahead yet."""
+
+
+def train(words: list[str]) -> dict[str, float]:
+    """A run of the default task in a process of its own; what its steps took and what it has learned."""
+    folder = Path(tempfile.mkdtemp(prefix="staleness_"))
+    command = [sys.executable, "-m", "verl_mt.trainer", *words, f"trainer.default_local_dir={folder / 'run'}"]
+    command += ["trainer.logger=[]", "trainer.num_threads=1", "trainer.save_freq=-1", "trainer.export_at_end=False"]
+    try:
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    steps = [line for line in lines if "time/step_s" in line]
+    timed = steps[_FIRST_STEPS:] or steps
+    last = next(line for line in reversed(lines) if "val/accuracy" in line)
+    return {
+        "accuracy": last["val/accuracy"],
+        "greedy": last["val/accuracy_greedy"],
+        "step_s": fmean(line["time/step_s"] for line in timed),
+        "age": fmean(line.get("staleness/mean", 0.0) for line in steps),
+    }
+
+
+def done(out: Path, key: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """The run's line in `out`; trained now, if there is none."""
+    for line in out.read_text().splitlines() if out.exists() else ():
+        if (known := json.loads(line)) and all(known.get(name) == value for name, value in key.items()):
+            return known
+    found = key | train(words)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+    print(
+        "  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
+    )
+    return found
+
+
+def mean_and_error(values: list[float]) -> str:
+    """With the standard error of the mean, where there are several."""
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values) / sqrt(len(values)):.3f}" if len(values) > 1 else "")
+
+
+def curve(args: argparse.Namespace) -> None:
+    """Accuracy by bound and correction."""
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for seed in args.seeds:
+        for bound in args.bounds:
+            for name in CORRECTIONS if bound else ("none",):
+                key = {"steps": args.steps, "seed": seed, "bound": bound, "correction": name}
+                words = [f"trainer.seed={seed}", f"trainer.max_staleness={bound}", *CORRECTIONS[name]]
+                words += [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
+                rows[bound, name].append(done(args.out, key, [*words, "trainer.val_before_train=False"]))
+    print("| max_staleness | correction | mean age | accuracy, sampled | greedy |\n|---|---|---|---|---|")
+    for (bound, name), found in rows.items():
+        age = fmean(run["age"] for run in found)
+        sampled, greedy = (mean_and_error([run[kind] for run in found]) for kind in ("accuracy", "greedy"))
+        print(f"| {bound} | {name if bound else ''} | {age:.2f} | {sampled} | {greedy} |")
+
+
+def slow_tool(folder: Path, scale_s: float) -> str:
+    """The key that names the slow calculator's YAML."""
+    declared = yaml.safe_load((HERE.parent / "tools_configs" / "calculator.yaml").read_text())
+    (tool,) = declared["tools"]
+    tool["class_name"] = f"{HERE / 'slow_calculator.py'}:SlowCalculator"
+    tool["config"] = {"scale_s": scale_s, "shape": 1.2, "longest_s": 60 * scale_s}
+    path = folder / f"slow_{scale_s}.yaml"
+    path.write_text(yaml.safe_dump(declared))
+    return f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={path}"
+
+
+def waiting(args: argparse.Namespace) -> None:
+    """Seconds of a step, synchronous and not, with slow tools and without."""
+    rows: dict[tuple[float, int], list[dict[str, Any]]] = defaultdict(list)
+    common = [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
+    common += ["trainer.val_before_train=False"]
+    with tempfile.TemporaryDirectory(prefix="slow_tools_") as folder:
+        variants = [(0.0, 0), *((scale, bound) for scale in args.scales for bound in (0, *args.bounds))]
+        for seed in args.seeds:
+            for scale, bound in variants:
+                key = {"steps": args.steps, "seed": seed, "bound": bound, "scale_s": scale}
+                words = [*common, f"trainer.seed={seed}", f"trainer.max_staleness={bound}"]
+                words += [slow_tool(Path(folder), scale)] if scale else []
+                rows[scale, bound].append(done(args.out, key, words))
+    seconds = {key: [run["step_s"] for run in found] for key, found in rows.items()}
+    print("| tools wait | max_staleness | s a step | / synchronous | waiting removed | accuracy, sampled | greedy |")
+    print("|---|---|---|---|---|---|---|")
+    for (scale, bound), found in rows.items():
+        at_once, synchronous = fmean(seconds[0.0, 0]), fmean(seconds[scale, 0])
+        share = f"{1 - at_once / synchronous:.0%} of a synchronous step" if scale else "not"
+        ratio = fmean(seconds[scale, bound]) / synchronous
+        removed = f"{(1 - ratio) / (1 - at_once / synchronous):.0%}" if scale and bound else ""
+        sampled, greedy = (mean_and_error([run[kind] for run in found]) for kind in ("accuracy", "greedy"))
+        own = fmean(seconds[scale, bound])
+        print(f"| {share} | {bound} | {own:.2f} | {ratio:.2f} | {removed} | {sampled} | {greedy} |")
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("curve", "waiting"))
+    parser.add_argument("--bounds", type=int, nargs="+", help="of max_staleness")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.02, 0.07], help="seconds, of waiting")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    is_curve = args.what == "curve"
+    args.bounds = args.bounds or ([0, 1, 2, 4, 8] if is_curve else [2])
+    args.out = args.out or Path("runs") / ("staleness.jsonl" if is_curve else "waiting.jsonl")
+    (curve if is_curve else waiting)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`benchmarks/kills.py`: twelve kills for every commit; and that it finds what it looks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
+
+
+def kills(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bound", ["0", "1", "4"])
+def test_whoever_is_killed_at_whatever_moment_no_prompt_is_lost_or_doubled(tmp_path, bound):
+    done = kills(
+        "--kills", "4", "--bounds", bound, "--who", "trainer", "worker", "--out", str(tmp_path / "kills.jsonl")
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    trials = [json.loads(line) for line in (tmp_path / "kills.jsonl").read_text().splitlines()]
+    assert sum(trial["kills"] for trial in trials) >= 4 and not any(trial["wrong"] for trial in trials)
+    assert done.stdout.splitlines()[-1].endswith(f"{len(trials)} trials, 0 do not hold")
+    # What stands there is not run again.
+    again = kills(
+        "--kills", "4", "--bounds", bound, "--who", "trainer", "worker", "--out", str(tmp_path / "kills.jsonl")
+    )
+    assert again.stdout.splitlines()[-2:] == done.stdout.splitlines()[-2:]
+
+
+def trials_of(lengths_of_killed: int, wrong: list[str]) -> str:
+    """Sixteen trials, as a file."""
+    return "".join(
+        json.dumps({
+            "seed": seed, "bound": 1, "who": "trainer", "kills": 1, "wrong": wrong if seed == 3 else [],
+            "peace": [20 + (seed * k) % 7 for k in range(48)],
+            "killed": [20 + (seed * k + 3) % 7 + lengths_of_killed for k in range(48)],
+        })
+        + "\n"
+        for seed in range(16)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("longer", "wrong", "status"), [(0, [], 0), (-3, [], 1), (0, ["1 missing"], 1)], ids=["holds", "shorter", "missing"]
+)
+def test_shorter_conversations_and_what_is_missing_are_told(tmp_path, longer, wrong, status):
+    (tmp_path / "kills.jsonl").write_text(trials_of(longer, wrong))
+    done = kills("--kills", "16", "--bounds", "1", "--who", "trainer", "--out", str(tmp_path / "kills.jsonl"))
+    assert done.returncode == status, done.stdout
+    assert done.stdout.splitlines()[-1] == f"16 of a trainer; 16 trials, {len(wrong)} do not hold"

@@ -1,0 +1,70 @@
+"""`trainer.max_staleness` with a real SGLang: new weights come while conversations run, and the task is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from command_lab import metrics_of, rows_of
+from live import ROLLOUT, START_S
+from ray_machines import two_machines
+
+from verl_mt import prompt_log
+from verl_mt.config.compose import compose
+from verl_mt.data.drawn_prompts import read_prompt_log
+from verl_mt.trainer.build import build_trainer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+BOUND = 2
+
+
+def train(run: Path, steps: int, *overrides: str) -> list[dict]:
+    words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", f"trainer.max_staleness={BOUND}"]
+    words += [f"trainer.total_training_steps={steps}", "data.val_files=null", "trainer.logger=[console]"]
+    words += [f"trainer.default_local_dir={run}", "trainer.export_at_end=False", "trainer.num_threads=1"]
+    build_trainer(compose([*words, *overrides])).fit()
+    return metrics_of(run)
+
+
+def require_what_was_promised(run: Path, lines: list[dict]) -> None:
+    steps = len(lines)
+    versions = [
+        [
+            [v for s, v in zip(record["sampled"], record["policy_versions"]) if s]
+            for row in rows_of(run, step)
+            for record in row["records"]
+        ]
+        for step in range(1, steps + 1)
+    ]
+    ages = [[step - v for of_record in found for v in of_record] for step, found in enumerate(versions)]
+    assert min(map(min, ages)) >= 0 and max(map(max, ages)) == BOUND
+    several = sum(len(set(of_record)) > 1 for found in versions for of_record in found)
+    assert several, "no conversation went on with new weights"
+    assert all(of_record == sorted(of_record) for found in versions for of_record in found)
+    # What each version sampled is what the trainer had then: the difference at age 0 is the engines' rounding.
+    at_0 = [line["staleness/age_0/logprob_diff"] for line in lines if "staleness/age_0/logprob_diff" in line]
+    assert at_0 and max(at_0) <= 1e-3, at_0
+    batch = len(read_prompt_log(run).prompts) // steps
+    assert [p.trained_in for p in read_prompt_log(run).prompts.values()] == [
+        [1 + k // batch] for k in range(batch * steps)
+    ]
+    assert prompt_log.main([str(run)]) == 0
+    rewards = [line["reward/mean"] for line in lines]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.05, rewards
+
+
+def test_the_default_task_is_learned_while_the_engine_samples(tmp_path):
+    lines = train(tmp_path / "run", 20)
+    require_what_was_promised(tmp_path / "run", lines)
+
+
+@pytest.mark.ray
+def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch):
+    with two_machines() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
+        lines = train(tmp_path / "run", 20, *words)
+    require_what_was_promised(tmp_path / "run", lines)
+    assert {line["rollout/replicas"] for line in lines} == {2}
