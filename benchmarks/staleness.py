@@ -32,7 +32,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 CORRECTIONS = {
-    "none": [],
+    "none": ["algorithm.rollout_correction={rollout_is: null}"],
     "weights per token": ["algorithm.rollout_correction={rollout_is: token}"],
     "ratios to the sampler": ["actor_rollout_ref.actor.use_sampler_log_probs=always"],
 }

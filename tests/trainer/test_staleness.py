@@ -19,7 +19,7 @@ from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.base import Capabilities
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.modeling.weights import named_weights
-from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.build import build_trainer, correction_of
 from verl_mt.trainer.staleness import require_bound, staleness_metrics
 
 AHEAD = "trainer.max_staleness=2"
@@ -103,11 +103,24 @@ def test_the_policys_own_module_over_ray_is_refused_before_anything_is_loaded():
         engines.check(config.actor_rollout_ref, config.trainer)
 
 
-@pytest.mark.parametrize(("frees", "says"), [(False, "use an engine that can"), (True, "free_cache_engine=False")])
-def test_an_engine_that_rests_while_the_policy_is_trained_is_refused(frees, says):
-    can = Capabilities(transports=frozenset({"disk"}), deterministic=False, frees_memory=frees)
+@pytest.mark.parametrize(
+    ("can", "samples_from_policy", "says"),
+    [
+        ({}, False, "use an engine that can"),
+        ({"frees_memory": True}, False, "free_cache_engine=False"),
+        ({"frees_memory": True, "overlaps_training": True}, False, "free_cache_engine=False"),
+        (
+            {"overlaps_training": True, "transports": frozenset({"in_place"})},
+            True,
+            "gets its weights by tensor_buckets",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_sample_while_the_policy_is_trained_is_refused(can, samples_from_policy, says):
+    capabilities = Capabilities(**{"transports": frozenset({"disk"}), "deterministic": False} | can)
+    engine = SimpleNamespace(capabilities=capabilities, samples_from_policy=samples_from_policy)
     with pytest.raises(ConfigError, match=re.escape(says)):
-        engines.check_overlap(SimpleNamespace(capabilities=can), compose([AHEAD]))
+        engines.check_overlap(engine, compose([AHEAD]))
 
 
 class Forgetful(ShuffledSampler):
@@ -115,6 +128,14 @@ class Forgetful(ShuffledSampler):
 
     def state_dict(self):
         return {}
+
+
+@pytest.mark.slow
+def test_such_a_sampler_goes_with_synchronous_steps_and_where_nothing_is_trained(tmp_path):
+    own = f"data.sampler={__name__}:Forgetful"
+    fit(tmp_path / "run", *RUN, own, "trainer.total_training_steps=1")
+    val_only = ("trainer.val_only=True", "data.val_files=verl_mt.tiny.problems:rows", "data.val_max_samples=2")
+    small_trainer(tmp_path / "validated", own, AHEAD, "trainer.deterministic=True", *val_only).fit()
 
 
 def test_a_sampler_that_cannot_go_back_is_refused(tmp_path):
@@ -147,6 +168,18 @@ def test_ages_are_of_trained_tokens():
     assert [found[f"staleness/age_{age}/token_share"] for age in (0, 1, 2)] == pytest.approx([0.6, 0.2, 0.2])
     assert [found[f"staleness/age_{age}/logprob_diff"] for age in (0, 1, 2)] == pytest.approx([0, 0, 0.5])
     assert [found[f"staleness/age_{age}/clip_fraction"] for age in (0, 1, 2)] == [0, 0, 1]
+
+
+def test_an_update_of_the_critic_alone_knows_no_log_probs_of_the_policy():
+    batch = a_batch([[-1, 5, 3]], [[0, 1, 1]])
+    del batch[columns.OLD_LOG_PROBS], batch[columns.CLIPPED]
+    found = staleness_metrics(batch, version=5)
+    assert set(found) == {
+        "staleness/mean",
+        "staleness/max",
+        "staleness/age_0/token_share",
+        "staleness/age_2/token_share",
+    }
 
 
 @pytest.mark.parametrize(("version", "bound"), [(5, 1), (4, 2)])
@@ -188,7 +221,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_prompts_in_the_same_steps(t
         interrupt_after(trainer, step)
         trainer.fit()
         assert prompt_log.main([str(stopped)]) == 0
-        assert re.search(rf"{2 * step} trained, 0 left out, [24] open", capsys.readouterr().out)
+        assert re.search(rf"{2 * step} trained, 0 left out, [46] open", capsys.readouterr().out)
     fit(stopped, *RUN, AHEAD, slow_tool)
     assert prompt_log.main([str(stopped)]) == 0
     assert drawn_in_order(stopped) == drawn_in_order(straight)
@@ -219,6 +252,70 @@ def test_the_limit_of_conversations_is_one_for_all_steps_and_older_ones_come_fir
     fit(tmp_path / "run", *RUN, AHEAD, slow_tool, "actor_rollout_ref.rollout.max_concurrent=3")
     assert peak <= 4, "a session is opened before the one in whose place it is is closed"
     assert begun == sorted(begun) and len(begun) == 8 * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"),
+        ("algorithm.adv_estimator=remax",),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.filter_overlong=True"),
+        ("actor_rollout_ref.actor.use_sampler_log_probs=always", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
+        ("actor_rollout_ref.rollout.num_workers=2", "actor_rollout_ref.rollout.max_concurrent=3"),
+    ],
+    ids=["critic", "remax", "kl", "sampler's log-probs", "workers"],
+)
+def test_everything_that_a_step_does_goes_with_it(tmp_path, words):
+    run = tmp_path / "run"
+    lines = fit(run, *RUN, AHEAD, *words, "trainer.total_training_steps=4")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(max(ages(run, step)) for step in range(1, 5)) <= 2 and max(line["staleness/max"] for line in lines) >= 1
+    assert prompt_log.main([str(run)]) == 0
+
+
+@pytest.mark.slow
+def test_the_sanity_checks_numbers_are_of_the_steps_own_conversations(tmp_path, slow_tool, monkeypatch):
+    from verl_mt.chat.sanity import SanityMonitor
+
+    observed, metrics = [], SanityMonitor.metrics
+
+    def look(self, reset=True, of=""):
+        observed.append((of, sum(c.observed for plan, c in self._counts.items() if plan.startswith(of))))
+        return metrics(self, reset, of)
+
+    monkeypatch.setattr(SanityMonitor, "metrics", look)
+    words = [word for word in RUN if not word.startswith("data.val_files")]
+    fit(tmp_path / "run", *words, AHEAD, slow_tool, "trainer.test_freq=3", "data.val_max_samples=4")
+    steps = {of: number for of, number in observed if of != "val"}
+    assert steps == {f"s{step:06d}": 8 for step in range(1, STEPS + 1)}
+    assert [number for of, number in observed if of == "val"] == [8] * 3, "sampled and greedy, before and after"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), {"rollout_is": "token"}),
+        (("trainer.max_staleness=0",), {}),
+        (("trainer.val_only=True",), {}),
+        (("algorithm.rollout_correction={rollout_is: null}",), {"rollout_is": None}),
+        (("algorithm.rollout_correction={rollout_rs: token}",), {"rollout_rs": "token"}),
+        (("actor_rollout_ref.actor.use_sampler_log_probs=always",), {}),
+        (("actor_rollout_ref.actor.policy_loss={loss_mode: gspo}",), {}),
+        (("actor_rollout_ref.actor.policy_loss={loss_mode: cispo}",), {"rollout_is": "token"}),
+    ],
+)
+def test_what_is_older_is_weighed_where_nothing_else_is_said(words, expected):
+    config = compose([AHEAD, *words])
+    assert correction_of(config) == expected
+
+
+@pytest.mark.slow
+def test_old_tokens_are_weighed_in_a_run_and_the_weights_are_told(tmp_path):
+    lines = fit(tmp_path / "run", *RUN, AHEAD, "actor_rollout_ref.actor.optim.lr=3e-3")
+    assert any(line.get("rollout_corr/rollout_is_max", 1) != 1 for line in lines), sorted(lines[-1])
+    off = fit(tmp_path / "off", *RUN, AHEAD, "algorithm.rollout_correction={rollout_is: null}")
+    assert not any("rollout_corr/rollout_is_mean" in line for line in off)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -465,6 +465,22 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_LOG_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
+@dataclass
+class _Counts:
+    """Of the trajectories of one plan."""
+
+    observed: int = 0
+    mismatched: int = 0
+    by_cause: Counter[Cause] = field(default_factory=Counter)
+    against_budget: list[Finding] = field(default_factory=list)
+
+    def add(self, other: _Counts) -> None:
+        self.observed += other.observed
+        self.mismatched += other.mismatched
+        self.by_cause += other.by_cause
+        self.against_budget += other.against_budget
+
+
 class SanityMonitor:
     """Counts findings over a run, says each cause once, and holds the budget. One per run; thread-safe."""
 
@@ -477,24 +493,19 @@ class SanityMonitor:
         interpreter's time however many end at once. Begins with the first one."""
         self._warned: set[Cause] = set()
         self._lock = threading.Lock()
-        self._start_step()
+        self._counts: dict[str, _Counts] = {}
 
-    def _start_step(self) -> None:
-        self._observed = 0
-        self._mismatched = 0
-        self._by_cause: Counter[Cause] = Counter()
-        self._against_budget: list[Finding] = []
-
-    def observe(self, finding: Finding | None) -> None:
-        """Count one checked trajectory; None = it was checked and nothing differed."""
+    def observe(self, finding: Finding | None, plan: str = "") -> None:
+        """Count one checked trajectory of a plan; None = it was checked and nothing differed."""
         with self._lock:
-            self._observed += 1
+            counts = self._counts.setdefault(plan, _Counts())
+            counts.observed += 1
             if finding is None:
                 return
-            self._mismatched += bool(finding.counted)
-            self._by_cause.update(finding.causes)
+            counts.mismatched += bool(finding.counted)
+            counts.by_cause.update(finding.causes)
             if finding.in_budget:
-                self._against_budget.append(finding)
+                counts.against_budget.append(finding)
             new = [cause for cause in finding.causes if cause not in self._warned]
             said = self._warned - NOT_COUNTED
             self._warned.update(new)
@@ -504,11 +515,12 @@ class SanityMonitor:
             logger.log(level, "%s", warning_text(finding, cause) if whole else brief_text(finding, cause))
             said = said | ({cause} - NOT_COUNTED)
 
-    def metrics(self, reset: bool = True) -> dict[str, float]:
+    def metrics(self, reset: bool = True, of: str = "") -> dict[str, float]:
         """What was counted since the last reset; empty where the mode is off.
 
         Args:
             reset: the step is over: hold it against the budget and count anew. False only looks.
+            of: how the names of the step's plans begin; conversations of others may have ended meanwhile.
 
         Returns:
             `sanity/mismatch_rate`, the share of the observed trajectories with a counted cause (`NOT_COUNTED` has the
@@ -521,14 +533,15 @@ class SanityMonitor:
         """
         if self.mode is SanityMode.OFF:
             return {}
+        found = _Counts()
         with self._lock:
-            total, over = max(self._observed, 1), self._against_budget
-            values = {"sanity/mismatch_rate": self._mismatched / total}
-            for cause in Cause:
-                if self._by_cause[cause]:
-                    values[f"sanity/{cause.value}"] = float(self._by_cause[cause])
-            if reset:
-                self._start_step()
+            for plan in [plan for plan in self._counts if plan.startswith(of)]:
+                found.add(self._counts.pop(plan) if reset else self._counts[plan])
+        total, over = max(found.observed, 1), found.against_budget
+        values = {"sanity/mismatch_rate": found.mismatched / total}
+        for cause in Cause:
+            if found.by_cause[cause]:
+                values[f"sanity/{cause.value}"] = float(found.by_cause[cause])
         limit = self.max_mismatch_rate
         if reset and limit is not None and len(over) > limit * total:
             raise TemplateError(

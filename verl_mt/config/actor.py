@@ -193,7 +193,8 @@ class ActorConfig(Section):
     )
     use_sampler_log_probs: str = knob(
         "auto",
-        "Old log-probs: auto = recomputed unless on-policy; always = the sampler's; never = recomputed, on-policy too.",
+        "Old log-probs: auto = recomputed, unless a step is one update (ratios are 1 then); always = the sampler's; "
+        "never = recomputed, then too.",
         choices=("auto", "always", "never"),
         read="step",
     )

@@ -552,7 +552,7 @@ def _run(config: Config) -> Iterator[str]:
 def _staleness(config: Config) -> Iterator[str]:
     """What needs one version of the weights to have sampled all of a step."""
     trainer, mode = config.trainer, config.actor_rollout_ref.rollout.mode
-    if not trainer.max_staleness or trainer.val_only:
+    if not trainer.steps_ahead:
         return
     refills = "what takes the place of groups without signal would be drawn behind the steps ahead of it"
     unfit = (

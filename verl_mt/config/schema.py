@@ -219,7 +219,8 @@ class AlgorithmConfig(Section):
     rollout_correction: dict[str, Any] = knob(
         {},
         "Against a sampler that is not quite the trainer's policy: rollout_is (token, sequence, geometric) weights, "
-        "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md).",
+        "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md). Empty: "
+        "nothing, or rollout_is=token with trainer.max_staleness and a loss per token.",
         options=RolloutCorrectionOptions,
     )
     filter_groups: FilterGroupsConfig = knob(FilterGroupsConfig, "DAPO's dynamic sampling.")
@@ -333,6 +334,11 @@ class TrainerConfig(Section):
     )
     export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
     dry_run: bool = knob(False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).")
+
+    @property
+    def steps_ahead(self) -> int:
+        """`max_staleness`, where anything is trained."""
+        return 0 if self.val_only else self.max_staleness
 
 
 @dataclass

@@ -17,6 +17,7 @@ from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.schema import given_keys
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
+from verl_mt.trainer.build import correction_of
 from verl_mt.trainer.run_directory import preview
 from verl_mt.trainer.tracking import require_trackers
 
@@ -81,7 +82,7 @@ def ratios(subject: Subject) -> Iterator[Finding]:
     """What samples is what is trained, or the difference is corrected."""
     rollout, actor = subject.rollout, subject.config.actor_rollout_ref.actor
     model = subject.config.actor_rollout_ref.model
-    options = read_rollout_correction(subject.config.algorithm.rollout_correction)
+    options = read_rollout_correction(correction_of(subject.config))
     corrected = options.rollout_is is not None or options.rollout_rs is not None
     changed = [name for name in _CHANGES_THE_SAMPLER if rollout.engine_kwargs.get(name) not in (None, "auto")]
     if rollout.dtype not in (None, model.dtype):

@@ -41,7 +41,7 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
                 f"actor_rollout_ref.actor.param_offload=True takes the weights away during rollouts, and {_KEY}={name} "
                 "samples with the actor's own: leave it out, or use an engine of its own (sglang)"
             )
-        if trainer.placement == "ray" and trainer.max_staleness:
+        if trainer.placement == "ray" and trainer.steps_ahead:
             raise ConfigError(
                 f"trainer.max_staleness={trainer.max_staleness}: {_KEY}={name} with trainer.placement=ray samples in "
                 "the trainer's process from a copy of the policy, which cannot change while it does: use sglang, "
@@ -132,7 +132,12 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
         ConfigError: it cannot; says what to set.
     """
     can, name, max_staleness = engine.capabilities, config.actor_rollout_ref.rollout.name, config.trainer.max_staleness
-    if can.overlaps_training:
+    if can.overlaps_training and engine.samples_from_policy and "in_place" in can.transports:
+        raise ConfigError(
+            f"{_KEY}={name}: its capabilities have overlaps_training and the transport in_place, but a policy that is "
+            "trained meanwhile is sampled from a copy, which gets its weights by tensor_buckets (engines/base.py)"
+        )
+    if can.overlaps_training and not can.frees_memory:
         return
     why, instead = "", "use an engine that can (sglang, or local with a model of text)"
     if can.frees_memory:

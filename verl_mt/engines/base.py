@@ -54,7 +54,8 @@ class InPlace:
 class TensorBuckets:
     """All of the model's tensors, by the names that they have in its checkpoint, in flattened buckets.
 
-    An engine that had to be started anew reads `tensors` once more: they are to stay as they are until the next update.
+    An engine that had to be started anew reads `tensors` once more: they are to stay as they are until the next update,
+    or until `hold_updates`.
     """
 
     version: int
@@ -351,6 +352,9 @@ class InferenceEngine(abc.ABC):
         Raises:
             EngineError: this engine does not take that kind of update.
         """
+
+    async def hold_updates(self) -> None:  # noqa: B027 - most engines read weights in `apply` alone
+        """The policy is about to change: until the next `apply` nothing reads what the last one was given."""
 
     async def release_memory(self) -> None:  # noqa: B027 - engines that hold nothing have nothing to do
         """Free what the engine holds on the device while training runs."""

@@ -57,6 +57,9 @@ class LockStepEngine(InferenceEngine):
     async def apply(self, update: WeightUpdate) -> None:
         await self.engine.apply(update)
 
+    async def hold_updates(self) -> None:
+        await self.engine.hold_updates()
+
     async def release_memory(self) -> None:
         await self.engine.release_memory()
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass
 class RolloutProgress:
-    """Counts of the plans in flight, for a display. Written by the runner, read by anyone."""
+    """Counts for a display, from when the first of the plans in flight began. Written by the runner, read by anyone."""
 
     num_plans: int = 0
     num_trajectories: int = 0
@@ -175,7 +175,8 @@ class RolloutRunner:
         """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
         engine, order = context.engine, place.sample
         arrived = time.monotonic()
-        await gate.enter((place.run.step, order), lambda: engine.open_session(session_id, order))
+        opens, closes = partial(engine.open_session, session_id, order), partial(engine.close_session, session_id)
+        await gate.enter((place.run.step, order), opens, closes)
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
             for attempt in range(self.max_retries + 1):
@@ -358,14 +359,23 @@ class Gate:
         """So many more will arrive."""
         self._missing = max(0, self._missing) + number
 
-    async def enter(self, order: tuple[int, int], open_session: Callable[[], None]) -> None:
+    async def enter(
+        self, order: tuple[int, int], open_session: Callable[[], None], close_session: Callable[[], None]
+    ) -> None:
+        """Returns once it is let in; who is cancelled in that moment leaves again."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1
         if self._missing <= 0:
             while self._free and self._admit():
                 self._free -= 1
-        await future
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.leave()
+                close_session()
+            raise
 
     def leave(self) -> None:
         if not self._admit():

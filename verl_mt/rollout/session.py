@@ -539,7 +539,7 @@ class RolloutSession:
             self.count("trained_given_tokens", added)
         if context.loss_scale is not None and not self.mask_given and self.rounds:
             apply_loss_scale(context.loss_scale, context.chat, trajectory, self.rounds)
-        context.sanity.observe(found)
+        context.sanity.observe(found, trajectory.prompt_id.rpartition(".")[0])
         trajectory.sanity = found.to_row() if found is not None else None
 
     def _checked(self) -> Finding | None:

@@ -37,8 +37,8 @@ class Pool(RollsOut, Protocol):
 class RolloutStream:
     """Starts plans and hands over their groups.
 
-    Plans may be started ahead of the one that is collected; the trainer starts a plan and collects it before the
-    weights change, which is synchronous training.
+    Plans may be started ahead of the one that is collected. A trainer that starts a plan and collects it before the
+    weights change is synchronous.
     """
 
     def __init__(self, runner: RolloutRunner):

@@ -265,7 +265,7 @@ class RolloutPool:
             return
         group: TrajectoryGroup = pickle.loads(packed)
         for finding in findings:
-            self._sanity.observe(finding)
+            self._sanity.observe(finding, plan)
         self._count(group)
         self._plans[plan].arrived.put_nowait(group)
         self._deal()

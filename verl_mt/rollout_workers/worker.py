@@ -66,7 +66,6 @@ class _Run:
     """A plan, and what runs of it here."""
 
     plan: RolloutPlan
-    gate: Gate
     groups: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -98,6 +97,7 @@ class Worker:
         self._runner = build_runner(config, build_chat(config), self._tools, None, engine)
         machine, epoch_s = here()
         self._shift_s = 0.0 if machine == setup.clock[0] else epoch_s - setup.clock[1]
+        self._gate = Gate(self._runner.max_concurrent or _NO_LIMIT, 0)
         self._plans: dict[str, _Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -121,7 +121,7 @@ class Worker:
         await self._runner.context.engine.close()
 
     def _hear_begin(self, plan: RolloutPlan) -> None:
-        self._plans[plan.name] = _Run(plan, Gate(self._runner.max_concurrent or _NO_LIMIT, 0))
+        self._plans[plan.name] = _Run(plan)
 
     def _hear_news(self, news: Any) -> None:
         self._runner.context.engine.hear(news)
@@ -171,7 +171,7 @@ class Worker:
         runner = replace(self._runner, context=replace(self._runner.context, sanity=heard))
         try:
             prompt = self._with_tools(prompt) if shows_tools else prompt
-            group = await runner.run_group(run.plan, position, prompt, run.gate)
+            group = await runner.run_group(run.plan, position, prompt, self._gate)
             self._shift(group)
             packed = await asyncio.to_thread(_packed, group, f"{name}.{position:05d}")
         except Exception as error:
@@ -195,7 +195,7 @@ class _Findings(SanityMonitor):
         self.mode, self.thread = monitor.mode, monitor.thread
         self.findings: list[Finding | None] = []
 
-    def observe(self, finding: Finding | None) -> None:
+    def observe(self, finding: Finding | None, plan: str = "") -> None:
         self.findings.append(finding)
 
 

@@ -23,6 +23,7 @@ from verl_mt.chat.display import token_text
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
+from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
@@ -92,7 +93,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
-        runner = build_runner(config, chat, tools, *place_engine(config, workers, engine, config.trainer.max_staleness))
+        runner = build_runner(config, chat, tools, *place_engine(config, workers, engine, config.trainer.steps_ahead))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
@@ -215,7 +216,7 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
         device=device_of(trainer.device) if trainer.placement == "inline" else trainer.device,
         seed=trainer.seed,
         algorithm=AlgorithmNeeds(
-            rollout_correction=config.algorithm.rollout_correction,
+            rollout_correction=correction_of(config),
             kl_in_reward=config.algorithm.use_kl_in_reward,
             critic=config.critic if config.algorithm.adv_estimator == "gae" else None,
             critic_warmup=trainer.critic_warmup,
@@ -234,9 +235,21 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     )
 
 
+def correction_of(config: Config) -> dict[str, Any]:
+    """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
+    is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
+    apart that learns from 8 updates before)."""
+    given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    known = POLICY_LOSSES.get(actor.policy_loss.get("loss_mode", "vanilla"))
+    per_token = known is not None and not known.by_trajectory
+    if given or not config.trainer.steps_ahead or actor.use_sampler_log_probs == "always" or not per_token:
+        return given
+    return {"rollout_is": "token"}
+
+
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
-    if trainer.max_staleness:
+    if trainer.steps_ahead:
         require_going_back(sampler)
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
     if not by_epochs and trainer.total_training_steps != 0 and not trainer.val_only:
@@ -314,15 +327,15 @@ def build_log(
 
 
 def place_engine(
-    config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None, max_staleness: int = 0
+    config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None, steps_ahead: int = 0
 ) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...], bool]:
     """Where what samples this policy lives, for `build_runner`: (the module that it samples from, a copy of the
     policy's where it does so during training; an engine that was given; places for its replicas beside the ranks;
     whether it samples during training)."""
     rollout = config.actor_rollout_ref.rollout
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
-    overlaps = max_staleness > 0
-    if module is not None and overlaps:
+    overlaps = steps_ahead > 0
+    if module is not None and overlaps and engine is None:
         module = _copy_of(module, rollout.name)
     elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
@@ -362,6 +375,10 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
+    if ahead := config.trainer.steps_ahead:
+        by_loss = config.actor_rollout_ref.actor.use_sampler_log_probs == "always"
+        how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={correction_of(config)}"
+        note(f"{ahead} steps are sampled ahead of the one that is trained; older tokens are corrected by {how}")
     for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):

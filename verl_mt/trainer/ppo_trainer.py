@@ -140,7 +140,7 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
         # Where the step stands beside what is sampled for later ones: the spans of rollout rows have the same clock.
-        timing = {"time/begun_s": time.monotonic()} if self.config.max_staleness else {}
+        timing = {"time/begun_s": time.monotonic()} if self.config.steps_ahead else {}
         # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
         self._at_boundary = self._position()
         with self._timed(timing, "step"):
@@ -158,8 +158,8 @@ class PPOTrainer:
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
-                if self.config.max_staleness:
-                    require_bound(batch, self.step_number, self.config.max_staleness)
+                if self.config.steps_ahead:
+                    require_bound(batch, self.step_number, self.config.steps_ahead)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 with self._timed(timing, "advantages"):
@@ -167,7 +167,7 @@ class PPOTrainer:
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
-                if self.config.max_staleness:
+                if self.config.steps_ahead:
                     metrics |= staleness_metrics(batch, self.step_number)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
             with self._timed(timing, "weights"):
@@ -190,7 +190,7 @@ class PPOTrainer:
             if "val_greedy" in passes:
                 metrics |= validation_metrics(passes["val_greedy"], "_greedy")
         # Its budget and its counts are per pass: nothing of a validation is left for the next step's.
-        if "sanity/mismatch_rate" in (checked := self.sanity.metrics()):
+        if "sanity/mismatch_rate" in (checked := self.sanity.metrics(of="val")):
             metrics["val/mismatch_rate"] = checked["sanity/mismatch_rate"]
         self._score = metrics["val/accuracy"]
         self.log.validation(self.step_number, metrics, passes)
@@ -215,8 +215,9 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
+        ahead = self.prompt_log.in_flight
         return {
-            "sampler": self.sampler.state_dict(self.prompt_log.in_flight),
+            "sampler": self.sampler.state_dict(ahead) if ahead else self.sampler.state_dict(),
             "prompts": self.prompt_log.state_dict(),
             "random": checkpoint.random_state(),
         }
@@ -259,6 +260,8 @@ class PPOTrainer:
             self._at_boundary = {}
             self.step_number += 1
             self._score = None
+            if self.config.steps_ahead and self.step_number < self.plan.total_steps:
+                self._admit()
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
         """Validate, log, save. If Ctrl-C breaks it off, the resumed run does it (`_unlogged` is saved)."""
@@ -300,7 +303,7 @@ class PPOTrainer:
         """Tokens per second, and what held the step; ahead of their steps conversations hold nobody but themselves."""
         trajectories = [t for g in groups for t in g.trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
-        if self.config.max_staleness:
+        if self.config.steps_ahead:
             waited = {"staleness/trainer_wait_s": timing["time/rollout_s"]}
             return {
                 "rollout/tokens_per_s": sampled / timing["time/step_s"],
@@ -316,30 +319,33 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        return found | self.sanity.metrics() | engine | self.stream.metrics() | self._prompt_counts()
+        checked = self.sanity.metrics(of=_plan_name(self.step_number))
+        return found | checked | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
-        """Start the rollouts that `trainer.max_staleness` admits, and collect this step's. Or read what another run
-        saved.
+        """Collect this step's rollout. Or read what another run saved."""
+        if self.log.debug is not None and self.log.debug.replays:
+            return self.log.debug.load(self.step_number)
+        self._admit()
+        groups = self.stream.collect(_plan_name(self.step_number), self._while_waiting, self.prompt_log.finished)
+        self.selection.shape(groups)
+        return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
+
+    def _admit(self) -> None:
+        """Start the rollouts of this step and of those ahead that `trainer.max_staleness` allows.
 
         A rollout is admitted when at most so many updates lie before its own: what its first token is sampled by is
         then at most so many updates older than what it trains, however long it takes. Steps are trained in the order
         in which their prompts were drawn: a long conversation is in its batch as surely as a short one.
         """
-        if self.log.debug is not None and self.log.debug.replays:
-            return self.log.debug.load(self.step_number)
         last = max(self.step_number, self.plan.total_steps - 1)
-        for number in range(self.step_number, min(self.step_number + self.config.max_staleness, last) + 1):
-            name = f"s{number + 1:06d}"
-            if not self.stream.started(name):
-                self._start(name, self.plan.num_prompts, number)
-        groups = self.stream.collect(f"s{self.step_number + 1:06d}", self._while_waiting, self.prompt_log.finished)
-        self.selection.shape(groups)
-        return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
+        for number in range(self.step_number, min(self.step_number + self.config.steps_ahead, last) + 1):
+            if not self.stream.started(_plan_name(number)):
+                self._start(_plan_name(number), self.plan.num_prompts, number)
 
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
-        name = f"s{self.step_number + 1:06d}.{number:03d}"
+        name = f"{_plan_name(self.step_number)}.{number:03d}"
         self._start(name, num_prompts, self.step_number)
         groups = self.stream.collect(name, self._while_waiting, self.prompt_log.finished)
         self.selection.shape(groups)
@@ -486,6 +492,11 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         if self.requested.is_set():
             raise Insisted(self.exit_status)
         self.requested.set()
+
+
+def _plan_name(step: int) -> str:
+    """Of the rollout that is trained after `step` finished steps; further ones of that step begin with it."""
+    return f"s{step + 1:06d}"
 
 
 def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

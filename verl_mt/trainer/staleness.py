@@ -60,9 +60,11 @@ def staleness_metrics(batch: TensorDict, version: int) -> dict[str, float]:
     if not len(ages):
         return {}
     found = {"staleness/mean": ages.float().mean().item(), "staleness/max": float(ages.max())}
-    difference_BT = (batch[columns.OLD_LOG_PROBS] - batch[columns.ROLLOUT_LOG_PROBS]).abs()
+    # An update of the critic alone (`trainer.critic_warmup`) looks at no log-probs of the policy.
+    unknown_BT = torch.full(ages_BT.shape, torch.nan)
+    difference_BT = (batch.get(columns.OLD_LOG_PROBS, unknown_BT) - batch[columns.ROLLOUT_LOG_PROBS]).abs()
     difference_BT = difference_BT.masked_fill(~batch[columns.HAS_LOG_PROBS][:, None], torch.nan)
-    clipped_BT = batch[columns.CLIPPED]
+    clipped_BT = batch.get(columns.CLIPPED, unknown_BT)
     for age in ages.unique().tolist():
         of_age_BT = trained_BT & (ages_BT == age)
         parts = {

@@ -116,9 +116,11 @@ class WeightSync:
     _last_folder: Path | None = None
 
     def release(self) -> None:
-        """The rollout is over; the engine's memory is wanted for training."""
+        """The policy is trained next: the engine's memory is wanted for it, and its weights are nobody's meanwhile."""
         if self.engine.capabilities.frees_memory:
             self._call(self.engine.release_memory())
+        else:
+            self._call(self.engine.hold_updates())
 
     def make_room(self) -> bool:
         """The policy's weights are wanted between two steps (by a checkpoint, an export), and wait in CPU memory: the

@@ -209,6 +209,21 @@ def test_a_module_of_its_own_takes_tensors_in_the_middle_of_a_turn(run_async):
     assert engine_can(own) == (True, False) and engine_can(policy, owns=False) == (False, False)
 
 
+def test_an_update_that_does_not_fit_ends_the_engine_and_leaves_nobody_waiting(run_async):
+    async def go():
+        engine = LocalEngine(make_model(), end_token_ids=(), max_model_len=256, owns_module=True)
+        turn = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=200)))
+        applied = asyncio.ensure_future(engine.apply(TensorBuckets(1, [("no.such.weight", torch.zeros(1))])))
+        later = asyncio.ensure_future(engine.pause())
+        found = await asyncio.wait_for(asyncio.gather(turn, applied, later, return_exceptions=True), 30)
+        await engine.close()
+        return found
+
+    found = run_async(go())
+    assert [type(error).__name__ for error in found] == ["EngineGoneError"] * 3
+    assert "no.such.weight" in str(found[1])
+
+
 def engine_can(model, owns=True):
     """Whether it overlaps training, by itself and where it is to be deterministic."""
     found = []

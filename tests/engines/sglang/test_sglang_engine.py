@@ -284,6 +284,31 @@ def test_an_engine_that_dies_in_the_middle_of_an_update_still_ends_up_with_it(ru
     run_async(go())
 
 
+def test_an_engine_that_is_lost_while_the_policy_is_trained_waits_for_its_next_weights(run_async, tiny):
+    """What the last update was given changes meanwhile: nobody samples by half an update."""
+
+    async def go():
+        engine = FakeEngine(stop_at_once)
+        await engine.apply(TensorBuckets(1, list(named_weights(tiny))))
+        await engine.hold_updates()
+        before = len(engine.calls)
+        engine.lives[0].give_up("killed")
+        await until(lambda: len(engine.lives) == 2 and ("start", {}) in engine.calls[before:])
+        await asyncio.sleep(0.05)
+        waited = [name for name, _ in engine.calls[before:]]
+        asked = asyncio.ensure_future(engine.generate(request([1, 2], max_new_tokens=4)))
+        await asyncio.sleep(0.05)
+        assert not asked.done() and waited == ["start"], "it has no weights yet, and is asked for nothing"
+        await engine.apply(TensorBuckets(2, list(named_weights(tiny))))
+        output = await asked
+        versions = [body.get("weight_version") for name, body in engine.calls[before:] if "update_weights" in name]
+        await engine.close()
+        return output, versions
+
+    output, versions = run_async(go())
+    assert output.token_ids and {v for v in versions if v is not None} == {"2"}
+
+
 def test_an_engine_that_never_serves_is_given_up_with_its_last_reason(run_async, monkeypatch):
     async def go():
         engine = FakeEngine(stop_at_once)

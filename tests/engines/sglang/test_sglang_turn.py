@@ -78,8 +78,12 @@ def test_versions_that_count_tokens_which_an_abort_lost_are_cut_and_unnamed_ones
     turn.add(answer([10, 11], "abort", versions=[("4", 0, 1), ("5", 1, 30)]), 9)
     assert turn.output("abort").version_spans == [VersionSpan(4, 1), VersionSpan(5, 1)]
     turn = turn_of()
-    turn.add(answer([10, 3], versions=[("default", 0, 2)]), 9)
+    turn.add(answer([10, 3], versions=[("of somebody", 0, 2)]), 9)
     assert turn.output("stop").version_spans == [VersionSpan(9, 2)]
+    # SGLang's name for the model's files, which are version 0, though the engine has newer weights by now.
+    turn = turn_of()
+    turn.add(answer([10, 11, 3], versions=[("default", 0, 2), ("1", 2, 3)]), 1)
+    assert turn.output("stop").version_spans == [VersionSpan(0, 2), VersionSpan(1, 1)]
 
 
 def test_where_sglang_tells_its_times_the_phases_are_told_apart():

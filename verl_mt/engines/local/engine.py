@@ -231,8 +231,9 @@ class LocalEngine(InferenceEngine):
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def act() -> None:
-            command()
+            # Known before it runs: if it fails, so does the engine, and whoever waits is told.
             self._acks.append(done)
+            command()
 
         self._post(act)
         await done
@@ -257,8 +258,13 @@ class LocalEngine(InferenceEngine):
         commands = self._wait()
         if commands is None:
             return False
-        for command in commands:
-            command()
+        while commands:
+            try:
+                commands.pop(0)()
+            except BaseException:
+                with self._wake:  # whoever waits for these is told as well
+                    self._inbox = commands + self._inbox
+                raise
         batcher.expire(time.monotonic())
         if batcher.runnable():
             batcher.forward.enter_eval()

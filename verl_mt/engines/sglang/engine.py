@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import (
@@ -93,6 +95,13 @@ class SGLangEngine(InferenceEngine):
             )
         rollout = config.rollout
         check_rollout(rollout)
+        on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
+        if trainer.steps_ahead and on_gpu and rollout.placed == "colocated" and rollout.free_cache_engine:
+            raise ConfigError(
+                f"trainer.max_staleness={trainer.max_staleness}: an engine on the training's GPUs gives its memory to "
+                "it. Give it devices of its own (actor_rollout_ref.rollout.nnodes, launch_servers or servers), or "
+                "leave it its memory (rollout.free_cache_engine=False), or set max_staleness=0"
+            )
         if trainer.placement != "ray":
             check_launched(rollout, trainer.device)
         elif trainer.nnodes > 1 and (here := [url for url in rollout.servers if is_local(url)]):
@@ -136,6 +145,9 @@ class SGLangEngine(InferenceEngine):
         self._may_start = asyncio.Event()
         self._may_start.set()
         """The device's memory is the engines', not training's."""
+        self._settled = asyncio.Event()
+        self._settled.set()
+        """The weights of the last update are still those that it was given (`hold_updates`)."""
         self._giving = GivesHere()
         self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
         self._router = Router(self._replicas)
@@ -221,6 +233,11 @@ class SGLangEngine(InferenceEngine):
                     update = replace(update, tensors=list(update.tensors))
                 if not update.streamed:
                     verify(update.tensors, self._shape.weights)
+            if not self._settled.is_set():
+                # What the last update was given is gone: lives that begin from here on get this one.
+                for replica in self._replicas:
+                    replica.sender.current = update
+                self._settled.set()
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
             await self._send_to_serving(update)
@@ -233,6 +250,10 @@ class SGLangEngine(InferenceEngine):
             await asyncio.gather(*(self._take_back(replica, "kv_cache") for replica in self._replicas))
             self._version = update.version
             self._router.forget_prompts()
+
+    async def hold_updates(self) -> None:
+        """An engine that is lost from now on loads its model, and waits for the next update before it serves."""
+        self._settled.clear()
 
     async def release_memory(self) -> None:
         """Frees memory where `capabilities.frees_memory` says so (on a GPU, colocated); elsewhere it does nothing.
@@ -365,6 +386,7 @@ class SGLangEngine(InferenceEngine):
             is_ours=not options.servers,
             name=name or f"engine {number}",
             may_start=self._may_start,
+            settled=self._settled,
         )
 
     async def _send_to_serving(self, update: WeightUpdate) -> None:

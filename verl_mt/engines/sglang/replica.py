@@ -39,11 +39,13 @@ class Replica:
         is_ours: bool,
         name: str = "engine",
         may_start: asyncio.Event | None = None,
+        settled: asyncio.Event | None = None,
     ):
         self.name = name
         self.released: set[str] = set()
         """Kinds of device memory that this life has given back: `weights`, `kv_cache`."""
         self._may_start = may_start
+        self._settled = settled
         self.num_restarts = 0
         self.outstanding = 0
         """Tokens that the requests on their way may still take, prompts included."""
@@ -124,6 +126,8 @@ class Replica:
         try:
             async with self.lock:
                 await client.start(self._timeout_s)
+                if self._settled is not None and self.sender.current is not None:
+                    await self._settled.wait()
                 self.holds = await self.sender.refresh(client)
         except BaseException:
             await client.stop()

@@ -9,6 +9,9 @@ from typing import Any
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
 from verl_mt.errors import EngineError
 
+_OF_FILES = "default"
+"""What SGLang calls the weights that it has loaded itself, where nobody has named them."""
+
 
 @dataclass
 class SGLangTurn:
@@ -130,7 +133,8 @@ class SGLangTurn:
         for number, span in enumerate(spans, start=1):
             end = count if number == len(spans) else min(int(span["end"]), count)
             size = end - int(span["start"])
-            version = int(span["version"]) if str(span["version"]).isdecimal() else fallback
+            named = "0" if span["version"] == _OF_FILES else str(span["version"])
+            version = int(named) if named.isdecimal() else fallback
             if size <= 0:
                 continue
             if self.spans and self.spans[-1].version == version:
