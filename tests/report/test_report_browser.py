@@ -265,6 +265,30 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
         page.wait_for_selector(".stream")
 
 
+def test_of_a_run_that_samples_ahead_the_timeline_shows_what_the_trainer_did_meanwhile(browser, tmp_path):
+    run = small_run(tmp_path / "ahead", steps=3)
+    run.config(max_staleness=1)
+    rows = (run.folder / "rollouts" / "step_000002.jsonl").read_text().splitlines()
+    spans = [span for row in rows for span in json.loads(row)["time_spans"]]
+    start, end = min(s["start_s"] for s in spans), max(s["end_s"] for s in spans)
+    third = (end - start) / 3
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    ahead = {"staleness/trainer_wait_s": third, "staleness/mean": 0.5, "staleness/max": 1.0}
+    times = {"time/rollout_s": third, "time/update_s": third, "time/weights_s": third / 4, "time/step_s": 2.4 * third}
+    for line in lines:  # step 1 is trained while step 2 is sampled, for which the trainer then waits
+        line |= ahead | times | {"time/begun_s": start + (line["step"] - 1) * 2.5 * third}
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main([str(run.folder), "--out", str(tmp_path / "ahead.html")])
+    with Opened(browser, (tmp_path / "ahead.html").as_uri() + "#/timeline/0/2") as page:
+        page.wait_for_selector("svg.timeline")
+        assert page.locator("svg .trainer-waits").count() == 2 and page.locator("svg .trainer-works").count() == 3
+        text = page.locator("main").inner_text()
+        assert "Sampled while earlier steps were trained" in text and "0.5 updates old on average, 1 at most" in text
+        assert "critical path" not in text, "nobody waited for most of them"
+        page.locator("svg .trainer-works").first.hover()
+        assert "trainer, step 1: update" in page.locator(".about").inner_text()
+
+
 def test_curves_of_two_runs_are_in_the_same_charts(browser, run, tmp_path):
     other = small_run(tmp_path / "other", steps=2)
     out = tmp_path / "both.html"

@@ -83,11 +83,11 @@ const Timeline = (() => {
       let at = m["time/begun_s"];
       for (const name of TRAINER) {
         const took = m[`time/${name}_s`] ?? 0;
-        if (at < end && at + took > start) found.push([m.step, name, Math.max(at, start), Math.min(at + took, end)]);
+        if (took > 0 && at < end && at + took > start) found.push([m.step, name, Math.max(at, start), Math.min(at + took, end)]);
         at += took;
       }
       const rest = m["time/begun_s"] + m["time/step_s"];
-      if (at < end && rest > start) found.push([m.step, "the rest", Math.max(at, start), Math.min(rest, end)]);
+      if (rest > at && at < end && rest > start) found.push([m.step, "the rest", Math.max(at, start), Math.min(rest, end)]);
     }
     return found;
   }
