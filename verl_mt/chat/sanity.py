@@ -497,6 +497,8 @@ class SanityMonitor:
 
     def observe(self, finding: Finding | None, plan: str = "") -> None:
         """Count one checked trajectory of a plan; None = it was checked and nothing differed."""
+        if self.mode is SanityMode.OFF:
+            return
         with self._lock:
             counts = self._counts.setdefault(plan, _Counts())
             counts.observed += 1
