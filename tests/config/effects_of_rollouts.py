@@ -13,6 +13,17 @@ def late() -> str:
     return f"{RO}.servers=['{late_server()}']"
 
 
+def around(overrides: tuple[str, ...]) -> str:
+    """What the trainer's runner asks for turns, where a script samples."""
+    from verl_mt.engines.scripted import ScriptedEngine
+    from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
+
+    config = probes.compose([*overrides])
+    runner = build_runner(config, build_chat(config), build_tools(config), None, ScriptedEngine([]), overlaps=True)
+    return type(runner.context.engine).__name__
+
+
+AHEAD = ("trainer.max_staleness=1", "trainer.deterministic=False")
 SGLANG = (f"{RO}.name=sglang",)
 ON_RAY = (*SGLANG, "trainer.placement=ray")
 ROLLOUT = {
@@ -24,6 +35,7 @@ ROLLOUT = {
         refused="pass engine=ScriptedEngine(turns)",
     ),
     "mode": Effect("sync", "turns in lock step", talk("answers")),
+    "on_update": Effect("finish_turn", "what stands around the engine", around, AHEAD),
     "n": Effect("2", "samples of a prompt", metric("rollout/trajectories"), NOT_VALIDATED),
     "temperature": Effect("0.3", "what is sampled", probes.rows, NOT_VALIDATED),
     "top_p": Effect("0.9", "refused for training", probes.placed, refused="full distribution", quick=True),

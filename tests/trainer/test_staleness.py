@@ -361,3 +361,22 @@ def test_an_engine_that_was_given_is_asked_whether_it_can(tmp_path):
     with pytest.raises(ConfigError, match="does not sample while the policy is trained"):
         build_trainer(config, engine=engine)
     assert not (tmp_path / "run").exists()
+
+
+def versions_of_turns(run: Path) -> list[set[int]]:
+    return [
+        set(record["policy_versions"][turn["start"] : turn["end"]])
+        for step in range(1, STEPS + 1)
+        for row in rows_of(run, step)
+        for record in row["records"]
+        for turn in record["turns"]
+        if turn["kind"] == "assistant"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_update", ["continue", "finish_turn"])
+def test_new_weights_come_inside_a_turn_or_wait_for_its_end(tmp_path, on_update):
+    fit(tmp_path / "run", *RUN, AHEAD, f"actor_rollout_ref.rollout.on_update={on_update}", "data.train_batch_size=6")
+    several = sum(len(versions) > 1 for versions in versions_of_turns(tmp_path / "run"))
+    assert several > 0 if on_update == "continue" else several == 0

@@ -189,6 +189,13 @@ class RolloutConfig(Section):
         "async = a conversation's next turn begins as soon as it is asked for; sync = turns in lock-step batches.",
         choices=("async", "sync"),
     )
+    on_update: str = knob(
+        "continue",
+        "What new weights do to turns that are being sampled: continue = they go on with them, token by token; "
+        "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them.",
+        choices=("continue", "finish_turn"),
+        when=given("trainer.max_staleness"),
+    )
     n: int = knob(8, "Samples per prompt (the group).", min=1)
     temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
     top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)

@@ -1,7 +1,9 @@
-"""`LockStepEngine`: one batch of turns after the other, around any engine (`rollout.mode=sync`).
+"""Around any engine: `LockStepEngine`, one batch of turns after the other, and `WholeTurnsEngine`, whose turns are by
+one version of the weights each.
 
-Nobody's next turn begins before everybody's turn is done and every tool has answered. It is slower than sampling as
-soon as something is asked for (the default) and gives the same trajectories; what waits is easier to watch.
+In lock step (`rollout.mode=sync`) nobody's next turn begins before everybody's turn is done and every tool has
+answered. It is slower than sampling as soon as something is asked for (the default) and gives the same trajectories;
+what waits is easier to watch.
 """
 
 from __future__ import annotations
@@ -14,19 +16,16 @@ from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import InferenceEngine, PauseMode, WeightUpdate
 
 
-class LockStepEngine(InferenceEngine):
-    """Holds requests back until every open session waits for one; then all are sampled together.
+class _Around(InferenceEngine):
+    """Passes everything on.
 
     Args:
-        engine: samples. Whatever this class does not do itself is its own.
+        engine: samples. Whatever a subclass does not do itself is its own; rollout workers ask it through this process.
     """
 
     def __init__(self, engine: InferenceEngine):
         self.engine = engine
-        self.capabilities = replace(engine.capabilities, lock_step=True)
-        self._open: set[str] = set()
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]] = []
-        self._batch: asyncio.Task[None] | None = None
+        self.capabilities = engine.capabilities
 
     @property
     def version(self) -> int:
@@ -36,14 +35,7 @@ class LockStepEngine(InferenceEngine):
         await self.engine.start()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        place = (request, asyncio.get_running_loop().create_future())
-        self._waiting.append(place)
-        self._begin_if_complete()
-        try:
-            return await place[1]
-        finally:
-            if place in self._waiting:
-                self._waiting.remove(place)
+        return await self.engine.generate(request)
 
     async def abort(self, request_id: str) -> None:
         await self.engine.abort(request_id)
@@ -67,13 +59,10 @@ class LockStepEngine(InferenceEngine):
         await self.engine.resume_memory()
 
     def open_session(self, session_id: str, order: int) -> None:
-        self._open.add(session_id)
         self.engine.open_session(session_id, order)
 
     def close_session(self, session_id: str) -> None:
-        self._open.discard(session_id)
         self.engine.close_session(session_id)
-        self._begin_if_complete()
 
     def metrics(self) -> dict[str, float]:
         return self.engine.metrics()
@@ -85,6 +74,36 @@ class LockStepEngine(InferenceEngine):
         if name == "engine":
             raise AttributeError(name)
         return getattr(self.engine, name)
+
+
+class LockStepEngine(_Around):
+    """Holds requests back until every open session waits for one; then all are sampled together."""
+
+    def __init__(self, engine: InferenceEngine):
+        super().__init__(engine)
+        self.capabilities = replace(engine.capabilities, lock_step=True)
+        self._open: set[str] = set()
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]] = []
+        self._batch: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        place = (request, asyncio.get_running_loop().create_future())
+        self._waiting.append(place)
+        self._begin_if_complete()
+        try:
+            return await place[1]
+        finally:
+            if place in self._waiting:
+                self._waiting.remove(place)
+
+    def open_session(self, session_id: str, order: int) -> None:
+        self._open.add(session_id)
+        super().open_session(session_id, order)
+
+    def close_session(self, session_id: str) -> None:
+        self._open.discard(session_id)
+        super().close_session(session_id)
+        self._begin_if_complete()
 
     def _begin_if_complete(self) -> None:
         # A closed session leaves `_open`, so that the last one to end does not hold back those that wait.
@@ -108,3 +127,38 @@ class LockStepEngine(InferenceEngine):
                 future.cancel()
             self._batch = None
             self._begin_if_complete()
+
+
+class WholeTurnsEngine(_Around):
+    """New weights wait for the turns that are being sampled, and turns that are asked for meanwhile for the weights
+    (`rollout.on_update=finish_turn`): each turn is by one version. The longest turn holds the update up."""
+
+    def __init__(self, engine: InferenceEngine):
+        super().__init__(engine)
+        self._sampling = 0
+        self._changed = asyncio.Condition()
+        self._updates = 0
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._updates)
+            self._sampling += 1
+        try:
+            return await self.engine.generate(request)
+        finally:
+            await asyncio.shield(self._count(sampling=-1))
+
+    async def apply(self, update: WeightUpdate) -> None:
+        await self._count(updates=1)
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._sampling)
+            await self.engine.apply(update)
+        finally:
+            await self._count(updates=-1)
+
+    async def _count(self, *, sampling: int = 0, updates: int = 0) -> None:
+        async with self._changed:
+            self._sampling += sampling
+            self._updates += updates
+            self._changed.notify_all()

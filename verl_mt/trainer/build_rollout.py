@@ -18,7 +18,7 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.base import EngineHost, EngineSetup, InferenceEngine
-from verl_mt.engines.lock_step import LockStepEngine
+from verl_mt.engines.lock_step import LockStepEngine, WholeTurnsEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.session import load_interactions
@@ -130,6 +130,8 @@ def build_runner(
         engines.check_overlap(engine, config)
     if rollout.mode == "sync":
         engine = LockStepEngine(engine)
+    if overlaps and rollout.on_update == "finish_turn":
+        engine = WholeTurnsEngine(engine)
     media = chat.media_kinds & engine.capabilities.media
     executor = None
     if tools is not None and is_multi_turn(rollout):
