@@ -226,11 +226,11 @@ class Demand:
     """Weights, gradients, optimizer, reference policy, critic: what a rank holds while it trains."""
     activation_bytes: float
     cache_bytes: float
-    """Keys and values of the local engine."""
+    """Of the local engine: keys and values, and the weights of its own where it samples during training."""
 
     @property
     def peak_bytes(self) -> float:
-        """Sampling and training are one after the other; the local engine keeps its cache."""
+        """Whatever comes when: the local engine keeps its cache during training."""
         return self.state_bytes + self.cache_bytes + self.activation_bytes
 
     @classmethod
@@ -246,13 +246,14 @@ class Demand:
         ref = size * width if needs_ref and not model.lora_rank and not config.ref.offload else 0
         has_critic = subject.config.algorithm.adv_estimator == "gae" and not subject.config.critic.share_trunk
         critic = size * (4 + width + optimizer) if has_critic else 0
+        copied = subject.config.trainer.steps_ahead and subject.samples_from_policy
         shards = min(actor.fsdp_size or subject.num_ranks, subject.num_ranks)
         return cls(
             weight_bytes=size * width,
             checkpoint_bytes=size * width + trained * optimizer + (size * (width + optimizer) if has_critic else 0),
             state_bytes=(own + ref + critic) / shards,
             activation_bytes=_activations(subject, width),
-            cache_bytes=_cache(subject, width),
+            cache_bytes=_cache(subject, width) + (size * width if copied else 0),
         )
 
 
