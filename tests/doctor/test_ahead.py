@@ -72,6 +72,10 @@ def test_a_runs_steps_are_measured_by_its_own_rows_and_times(tmp_path, capsys):
 def test_what_is_no_synchronous_run_is_one_line_and_status_2(tmp_path, capsys):
     assert main(["--ahead", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is no directory of a run")
+    assert (
+        main(["--ahead", str(tmp_path), "trainer.seed=1"]) == 2
+        and "leave trainer.seed=1 out" in capsys.readouterr().err
+    )
     with pytest.raises(DataError, match="max_staleness=0"):
         measured_steps(a_run(tmp_path / "ahead", max_staleness=2))
     empty = a_run(tmp_path / "empty")

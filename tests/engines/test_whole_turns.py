@@ -30,6 +30,31 @@ def test_an_update_waits_for_turns_that_run_and_turns_that_are_asked_for_wait_fo
     run_async(go())
 
 
+def test_an_engine_that_waits_for_weights_itself_may_have_them_before_its_turns_are_over(run_async):
+    """As SGLang's that was lost while the policy was trained: without, turn and update would wait for each other."""
+
+    class Lost(ScriptedEngine):
+        def __init__(self):
+            super().__init__([ScriptedTurn([1])])
+            self.has_weights = asyncio.Event()
+
+        async def generate(self, request):
+            await self.has_weights.wait()
+            return await super().generate(request)
+
+        async def expect(self, update):
+            self.has_weights.set()
+
+    async def go():
+        engine = WholeTurnsEngine(Lost())
+        turn = asyncio.ensure_future(engine.generate(request(PROMPT)))
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(engine.apply(InPlace(1)), 5)
+        return await turn
+
+    assert run_async(go()).token_ids == [1]
+
+
 def test_a_turn_that_is_cancelled_or_fails_holds_nobody_up(run_async):
     async def go():
         engine = WholeTurnsEngine(ScriptedEngine([ScriptedTurn([1], latency_s=60.0)], fail_at={2}))

@@ -13,13 +13,14 @@ from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, rows_of
 
 from verl_mt import engines, prompt_log
 from verl_mt.config.compose import compose
+from verl_mt.config.policy_losses import correction_of
 from verl_mt.data import batch as columns
 from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.base import Capabilities
-from verl_mt.errors import ConfigError, EngineError
+from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.weights import named_weights
-from verl_mt.trainer.build import build_trainer, correction_of
+from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.staleness import require_bound, staleness_metrics
 
 AHEAD = "trainer.max_staleness=2"
@@ -226,6 +227,33 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_prompts_in_the_same_steps(t
     assert prompt_log.main([str(stopped)]) == 0
     assert drawn_in_order(stopped) == drawn_in_order(straight)
     assert all(max(ages(stopped, step)) <= 2 for step in range(1, STEPS + 1))
+
+
+class Stumbling(ShuffledSampler):
+    """Its seventh row cannot be read, the first time."""
+
+    stumbles = True
+
+    def next_batch(self, n):
+        start, rows = self.position, super().next_batch(n)
+        if Stumbling.stumbles and start <= 6 < start + n:
+            raise DataError("made: row 6 is bad")
+        return rows
+
+
+@pytest.mark.slow
+def test_a_bad_row_of_a_step_ahead_takes_no_prompt_along(tmp_path, monkeypatch):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    own = f"data.sampler={__name__}:Stumbling"
+    monkeypatch.setattr(Stumbling, "stumbles", False)
+    fit(straight, *RUN, own)
+    monkeypatch.setattr(Stumbling, "stumbles", True)
+    with pytest.raises(DataError, match="row 6 is bad"):
+        fit(stopped, *RUN, AHEAD, own)
+    monkeypatch.setattr(Stumbling, "stumbles", False)
+    fit(stopped, *RUN, AHEAD, own)
+    assert drawn_in_order(stopped) == drawn_in_order(straight)
+    assert prompt_log.main([str(stopped)]) == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_mt.config.compose import config_of_command
-from verl_mt.errors import VerlMTError
+from verl_mt.errors import ConfigError, VerlMTError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     parser.add_argument("--ahead")
     own, words = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if own.ahead is not None:
-        return _say_ahead(own.ahead)
+        return _say_ahead(own.ahead, words)
     usage = "[--demos FILE | --ahead RUN] [flags] [key=value ...]"
     try:
         config = config_of_command(words, None, "verl_mt.doctor", usage=usage)
@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     return report(config, console, own.demos)
 
 
-def _say_ahead(run: str) -> int:
+def _say_ahead(run: str, more: Sequence[str]) -> int:
     from verl_mt.doctor.ahead import table
 
     try:
+        if more:
+            raise ConfigError(f"--ahead {run} reads that run and nothing else: leave {' '.join(more)} out")
         print(table(run))
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -354,7 +354,11 @@ class InferenceEngine(abc.ABC):
         """
 
     async def hold_updates(self) -> None:  # noqa: B027 - most engines read weights in `apply` alone
-        """The policy is about to change: until the next `apply` nothing reads what the last one was given."""
+        """The policy is about to change: from when this returns until the next `apply` nothing reads what the last one
+        was given."""
+
+    async def expect(self, update: WeightUpdate) -> None:  # noqa: B027
+        """`apply(update)` comes as soon as the turns that run are over: what waits for weights may have these now."""
 
     async def release_memory(self) -> None:  # noqa: B027 - engines that hold nothing have nothing to do
         """Free what the engine holds on the device while training runs."""

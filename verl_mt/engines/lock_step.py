@@ -52,6 +52,9 @@ class _Around(InferenceEngine):
     async def hold_updates(self) -> None:
         await self.engine.hold_updates()
 
+    async def expect(self, update: WeightUpdate) -> None:
+        await self.engine.expect(update)
+
     async def release_memory(self) -> None:
         await self.engine.release_memory()
 
@@ -151,6 +154,7 @@ class WholeTurnsEngine(_Around):
     async def apply(self, update: WeightUpdate) -> None:
         await self._count(updates=1)
         try:
+            await self.engine.expect(update)
             async with self._changed:
                 await self._changed.wait_for(lambda: not self._sampling)
             await self.engine.apply(update)

@@ -23,7 +23,7 @@ from verl_mt.chat.display import token_text
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.policy_losses import POLICY_LOSSES
+from verl_mt.config.policy_losses import correction_of
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
@@ -235,18 +235,6 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     )
 
 
-def correction_of(config: Config) -> dict[str, Any]:
-    """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
-    is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
-    apart that learns from 8 updates before)."""
-    given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    known = POLICY_LOSSES.get(actor.policy_loss.get("loss_mode", "vanilla"))
-    per_token = known is not None and not known.by_trajectory
-    if given or not config.trainer.steps_ahead or actor.use_sampler_log_probs == "always" or not per_token:
-        return given
-    return {"rollout_is": "token"}
-
-
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
     if trainer.steps_ahead:
@@ -377,8 +365,10 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
     )
     if ahead := config.trainer.steps_ahead:
         by_loss = config.actor_rollout_ref.actor.use_sampler_log_probs == "always"
-        how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={correction_of(config)}"
-        note(f"{ahead} steps are sampled ahead of the one that is trained; older tokens are corrected by {how}")
+        options = {key: value for key, value in correction_of(config).items() if value is not None}
+        how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={options}"
+        told = f"corrected by {how}" if by_loss or options else "not corrected (docs/asynchronous.md)"
+        note(f"{ahead} steps are sampled ahead of the one that is trained; older tokens are {told}")
     for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):

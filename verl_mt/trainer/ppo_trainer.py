@@ -261,7 +261,9 @@ class PPOTrainer:
             self.step_number += 1
             self._score = None
             if self.config.steps_ahead and self.step_number < self.plan.total_steps:
+                self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
                 self._admit()
+                self._at_boundary = {}
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
         """Validate, log, save. If Ctrl-C breaks it off, the resumed run does it (`_unlogged` is saved)."""

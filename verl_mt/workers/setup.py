@@ -67,7 +67,9 @@ class AlgorithmNeeds:
     @property
     def correction(self) -> RolloutCorrection | None:
         """None = nothing is corrected."""
-        return RolloutCorrection(read_rollout_correction(self.rollout_correction)) if self.rollout_correction else None
+        options = read_rollout_correction(self.rollout_correction)
+        acts = options.corrects or options.off_policy_sequence_mask_delta is not None
+        return RolloutCorrection(options) if acts else None
 
 
 @dataclass(frozen=True)

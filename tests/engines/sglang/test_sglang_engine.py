@@ -309,6 +309,29 @@ def test_an_engine_that_is_lost_while_the_policy_is_trained_waits_for_its_next_w
     assert output.token_ids and {v for v in versions if v is not None} == {"2"}
 
 
+def test_what_a_new_life_is_taking_when_the_policy_begins_to_change_it_takes_to_the_end_before(run_async, tiny):
+    class Slow(FakeClient):
+        async def call(self, name, body, timeout_s):
+            await super().call(name, body, timeout_s)
+            if name == "update_weights_from_tensor" and self.script is slow:
+                await asyncio.sleep(0.2)
+
+    slow = stop_at_once
+
+    async def go():
+        engine = FakeEngine(slow, make=Slow)
+        await engine.apply(TensorBuckets(1, list(named_weights(tiny))))
+        engine.lives[0].give_up("killed")
+        before = len(engine.calls)
+        await until(lambda: "begin_weight_update" in [name for name, _ in engine.calls[before:]])
+        await engine.hold_updates()
+        done = [name for name, _ in engine.calls[before:]]
+        assert "end_weight_update" in done, "from here on nothing reads the policy"
+        await engine.close()
+
+    run_async(go())
+
+
 def test_an_engine_that_never_serves_is_given_up_with_its_last_reason(run_async, monkeypatch):
     async def go():
         engine = FakeEngine(stop_at_once)

@@ -233,11 +233,7 @@ class SGLangEngine(InferenceEngine):
                     update = replace(update, tensors=list(update.tensors))
                 if not update.streamed:
                     verify(update.tensors, self._shape.weights)
-            if not self._settled.is_set():
-                # What the last update was given is gone: lives that begin from here on get this one.
-                for replica in self._replicas:
-                    replica.sender.current = update
-                self._settled.set()
+            await self.expect(update)
             # Somebody's server that is away is not waited for as long as there is another one.
             present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
             await self._send_to_serving(update)
@@ -254,6 +250,16 @@ class SGLangEngine(InferenceEngine):
     async def hold_updates(self) -> None:
         """An engine that is lost from now on loads its model, and waits for the next update before it serves."""
         self._settled.clear()
+        for replica in self._replicas:
+            async with replica.reading:  # one that was lost before may be taking the last update right now
+                pass
+
+    async def expect(self, update: WeightUpdate) -> None:
+        """What the last update was given is gone: lives that begin from here on get this one."""
+        if not self._settled.is_set():
+            for replica in self._replicas:
+                replica.sender.current = update
+            self._settled.set()
 
     async def release_memory(self) -> None:
         """Frees memory where `capabilities.frees_memory` says so (on a GPU, colocated); elsewhere it does nothing.

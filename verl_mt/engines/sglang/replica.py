@@ -46,6 +46,8 @@ class Replica:
         """Kinds of device memory that this life has given back: `weights`, `kv_cache`."""
         self._may_start = may_start
         self._settled = settled
+        self.reading = asyncio.Lock()
+        """Held while a new life is given its weights."""
         self.num_restarts = 0
         self.outstanding = 0
         """Tokens that the requests on their way may still take, prompts included."""
@@ -126,13 +128,20 @@ class Replica:
         try:
             async with self.lock:
                 await client.start(self._timeout_s)
-                if self._settled is not None and self.sender.current is not None:
-                    await self._settled.wait()
-                self.holds = await self.sender.refresh(client)
+                self.holds = await self._take_weights(client)
         except BaseException:
             await client.stop()
             raise
         self._ready.set()
+
+    async def _take_weights(self, client: Client) -> WeightUpdate | None:
+        """Those of the last update; while the policy changes, those of the next one."""
+        while True:
+            if self._settled is not None and self.sender.current is not None:
+                await self._settled.wait()
+            async with self.reading:
+                if self._settled is None or self._settled.is_set() or self.sender.current is None:
+                    return await self.sender.refresh(client)
 
     async def _supervise(self) -> None:
         try:

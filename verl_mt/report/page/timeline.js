@@ -64,7 +64,7 @@ const Timeline = (() => {
     if (!timed(run).length) return null;
     return el("div", { class: "note" }, el("p", {}, el("strong", {}, "Sampled while earlier steps were trained. "),
       `For this step the trainer waited ${seconds(measured["staleness/trainer_wait_s"])} of ${seconds(measured["time/step_s"])}; `
-      + `its tokens are ${number(measured["staleness/mean"], 2)} updates old on average, ${measured["staleness/max"]} at most. `
+      + `its tokens are ${number(measured["staleness/mean"], 2)} updates old on average, ${number(measured["staleness/max"], 2)} at most. `
       + "The uppermost row is the trainer."));
   }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.normalize import families
+from verl_mt.config.policy_losses import correction_of
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
@@ -209,7 +210,7 @@ def _flags(config: Config) -> dict[str, Any]:
         "over_sampling_batch_size": config.data.train_batch_size,
         "rollout_num_gpus": trainer.nnodes * trainer.n_workers_per_node,
         "lr_decay_style": config.actor_rollout_ref.actor.optim.lr_scheduler_type,
-        "use_tis": _setting(config, "algorithm.rollout_correction.rollout_is") is not None,
+        "use_tis": correction_of(config).get("rollout_is") is not None,
         "use_opsm": _setting(config, delta) is not None,
         "use_wandb": "wandb" in trainer.logger,
         "use_tensorboard": "tensorboard" in trainer.logger,
