@@ -13,7 +13,7 @@ from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, rows_of
 
 from verl_mt import engines, prompt_log
 from verl_mt.config.compose import compose
-from verl_mt.config.policy_losses import correction_of
+from verl_mt.config.schema import correction_of
 from verl_mt.data import batch as columns
 from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.data.sampler import ShuffledSampler

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_mt.config.knob import Condition, Section, ValueOf, check_knob, knob, only
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code, suggest
-
-if TYPE_CHECKING:
-    from verl_mt.config.schema import Config
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 
@@ -214,15 +211,3 @@ def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
     if (problem := loss.problem(options)) is not None:
         raise ConfigError(f"{KEY}{problem}")
     return ChosenLoss(name, loss, options)
-
-
-def correction_of(config: Config) -> dict[str, Any]:
-    """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
-    is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
-    apart that learns from 8 updates before)."""
-    given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    known = POLICY_LOSSES.get(actor.policy_loss.get("loss_mode", "vanilla"))
-    per_token = known is not None and not known.by_trajectory
-    if given or not config.trainer.steps_ahead or actor.use_sampler_log_probs == "always" or not per_token:
-        return given
-    return {"rollout_is": "token"}

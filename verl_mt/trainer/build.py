@@ -23,8 +23,7 @@ from verl_mt.chat.display import token_text
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.policy_losses import correction_of
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import PromptLog

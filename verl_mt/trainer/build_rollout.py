@@ -13,6 +13,7 @@ from verl_mt.chat.parser_fit import require_parser
 from verl_mt.chat.parsers import ToolParser, get_parser
 from verl_mt.chat.sanity import SanityMonitor, parse_mode
 from verl_mt.chat.template import ChatTemplate
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
@@ -128,10 +129,7 @@ def build_runner(
     engine = engine or _build_engine(config, chat, policy_module, limits.max_model_len, hosts, overlaps)
     if overlaps:
         engines.check_overlap(engine, config)
-    if rollout.mode == "sync":
-        engine = LockStepEngine(engine)
-    if overlaps and rollout.on_update == "finish_turn":
-        engine = WholeTurnsEngine(engine)
+    engine = _around(engine, rollout, overlaps)
     media = chat.media_kinds & engine.capabilities.media
     executor = None
     if tools is not None and is_multi_turn(rollout):
@@ -169,6 +167,13 @@ def build_runner(
         turn_cost=scored.turn_cost,
         token_cost=scored.token_cost,
     )
+
+
+def _around(engine: InferenceEngine, rollout: RolloutConfig, overlaps: bool) -> InferenceEngine:
+    """What decides when turns are asked for, where something does."""
+    if rollout.mode == "sync":
+        return LockStepEngine(engine)
+    return WholeTurnsEngine(engine) if overlaps and rollout.on_update == "finish_turn" else engine
 
 
 def _build_engine(

@@ -14,9 +14,8 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.normalize import families
-from verl_mt.config.policy_losses import correction_of
 from verl_mt.config.rollout import RolloutConfig
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Status
