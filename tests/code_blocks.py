@@ -149,7 +149,8 @@ def check_module(module: str, words: list[str]) -> None:
         assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).framework
         return
     if module in ("verl_mt.trainer", "verl_mt.doctor"):
-        compose_words([word for word in words if word != "--demos"])  # the doctor's own
+        if "--ahead" not in words:  # which reads a finished run, and no configuration
+            compose_words([word for word in words if word != "--demos"])  # the doctor's own
         return
     text = help_of(module)
     flags = [w.partition("=")[0] for w in words if w.startswith("--")]
