@@ -306,12 +306,8 @@ class PPOTrainer:
         trajectories = [t for g in groups for t in g.trajectories]
         sampled = sum(t.num_sampled_tokens for t in trajectories)
         if self.config.steps_ahead:
-            waited = {"staleness/trainer_wait_s": timing["time/rollout_s"]}
-            return {
-                "rollout/tokens_per_s": sampled / timing["time/step_s"],
-                **waited,
-                **prefix_cache_by_turn(trajectories),
-            }
+            found = {"rollout/tokens_per_s": sampled / timing["time/step_s"]}
+            return found | {"staleness/trainer_wait_s": timing["time/rollout_s"]} | prefix_cache_by_turn(trajectories)
         found = {"rollout/tokens_per_s": sampled / timing["time/rollout_s"]}
         if self.log.debug is None or not self.log.debug.replays:
             found |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
