@@ -110,6 +110,10 @@ class EngineGoneError(EngineError):
     """The engine died or was closed; the trajectory is aborted and may be retried."""
 
 
+class WeightsReplacedError(EngineGoneError):
+    """The weights that a conversation was begun by were replaced, and it is to be of one version: it begins again."""
+
+
 class DeadlineError(EngineError):
     """The engine did not answer before the request's deadline."""
 

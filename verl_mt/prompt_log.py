@@ -64,7 +64,7 @@ def examine(run: str | Path) -> Examination:
     found = Examination(read_prompt_log(run))
     found.missing += found.history.unknown
     prompts = found.history.prompts
-    first = found.history.before["drawn"]
+    first = found.history.first_number
     found.missing += [f"prompt {n} was never drawn" for n in range(first, max(prompts, default=-1)) if n not in prompts]
     for prompt in prompts.values():
         ends = [f"trained in step {step}" for step in prompt.trained_in]
@@ -104,10 +104,11 @@ def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:
         if by_log != told[word]:
             says = f"{by_log} prompts were {word} by the log, {told[word]} by its checkpoint"
             found.missing.append(f"up to step {step} {says}")
+    in_flight = {prompt.number for prompt in told.get("open", ())}
     found.missing += [
         f"prompt {n} is open, though the checkpoint of step {step} was written behind it"
         for n in early
-        if history.prompts[n].open
+        if history.prompts[n].open and n not in in_flight
     ]
 
 
@@ -179,9 +180,12 @@ def main(argv: list[str] | None = None) -> int:
     prompts = found.history.prompts.values()
     for why, count in Counter(p.left_out[0] for p in prompts if p.left_out).most_common():
         print(f"left out {count}: {why}")
-    again = sum((p.attempts or 1) > 1 for p in prompts)
-    if again:
+    if again := sum((p.attempts or 1) > 1 for p in prompts):
         print(f"{again} prompts had conversations that were begun again, because their engine was lost")
+    if again := sum(p.starts > 1 for p in prompts):
+        print(
+            f"{again} prompts were in flight when the run ended or their weights were abandoned, and were started again"
+        )
     for title, lines in (("note", found.notes), ("missing", found.missing), ("double", found.double)):
         for line in lines[:_SHOWN]:
             print(f"{title}: {line}")

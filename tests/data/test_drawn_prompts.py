@@ -8,6 +8,7 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import FILE, PromptLog, read_prompt_log
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import CheckpointError, DataError
+from verl_mt.prompt_log import examine
 
 
 def row(index):
@@ -47,26 +48,46 @@ def test_every_prompt_has_one_life(tmp_path):
     assert [p.row_index for p in history.prompts.values()] == [10, 11, 12, 20, 21, 22]
     assert [p.attempts for p in history.prompts.values()] == [1, 2, None, 1, 2, None]
     assert [p.prompt_id for p in history.prompts.values()][:3] == ["s000001.00000", "s000001.00001", None]
-    assert log.state_dict() == {"drawn": 6, "trained": 3, "left_out": 3}
+    assert log.state_dict() == {"drawn": 6, "trained": 3, "left_out": 3, "open": []}
 
 
-def test_of_steps_ahead_a_checkpoint_knows_nothing(tmp_path):
-    """`trainer.max_staleness`: while step 1 ends, those of steps 2 and 3 are drawn, a row without a prompt in each."""
+def test_what_is_in_flight_at_a_checkpoint_is_open_again_where_a_run_goes_on(tmp_path):
+    """`trainer.max_staleness`: while step 1 ends, those of steps 2 and 3 are drawn, a row without a prompt in each. Of
+    step 2 one is trained already (`data.over_sample`)."""
     log = PromptLog(tmp_path)
     for step in (1, 2, 3):
         log.drawn(f"s{step:06d}", [row(0), row(1)], [(row(2), "too long")])
-    assert (log.state_dict(), log.in_flight) == ({"drawn": 0, "trained": 0, "left_out": 0}, 9)
-    log.ended(1, {"s000001.00000": None, "s000001.00001": "no signal"})
+        log.started(f"s{step:06d}")
+    log.ended(1, {"s000001.00000": None, "s000001.00001": "no signal", "s000002.00001": None})
     saved = log.state_dict()
-    assert (saved, log.in_flight) == ({"drawn": 3, "trained": 1, "left_out": 2}, 6)
+    assert {name: saved[name] for name in ("drawn", "trained", "left_out")} == {"drawn": 9, "trained": 2, "left_out": 4}
+    in_flight = [(p.number, p.prompt_id, p.plan, p.position) for p in saved["open"]]
+    assert in_flight == [
+        (3, "s000002.00000", "s000002", 0), (6, "s000003.00000", "s000003", 0), (7, "s000003.00001", "s000003", 1)
+    ]  # fmt: skip
+    log.ended(2, {"s000002.00000": None, "s000003.00001": None})  # void, as what it draws now is
+    log.drawn("s000004", [row(5)])
     log.close()
-    again = PromptLog(tmp_path, step=1, state=saved)
-    for step in (2, 3):
-        again.drawn(f"s{step:06d}", [row(0), row(1)], [(row(2), "too long")])
-        again.ended(step, {f"s{step:06d}.0000{k}": None for k in (0, 1)})
-    again.close()
-    assert (again.state_dict(), again.in_flight) == ({"drawn": 9, "trained": 5, "left_out": 4}, 0)
-    assert all(len(p.trained_in) + len(p.left_out) == 1 for p in read_prompt_log(tmp_path).prompts.values())
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder, starts in ((tmp_path, 2), (elsewhere, 1)):
+        again = PromptLog(folder, step=1, state=saved)
+        assert [p.prompt_id for p in again.open] == [name for _, name, _, _ in in_flight]
+        for step in (2, 3):
+            again.started(f"s{step:06d}")
+        again.drawn("s000004", [row(3)])
+        again.ended(2, {"s000003.00000": None, "s000003.00001": None})
+        again.ended(3, {"s000002.00000": None, "s000004.00000": None})
+        again.close()
+        assert again.state_dict() == {"drawn": 10, "trained": 6, "left_out": 4, "open": []}
+        history = read_prompt_log(folder)
+        lives = {n: (p.trained_in, p.starts) for n, p in history.prompts.items() if n >= 3 and p.trained_in != [1]}
+        assert {n: life for n, life in lives.items() if life[0]} == {
+            3: ([3], starts), 6: ([2], starts), 7: ([2], starts), 9: ([3], 0)
+        }  # fmt: skip
+        assert all(len(p.trained_in) + len(p.left_out) == 1 for p in history.prompts.values()) and not history.unknown
+        summary = examine(folder).summary()
+        assert summary == "10 drawn, 6 trained, 4 left out, 0 open, 0 missing, 0 double"
 
 
 def test_wherever_a_process_is_killed_the_next_one_goes_on_without_a_gap(tmp_path):
@@ -94,7 +115,7 @@ def test_a_run_that_goes_on_elsewhere_counts_what_was_before(tmp_path):
     a_step(log, 41, 5)
     history = read_prompt_log(tmp_path)
     assert history.before == state and sorted(history.prompts) == [640, 641, 642]
-    assert log.state_dict() == {"drawn": 643, "trained": 635, "left_out": 8}
+    assert log.state_dict() == {"drawn": 643, "trained": 635, "left_out": 8, "open": []}
 
 
 def test_a_full_disk_is_one_error_and_closing_none(tmp_path):

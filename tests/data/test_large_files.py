@@ -219,7 +219,7 @@ def test_every_sampler_draws_the_rows_that_it_would_draw_of_lists(tmp_path, monk
         assert large.next_batch(n) == of_lists.next_batch(n)
     assert large.state_dict() == of_lists.state_dict()
     resumed = made(cls, opened(spec))
-    resumed.load_state_dict(large.state_dict(in_flight=9))
+    resumed.load_state_dict(large.state_dict())
     again = made(cls, load_rows(spec, split="train"))
     again.load_state_dict(resumed.state_dict())
     assert resumed.next_batch(20) == again.next_batch(20)

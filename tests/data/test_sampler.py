@@ -63,17 +63,6 @@ def test_a_resumed_sampler_goes_on_exactly_as_the_first_would_have(kind, batches
     assert resumed.state_dict() == first.state_dict()
 
 
-@kinds
-@given(drawn=st.integers(0, 40), in_flight=st.integers(0, 40), seed=st.integers(0, 50))
-@settings(max_examples=20, deadline=None)
-def test_rows_in_flight_are_drawn_again(kind, drawn, in_flight, seed):
-    in_flight = min(drawn, in_flight)
-    first, resumed = make(kind, seed), make(kind, seed)
-    rows = names(first.next_batch(drawn))
-    resumed.load_state_dict(first.state_dict(in_flight=in_flight))
-    assert names(resumed.next_batch(in_flight)) == rows[drawn - in_flight :]
-
-
 @given(seed=st.integers(0, 99), epochs=st.integers(1, 4), shuffle=st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_every_row_comes_once_per_epoch(seed, epochs, shuffle):

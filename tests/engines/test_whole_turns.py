@@ -1,14 +1,17 @@
-"""`rollout.on_update=finish_turn`: weights wait for turns, and turns for weights."""
+"""`rollout.on_update=finish_turn`: weights wait for turns, and turns for weights; `restart`: nobody waits."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import pytest
 from engine_models import PROMPT, request
 
 from verl_mt.engines.base import InPlace
-from verl_mt.engines.lock_step import WholeTurnsEngine
+from verl_mt.engines.lock_step import OneVersionEngine, WholeTurnsEngine
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.errors import WeightsReplacedError
 
 
 def test_an_update_waits_for_turns_that_run_and_turns_that_are_asked_for_wait_for_it(run_async):
@@ -67,5 +70,35 @@ def test_a_turn_that_is_cancelled_or_fails_holds_nobody_up(run_async):
         failed = await asyncio.gather(engine.generate(request(PROMPT)), return_exceptions=True)
         assert "scripted to fail" in str(failed[0])
         await asyncio.wait_for(engine.apply(InPlace(2)), 5)
+
+    run_async(go())
+
+
+def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_sampled(run_async):
+    async def go():
+        turns = [ScriptedTurn([1]), ScriptedTurn([2], latency_s=60.0), ScriptedTurn([3]), ScriptedTurn([4])]
+        engine = OneVersionEngine(ScriptedEngine(turns))
+        of_a, of_b = (replace(request(PROMPT), session_id=name, request_id=name) for name in "ab")
+        assert (await engine.generate(of_a)).token_ids == [1]
+        running = asyncio.ensure_future(engine.generate(of_b))
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(engine.apply(InPlace(1)), 5)
+        for turn in (running, engine.generate(of_a)):
+            with pytest.raises(WeightsReplacedError, match="update 1 came"):
+                await turn
+        assert [(await engine.generate(r)).token_ids for r in (of_a, of_b)] == [[3], [4]], "both begin again"
+
+    run_async(go())
+
+
+def test_whoever_is_cancelled_while_weights_come_is_cancelled(run_async):
+    async def go():
+        engine = OneVersionEngine(ScriptedEngine([ScriptedTurn([1], latency_s=60.0)]))
+        running = asyncio.ensure_future(engine.generate(request(PROMPT)))
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait_for(engine.apply(InPlace(1)), 5)
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
     run_async(go())

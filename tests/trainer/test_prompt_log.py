@@ -53,7 +53,7 @@ def test_a_finished_run_holds(finished, capsys):
     assert last_line(capsys, finished) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
     prompts = read_prompt_log(finished).prompts.values()
     assert [p.trained_in for p in prompts] == [[1], [1], [2], [2], [3], [3], [4], [4]]
-    assert all(p.started and p.attempts == 1 for p in prompts)
+    assert all(p.starts == p.attempts == 1 for p in prompts)
 
 
 def test_rows_that_are_gone_are_missing(copied, capsys):

@@ -80,17 +80,27 @@ def drawn_in_order(run: Path) -> list[tuple[str, int, list[int]]]:
     [
         ("trainer.deterministic=True", "a clock decides"),
         ("actor_rollout_ref.rollout.mode=sync", "mode=async"),
-        ("trainer.collapse_guard=rollback", "warn and stop do go"),
-        ("algorithm.filter_groups.enable=True", "behind the steps ahead"),
         ("trainer.debug_mode=rollout_only", "only one of both"),
     ],
 )
-def test_what_needs_one_version_per_step_is_refused_by_name(word, why):
-    extra = ["algorithm.filter_groups.metric=seq_reward"] if "filter_groups" in word else []
-    extra += ["trainer.debug_rollout_data=x_{rollout_id}.pt"] if "debug" in word else []
+@pytest.mark.parametrize("asked", [AHEAD, "data.over_sample=1.5"])
+def test_what_needs_a_steps_own_conversations_is_refused_by_name(asked, word, why):
+    extra = ["trainer.debug_rollout_data=x_{rollout_id}.pt"] if "debug" in word else []
     with pytest.raises(ConfigError, match=re.escape(why)) as error:
-        compose([AHEAD, word, *extra])
-    assert "trainer.max_staleness=2 does not go with" in str(error.value) and word in str(error.value)
+        compose([asked, word, *extra])
+    assert f"{asked} does not go with" in str(error.value) and word in str(error.value)
+
+
+def test_groups_are_replaced_or_left_for_later_not_both():
+    with pytest.raises(ConfigError, match=r"over_sample=1\.5 does not go with algorithm\.filter_groups\.enable=True"):
+        compose([AHEAD, "data.over_sample=1.5", "algorithm.filter_groups.enable=True"])
+
+
+@pytest.mark.parametrize(("bound", "most"), [(0, 2), (1, 2), (3, 4)])
+def test_more_prompts_than_can_be_trained_in_time_are_refused(bound, most):
+    compose([f"trainer.max_staleness={bound}", f"data.over_sample={most}"])
+    with pytest.raises(ConfigError, match=f"set data.over_sample to at most {most}"):
+        compose([f"trainer.max_staleness={bound}", f"data.over_sample={most + 0.1}"])
 
 
 def test_a_negative_bound_is_refused():
@@ -124,24 +134,10 @@ def test_an_engine_that_cannot_sample_while_the_policy_is_trained_is_refused(can
         engines.check_overlap(engine, compose([AHEAD]))
 
 
-class Forgetful(ShuffledSampler):
-    """Cannot say where it was before the last rows."""
-
-    def state_dict(self):
-        return {}
-
-
 @pytest.mark.slow
-def test_such_a_sampler_goes_with_synchronous_steps_and_where_nothing_is_trained(tmp_path):
-    own = f"data.sampler={__name__}:Forgetful"
-    fit(tmp_path / "run", *RUN, own, "trainer.total_training_steps=1")
+def test_where_nothing_is_trained_the_bound_asks_for_nothing(tmp_path):
     val_only = ("trainer.val_only=True", "data.val_files=verl_mt.tiny.problems:rows", "data.val_max_samples=2")
-    small_trainer(tmp_path / "validated", own, AHEAD, "trainer.deterministic=True", *val_only).fit()
-
-
-def test_a_sampler_that_cannot_go_back_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="Forgetful, whose state_dict takes no in_flight"):
-        small_trainer(tmp_path / "run", AHEAD, f"data.sampler={__name__}:Forgetful")
+    small_trainer(tmp_path / "validated", AHEAD, "trainer.deterministic=True", *val_only).fit()
 
 
 # Ages

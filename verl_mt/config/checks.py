@@ -550,25 +550,40 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _staleness(config: Config) -> Iterator[str]:
-    """What needs one version of the weights to have sampled all of a step."""
-    trainer, mode = config.trainer, config.actor_rollout_ref.rollout.mode
-    if not trainer.steps_ahead:
-        return
-    refills = "what takes the place of groups without signal would be drawn behind the steps ahead of it"
+    """What needs a step's own conversations, or one version of the weights to have sampled all of them."""
+    trainer, factor = config.trainer, 1.0 if config.trainer.val_only else config.data.over_sample
+    ahead, more = f"trainer.max_staleness={trainer.max_staleness}", f"data.over_sample={factor:g}"
+    given = [name for name, is_given in ((ahead, trainer.steps_ahead), (more, factor > 1)) if is_given]
+    refills = "a step that starts more than it needs already does not wait for the groups that would be replaced"
     unfit = (
-        ("trainer.deterministic=True", trainer.deterministic, "a clock decides which token new weights come before"),
-        (f"{_ROLLOUT}.mode=sync", mode == "sync", "turns of two steps would wait for each other (mode=async does not)"),
-        ("algorithm.filter_groups.enable=True", config.algorithm.filter_groups.enable, refills),
         (
-            "trainer.collapse_guard=rollback",
-            trainer.collapse_guard == "rollback",
-            "conversations by the abandoned weights would go on (warn and stop do go)",
+            (ahead, more),
+            "trainer.deterministic=True",
+            trainer.deterministic,
+            "a clock decides what is sampled by which weights",
         ),
-        (f"trainer.debug_mode={trainer.debug_mode}", trainer.debug_mode != "save", "only one of both is done there"),
+        (
+            (ahead, more),
+            f"{_ROLLOUT}.mode=sync",
+            config.actor_rollout_ref.rollout.mode == "sync",
+            "turns of two steps would wait for each other (mode=async does not)",
+        ),
+        ((more,), "algorithm.filter_groups.enable=True", config.algorithm.filter_groups.enable, refills),
+        (
+            (ahead, more),
+            f"trainer.debug_mode={trainer.debug_mode}",
+            trainer.debug_mode != "save",
+            "only one of both is done there",
+        ),
     )
-    for key, given, why in unfit:
-        if given:
-            yield f"trainer.max_staleness={trainer.max_staleness} does not go with {key}: {why}; leave one of them out"
+    for names, key, is_given, why in unfit:
+        for name in (name for name in given if is_given and name in names):
+            yield f"{name} does not go with {key}: {why}; leave one of them out"
+    if factor > (most := max(1, trainer.steps_ahead) + 1):
+        yield (
+            f"{more}: with {ahead} at most {most} batches may be in flight, or the last of them could not be trained "
+            f"in time; set data.over_sample to at most {most}"
+        )
 
 
 def _numbers(config: Config) -> Iterator[str]:

@@ -192,8 +192,9 @@ class RolloutConfig(Section):
     on_update: str = knob(
         "continue",
         "What new weights do to turns that are being sampled: continue = they go on with them, token by token; "
-        "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them.",
-        choices=("continue", "finish_turn"),
+        "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them; "
+        "restart = conversations that have sampled begin again, so that each is by one version.",
+        choices=("continue", "finish_turn", "restart"),
         when=given("trainer.max_staleness"),
     )
     n: int = knob(8, "Samples per prompt (the group).", min=1)

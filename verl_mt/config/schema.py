@@ -51,6 +51,12 @@ class DataConfig(Section):
         choices=("raise", "skip"),
     )
     train_batch_size: int = knob(16, "Prompts per training step.", min=1)
+    over_sample: float = knob(
+        1.0,
+        "Prompts in flight, in batches: above 1 a step trains those that finish first; the others go on for the next "
+        "steps (with trainer.max_staleness) or begin again under its weights (docs/asynchronous.md).",
+        min=1,
+    )
     val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES)
     max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)
     filter_overlong_prompts: bool = knob(

@@ -3,7 +3,8 @@
 Each prompt that a run draws has a number, counted from 0 over the whole run, and ends in one of two ways: it is trained
 in a step, or it is left out for a reason. The file only grows; a line is an event:
 
-    {"event": "begun", "step": 40, "drawn": 640, "trained": 633, "left_out": 7, "rows": true}     a process goes on
+    {"event": "begun", "step": 40, "drawn": 640, "trained": 633, "left_out": 7, "open": [], "rows": true}
+                                                                                            a process goes on
     {"event": "drawn", "prompts": [[640, "gsm8k", 17, "s000041.00000"], ...]}       number, entry of the data, row, id
     {"event": "started", "numbers": [640, ...]}
     {"event": "finished", "number": 640, "attempts": 1, "trajectories": 8, "tokens": 912}
@@ -11,8 +12,9 @@ in a step, or it is left out for a reason. The file only grows; a line is an eve
     {"event": "left_out", "step": 41, "why": "no signal", "numbers": [655]}
 
 A process that goes on from a checkpoint says so first (`begun`). What the file says of the time after that checkpoint
-is void then: those prompts are drawn again, with the same numbers. No line has a time; the order in which prompts of a
-step are `finished` is the clock's all the same.
+is void then: prompts that were drawn later are drawn again, with the same numbers, and those that were `open` at its
+step (in flight, `trainer.max_staleness`) are open again. No line has a time; the order in which prompts of a step are
+`finished` is the clock's all the same.
 """
 
 from __future__ import annotations
@@ -34,6 +36,29 @@ from verl_mt.errors import DataError
 FILE = "prompt_log.jsonl"
 
 
+@dataclass(frozen=True)
+class OpenPrompt:
+    """One that was drawn and has not come to its end."""
+
+    number: int
+    prompt_id: str
+    row: DataRow
+
+    @property
+    def logged(self) -> list[Any]:
+        """As the events name it: number, entry of the data, row, id."""
+        return [self.number, self.row.source, self.row.index, self.prompt_id]
+
+    @property
+    def plan(self) -> str:
+        return self.prompt_id.rpartition(".")[0]
+
+    @property
+    def position(self) -> int:
+        """In its plan."""
+        return int(self.prompt_id.rpartition(".")[2])
+
+
 class PromptLog:
     """Writes the log of a run. Nothing is written before the first prompt is drawn.
 
@@ -44,13 +69,12 @@ class PromptLog:
         rows: whether this process writes rollout rows, which the log can be compared with.
     """
 
-    def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, int] | None = None, rows: bool = True):
+    def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, Any] | None = None, rows: bool = True):
         self._path = folder / FILE
-        self._begun = {"event": "begun", "step": step, **_counts(state or {}), "rows": rows}
         self._counts = Counter(_counts(state or {}))
-        self._open: dict[str, int] = {}
-        self._gave_none: list[int] = []
-        """Numbers of rows that gave no prompt, as long as older prompts are open."""
+        self._open: dict[str, OpenPrompt] = {found.prompt_id: found for found in (state or {}).get("open", ())}
+        opened = [found.logged for found in self._open.values()]
+        self._begun = {"event": "begun", "step": step, **self._counts, "open": opened, "rows": rows}
         self._file: BinaryIO | None = None
 
     @classmethod
@@ -64,23 +88,20 @@ class PromptLog:
         first, named = self._counts["drawn"], [f"{plan}.{place:05d}" for place in range(len(rows))]
         everything = [*zip(rows, named), *((row, None) for row, _ in left_out)]
         prompts = [[first + k, row.source, row.index, name] for k, (row, name) in enumerate(everything)]
-        self._open |= {name: first + k for k, name in enumerate(named)}
+        self._open |= {name: OpenPrompt(first + k, name, row) for k, (name, row) in enumerate(zip(named, rows))}
         self._counts["drawn"] += len(prompts)
         self._append({"event": "drawn", "prompts": prompts})
-        without = {first + len(rows) + k: why for k, (_, why) in enumerate(left_out)}
-        self._leave_out(without)
-        self._gave_none += without
+        self._leave_out({first + len(rows) + k: why for k, (_, why) in enumerate(left_out)})
         self._sync()
 
     def started(self, plan: str) -> None:
-        """The conversations of a plan's prompts."""
-        numbers = [number for name, number in self._open.items() if name.rpartition(".")[0] == plan]
+        """The conversations of a plan's prompts, for the first time or again."""
+        numbers = [found.number for found in self._open.values() if found.plan == plan]
         self._append({"event": "started", "numbers": numbers})
 
     def finished(self, group: TrajectoryGroup) -> None:
         """All conversations of a prompt are over and scored."""
-        number = self._open.get(group.prompt_id)
-        if number is None:
+        if (known := self._open.get(group.prompt_id)) is None:
             return
         of = group.trajectories
         found = {
@@ -88,7 +109,7 @@ class PromptLog:
             "trajectories": len(of),
             "tokens": sum(t.num_sampled_tokens for t in of),
         }
-        self._append({"event": "finished", "number": number, **found})
+        self._append({"event": "finished", "number": known.number, **found})
 
     def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
         """A step is over: what became of its prompts.
@@ -97,7 +118,7 @@ class PromptLog:
             step: its number.
             left_out: prompt id -> why it was not trained; None where it was.
         """
-        known = {self._open.pop(name): why for name, why in left_out.items() if name in self._open}
+        known = {self._open.pop(name).number: why for name, why in left_out.items() if name in self._open}
         trained = sorted(number for number, why in known.items() if why is None)
         if trained:
             self._counts["trained"] += len(trained)
@@ -106,24 +127,14 @@ class PromptLog:
         self._sync()
 
     @property
-    def in_flight(self) -> int:
-        """Rows that were drawn since the oldest open prompt, with it: a run that goes on from here draws them again."""
-        return self._counts["drawn"] - self._first_open
+    def open(self) -> list[OpenPrompt]:
+        """In flight, in the order in which they were drawn."""
+        return list(self._open.values())
 
-    @property
-    def _first_open(self) -> int:
-        return min(self._open.values(), default=self._counts["drawn"])
-
-    def state_dict(self) -> dict[str, int]:
-        """How many were drawn, trained and left out before the oldest open prompt. At a step's end, which is where a
-        run goes on, that one belongs to the next step, and all that was drawn before it is over."""
-        first = self._first_open
-        self._gave_none = [number for number in self._gave_none if number >= first]
-        return {
-            "drawn": first,
-            "trained": self._counts["trained"],
-            "left_out": self._counts["left_out"] - len(self._gave_none),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """How many were drawn, trained and left out, and those that are in flight: none at the end of a synchronous
+        step."""
+        return {**self._counts, "open": self.open}
 
     def close(self) -> None:
         """Idempotent. What a full disk did not take was refused when it was written."""
@@ -155,7 +166,7 @@ class PromptLog:
                 os.fsync(self._file.fileno())
 
 
-def _counts(state: Mapping[str, int]) -> dict[str, int]:
+def _counts(state: Mapping[str, Any]) -> dict[str, int]:
     return {name: state.get(name, 0) for name in ("drawn", "trained", "left_out")}
 
 
@@ -168,9 +179,11 @@ class DrawnPrompt:
     row_index: int
     prompt_id: str | None
     """None of a row that gave no prompt."""
-    started: bool = False
+    starts: int = 0
+    """How often its conversations were begun by a step: again by a run that goes on, or where their weights were
+    abandoned."""
     attempts: int | None = None
-    """How often its conversations were begun, the most of any; None = they are not over."""
+    """How often one of them was begun since, the most of any: its engine was lost. None = they are not over."""
     trained_in: list[int] = field(default_factory=list)
     """Steps. More than one, or one and `left_out`, is an error of the program that wrote the log."""
     left_out: list[str] = field(default_factory=list)
@@ -191,11 +204,15 @@ class PromptHistory:
     """What was drawn, trained and left out in another directory, in which the run was begun."""
     first_step: int = 0
     """The step after which this directory's log begins."""
+    first_number: int = 0
+    """Of the first prompt that was drawn behind it; those that were in flight then have smaller ones."""
     begun_at: int = 0
     """The step after which the last process began."""
     without_rows: set[int] = field(default_factory=set)
     """Steps whose process wrote no rollout rows."""
     _rows: bool = True
+    _void: dict[int, int] = field(default_factory=dict)
+    """Number -> how often a prompt was started that will be drawn again."""
     unknown: list[str] = field(default_factory=list)
     """Events of prompts that nobody has drawn."""
 
@@ -209,10 +226,7 @@ class PromptHistory:
         if kind == "begun":
             self._begin(event)
         elif kind == "drawn":
-            for number, *what in event["prompts"]:
-                if number in self.prompts:
-                    self.unknown.append(f"prompt {number} is drawn twice")
-                self.prompts[number] = DrawnPrompt(number, *what)
+            self._draw(event["prompts"])
         elif kind in ("started", "finished", "trained", "left_out"):
             numbers = [event["number"]] if kind == "finished" else event["numbers"]
             for number in numbers:
@@ -227,14 +241,24 @@ class PromptHistory:
 
     def _begin(self, event: dict[str, Any]) -> None:
         self.begun_at, self._rows, counts = event["step"], event["rows"], _counts(event)
-        self.prompts = {number: prompt for number, prompt in self.prompts.items() if number < counts["drawn"]}
+        opened = event.get("open", [])
+        again = {number for number in self.prompts if number >= counts["drawn"]} | {number for number, *_ in opened}
+        self._void |= {number: self.prompts.pop(number).starts for number in again & self.prompts.keys()}
         if not self.prompts:
-            self.before, self.first_step = counts, self.begun_at
+            self.before, self.first_step = counts | {"drawn": counts["drawn"] - len(opened)}, self.begun_at
+            self.first_number = counts["drawn"]
+        self._draw(opened)
+
+    def _draw(self, prompts: Iterable[Sequence[Any]]) -> None:
+        for number, source, row_index, prompt_id in prompts:
+            if number in self.prompts:
+                self.unknown.append(f"prompt {number} is drawn twice")
+            self.prompts[number] = DrawnPrompt(number, source, row_index, prompt_id, self._void.pop(number, 0))
 
 
 def _tell(prompt: DrawnPrompt, kind: str, event: dict[str, Any]) -> None:
     if kind == "started":
-        prompt.started = True
+        prompt.starts += 1
     elif kind == "finished":
         prompt.attempts = event["attempts"]
     elif kind == "trained":
@@ -265,6 +289,7 @@ def read_prompt_log(run: str | Path) -> PromptHistory:
             if _is_torn(lines[number:]):
                 continue
             raise DataError(f"{path}, line {number}: {line[:80]!r} is no event of a prompt log: {error!r}") from error
+    history.prompts = dict(sorted(history.prompts.items()))  # those that were open again stand behind the others
     return history
 
 

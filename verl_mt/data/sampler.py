@@ -1,7 +1,7 @@
 """In which order rows are trained on: shuffled, mixed by weights, or by a curriculum.
 
 The built-in samplers are pure functions from a position (how many rows were drawn before) to a row. So a run that is
-resumed at any position goes on exactly as it would have, and prompts that were in flight are simply issued again.
+resumed at any position goes on exactly as it would have.
 
 An epoch of at most a million rows, or of rows in memory, is a shuffled list of their numbers. Of more the number of
 each draw is computed when it is drawn (`permuted`): nothing is kept, and to resume costs nothing.
@@ -62,12 +62,9 @@ class RowSampler(abc.ABC):
         """The next n rows. Never ends; a new epoch follows the last."""
 
     @abc.abstractmethod
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        """Plain data from which a new sampler goes on.
-
-        Args:
-            in_flight: rows that were drawn last and whose groups were not consumed: they will be drawn again.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data from which a new sampler goes on behind the row that was drawn last. Rows whose prompts are in
+        flight then are not its concern: the checkpoint holds them."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,10 +188,8 @@ class PositionSampler(RowSampler):
                 self._ahead |= zip((position for position, _ in of_it), found)
         return [self._ahead.pop(position) for position in wanted]
 
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        if not 0 <= in_flight <= self.position:
-            raise ValueError(f"in_flight must be between 0 and the {self.position} rows drawn so far, got {in_flight}")
-        return {"position": self.position - in_flight, "rows": {s.name: len(s.rows) for s in self.sources}}
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "rows": {s.name: len(s.rows) for s in self.sources}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows = {s.name: len(s.rows) for s in self.sources}

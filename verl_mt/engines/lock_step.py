@@ -1,5 +1,5 @@
-"""Around any engine: `LockStepEngine`, one batch of turns after the other, and `WholeTurnsEngine`, whose turns are by
-one version of the weights each.
+"""Around any engine: `LockStepEngine`, one batch of turns after the other; `WholeTurnsEngine`, whose turns are by one
+version of the weights each, and `OneVersionEngine`, whose conversations are.
 
 In lock step (`rollout.mode=sync`) nobody's next turn begins before everybody's turn is done and every tool has
 answered. It is slower than sampling as soon as something is asked for (the default) and gives the same trajectories;
@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import InferenceEngine, PauseMode, WeightUpdate
+from verl_mt.errors import WeightsReplacedError
 
 
 class _Around(InferenceEngine):
@@ -166,3 +167,41 @@ class WholeTurnsEngine(_Around):
             self._sampling += sampling
             self._updates += updates
             self._changed.notify_all()
+
+
+class OneVersionEngine(WholeTurnsEngine):
+    """New weights end the turns that are being sampled, and every conversation that has sampled begins again when it
+    asks for its next one (`rollout.on_update=restart`): each is by one version."""
+
+    def __init__(self, engine: InferenceEngine):
+        super().__init__(engine)
+        self._number = 0
+        self._begun: dict[str, int] = {}
+        """Session -> number of the update before its first turn."""
+        self._turns: set[asyncio.Future[GenerationOutput]] = set()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        begun = self._begun.setdefault(request.session_id, self._number)
+        if begun == self._number:
+            turn = asyncio.ensure_future(super().generate(request))
+            self._turns.add(turn)
+            try:
+                return await turn
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if begun == self._number or (task is not None and task.cancelling()):
+                    raise
+            finally:
+                self._turns.discard(turn)
+        self._begun.pop(request.session_id, None)
+        raise WeightsReplacedError(f"update {self._number} came while {request.session_id} was sampled")
+
+    async def apply(self, update: WeightUpdate) -> None:
+        self._number += 1
+        for turn in list(self._turns):
+            turn.cancel()
+        await super().apply(update)
+
+    def close_session(self, session_id: str) -> None:
+        self._begun.pop(session_id, None)
+        super().close_session(session_id)

@@ -341,6 +341,14 @@ class PromptDraws:
         }
         return Drawn(found, left_out, counts | ({"data/bad_rows": bad} if prompts.skips_bad else {}))
 
+    def again(self, rows: Sequence[DataRow]) -> list[Prompt | None]:
+        """The prompts of rows that were drawn before; None where one has none any more.
+
+        Raises:
+            DataError: one is bad.
+        """
+        return [self._prompt_of(row) for row in rows]
+
     def _prompt_of(self, row: DataRow) -> Prompt | None:
         prompts = self.prompts
         if prompts.knows(row):

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,14 @@ from typing import Any, TypeVar
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.slime_sample import samples_of
 from verl_mt.data.trajectory import MAX_REWARD, StopReason, TimeSpan, Trajectory, TrajectoryGroup, is_trainable
-from verl_mt.errors import ConfigError, DataError, DeadlineError, EngineGoneError, traceback_text
+from verl_mt.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineGoneError,
+    WeightsReplacedError,
+    traceback_text,
+)
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
@@ -78,10 +85,30 @@ class RolloutPlan:
     """One more, greedy answer to each prompt. Its reward goes to the others (`greedy_reward`); it is not trained."""
     run: RunState = RunState()
     """Where the training run stands; for rewards."""
+    positions: Sequence[int] | None = None
+    """Places of the prompts in the plan, where it is a part of one; None = 0, 1, 2, ..."""
 
     @property
     def episodes_per_prompt(self) -> int:
         return self.n + self.greedy_too
+
+    @property
+    def placed(self) -> Iterator[tuple[int, Prompt]]:
+        """(place in the plan, prompt)"""
+        return zip(range(len(self.prompts)) if self.positions is None else self.positions, self.prompts)
+
+    @property
+    def prompt_ids(self) -> list[str]:
+        """Of its groups."""
+        return [self.prompt_id(place) for place, _ in self.placed]
+
+    def prompt_id(self, position: int) -> str:
+        return f"{self.name}.{position:05d}"
+
+    def only(self, prompt_ids: Container[str]) -> RolloutPlan:
+        """The part of it that these prompts are."""
+        left = [(place, prompt) for place, prompt in self.placed if self.prompt_id(place) in prompt_ids]
+        return replace(self, prompts=[prompt for _, prompt in left], positions=[place for place, _ in left])
 
 
 @dataclass
@@ -118,7 +145,7 @@ class RolloutRunner:
         self.progress.begin(len(plan.prompts) * plan.episodes_per_prompt)
         tasks = [
             asyncio.create_task(self.run_group(plan, position, prompt, gate), name=f"group {position}")
-            for position, prompt in enumerate(plan.prompts)
+            for position, prompt in plan.placed
         ]
         try:
             for finished in asyncio.as_completed(tasks):
@@ -144,7 +171,7 @@ class RolloutRunner:
         Raises:
             DeadlineError: a deadline fired in a deterministic run.
         """
-        prompt_id = f"{plan.name}.{position:05d}"
+        prompt_id = plan.prompt_id(position)
         context = self.context if plan.sampling is None else replace(self.context, sampling=plan.sampling)
         contexts = [context] * plan.n + [replace(context, sampling=context.sampling.greedy())] * plan.greedy_too
         row, first = prompt.row, position * plan.episodes_per_prompt
@@ -179,23 +206,28 @@ class RolloutRunner:
         await gate.enter((place.run.step, order), opens, closes)
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
-            for attempt in range(self.max_retries + 1):
+            lost = replaced = 0
+            while True:
                 # From the beginning, in a trajectory of its own: the engine that comes back may have other weights and
                 # has no cache, tools hold what the lost attempt did to them, and tokens of two attempts in one record
                 # would have log-probs of histories that never were. The gate's place and the engine's session stay, so
                 # that a deterministic engine does not go on without this conversation.
                 trajectory = begin(time_spans=list(waited))
-                session = RolloutSession(context, trajectory, order, attempt, prompt.truncated)
+                session = RolloutSession(context, trajectory, order, lost + replaced, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
                 if all(t is not trajectory for t in outcome):
                     # What tools and engine did is counted, though the first conversation came to nothing.
                     for name, amount in trajectory.counters.items():
                         outcome[0].counters[name] = outcome[0].counters.get(name, 0) + amount
                     outcome[0].time_spans += trajectory.time_spans
-                if attempt:
-                    outcome[0].counters["retries"] = attempt
-                if not isinstance(error, EngineGoneError):
+                if isinstance(error, WeightsReplacedError):
+                    replaced += 1
+                elif isinstance(error, EngineGoneError) and lost < self.max_retries:
+                    lost += 1
+                else:
                     break
+            again = {"retries": lost, "replaced": replaced}
+            outcome[0].counters |= {name: count for name, count in again.items() if count}
         finally:
             gate.leave()
             engine.close_session(session_id)

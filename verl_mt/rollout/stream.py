@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from verl_mt.data.trajectory import TrajectoryGroup
@@ -34,6 +35,23 @@ class Pool(RollsOut, Protocol):
         """End them."""
 
 
+Choice = Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup] | None]
+"""Of the groups that are finished and were not handed over, in the order in which they finished: those that are wanted
+now, or None as long as they are not there."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A plan on its way."""
+
+    plan: RolloutPlan
+    open: set[str]
+    """Ids of the prompts whose groups were not handed over."""
+    task: asyncio.Task[Any] | None = None
+    """Of the rollout's loop, as soon as it has begun."""
+    future: Future[None] = field(default_factory=Future)
+
+
 class RolloutStream:
     """Starts plans and hands over their groups.
 
@@ -43,12 +61,18 @@ class RolloutStream:
 
     def __init__(self, runner: RolloutRunner):
         self.runner = runner
+        self.keep: Callable[[TrajectoryGroup], object] | None = None
+        """Called in a thread with each finished group of training, before it can be collected."""
+        self.arrived: Callable[[TrajectoryGroup], object] = lambda group: None
+        """Called by who collects with each group of any plan that has arrived meanwhile."""
         self.pool: Pool | None = None
         """Workers that drive the conversations in the runner's place."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        self._running: dict[str, tuple[Future[None], queue.Queue[TrajectoryGroup | None], int]] = {}
+        self._running: dict[str, _Running] = {}
+        self._arrivals: queue.SimpleQueue[tuple[_Running, TrajectoryGroup]] = queue.SimpleQueue()
+        self._finished: list[tuple[_Running, TrajectoryGroup]] = []
 
     @property
     def progress(self) -> RolloutProgress:
@@ -71,52 +95,100 @@ class RolloutStream:
             future.cancel()
             raise
 
-    def start(self, plan: RolloutPlan) -> None:
-        """Begin to roll out a plan; returns at once."""
-        groups: queue.Queue[TrajectoryGroup | None] = queue.Queue()
-        future = asyncio.run_coroutine_threadsafe(self._produce(plan, groups), self._loop)
-        self._running[plan.name] = (future, groups, len(plan.prompts))
+    def start(self, plan: RolloutPlan, finished: Sequence[TrajectoryGroup] = ()) -> None:
+        """Begin to roll out a plan; returns at once.
+
+        Args:
+            finished: groups of it that were rolled out before; only the others begin.
+        """
+        running = self._running[plan.name] = _Running(plan, set(plan.prompt_ids))
+        self._finished += [(running, group) for group in finished]
+        left = plan.only(running.open - {group.prompt_id for group in finished})
+        running.future = asyncio.run_coroutine_threadsafe(self._produce(running, left), self._loop)
 
     def started(self, name: str) -> bool:
         """Whether a plan of that name is running or waits to be collected."""
         return name in self._running
 
-    def collect(
-        self,
-        name: str,
-        while_waiting: Callable[[], None] = lambda: None,
-        on_group: Callable[[TrajectoryGroup], None] = lambda group: None,
-    ) -> list[TrajectoryGroup]:
+    def stop(self) -> None:
+        """What was started and not handed over is given up; returns when it has ended."""
+        given_up = list(self._running.values())
+        for running in given_up:
+            self._forget(running)
+        self.call(_ended([running.task for running in given_up if running.task is not None]))
+
+    def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
 
-        `while_waiting` is called a few times a second (a display, a check for Ctrl-C), `on_group` with each group when
-        it is finished; what they raise cancels the plan.
+        `while_waiting` is called a few times a second (a display, a check for Ctrl-C); what it raises cancels the plan.
         """
-        future, groups, count = self._running.pop(name)
-        collected: list[TrajectoryGroup] = []
+        running = self._running[name]
+
+        def whole(finished: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup] | None:
+            own = [group for group in finished if group.prompt_id in running.open]
+            return own if len(own) == len(running.open) else None
+
         try:
-            while len(collected) < count:
-                while_waiting()
-                try:
-                    group = groups.get(timeout=0.1)
-                except queue.Empty:
-                    continue
-                if group is None:
-                    break
-                on_group(group)
-                collected.append(group)
+            return self.collect_some(whole, while_waiting, of=(name,))
         except BaseException:
-            future.cancel()
+            self._forget(running)
             raise
-        self._wait(future)
-        # Groups arrive as they finish, which a clock decides; batches may not depend on one.
-        return sorted(collected, key=lambda g: g.prompt_id)
+
+    def collect_some(
+        self,
+        choose: Choice,
+        while_waiting: Callable[[], None] = lambda: None,
+        *,
+        of: Sequence[str] | None = None,
+    ) -> list[TrajectoryGroup]:
+        """The groups that `choose` takes, as soon as it takes some, in the order of their ids: that in which they
+        arrive is a clock's, and batches may not depend on one.
+
+        Args:
+            choose: looks at what is finished of all plans.
+            while_waiting: as for `collect`.
+            of: the plans that are waited for, None = all: what their rollouts raised is raised.
+        """
+        while_waiting()
+        while (chosen := choose([group for _, group in self._finished])) is None:
+            self._take_arrivals()
+            while_waiting()
+            for name in self._running if of is None else of:
+                if (future := self._running[name].future).done():
+                    future.result()
+        self._hand_over({group.prompt_id for group in chosen})
+        return sorted(chosen, key=lambda group: group.prompt_id)
+
+    def _take_arrivals(self) -> None:
+        """Wait a moment for some, and take those that are there."""
+        try:
+            arrived = [self._arrivals.get(timeout=0.1)]
+            while not self._arrivals.empty():
+                arrived.append(self._arrivals.get())
+        except queue.Empty:
+            return
+        for running, group in arrived:
+            if self._running.get(running.plan.name) is running:
+                self._finished.append((running, group))
+                self.arrived(group)
+
+    def _hand_over(self, ids: set[str]) -> None:
+        self._finished = [(running, group) for running, group in self._finished if group.prompt_id not in ids]
+        for running in list(self._running.values()):
+            running.open -= ids
+            if not running.open:
+                self._wait(running.future)
+                del self._running[running.plan.name]
+
+    def _forget(self, running: _Running) -> None:
+        self._running.pop(running.plan.name, None)
+        self._finished = [found for found in self._finished if found[0] is not running]
+        running.future.cancel()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent."""
-        for future, _, _ in self._running.values():
-            future.cancel()
-        self._running.clear()
+        for running in list(self._running.values()):
+            self._forget(running)
         if not self._thread.is_alive():
             return
         try:
@@ -139,12 +211,14 @@ class RolloutStream:
             self._thread.join()
             self._loop.close()
 
-    async def _produce(self, plan: RolloutPlan, groups: queue.Queue[TrajectoryGroup | None]) -> None:
-        try:
-            async for group in (self.pool or self.runner).run(plan):
-                groups.put(group)
-        finally:
-            groups.put(None)
+    async def _produce(self, running: _Running, plan: RolloutPlan) -> None:
+        running.task = asyncio.current_task()
+        if not plan.prompts:
+            return
+        async for group in (self.pool or self.runner).run(plan):
+            if self.keep is not None and not plan.evaluation:
+                await asyncio.to_thread(self.keep, group)
+            self._arrivals.put((running, group))
 
     @staticmethod
     def _wait(future: Future[T], while_waiting: Callable[[], None] = lambda: None) -> T:
@@ -155,6 +229,11 @@ class RolloutStream:
             except TimeoutError:
                 if future.done():  # the coroutine's own, not that of the wait
                     raise
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancelled ones have run their `finally` blocks."""
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _drain() -> None:

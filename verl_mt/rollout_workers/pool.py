@@ -102,7 +102,7 @@ class RolloutPool:
             WorkerError: groups were lost with one worker after the other.
         """
         self.progress.begin(len(plan.prompts) * plan.episodes_per_prompt)
-        running = self._plans[plan.name] = _Running(replace(plan, prompts=()))
+        running = self._plans[plan.name] = _Running(replace(plan, prompts=(), positions=None))
         left = len(plan.prompts)
         try:
             if self._broken is not None:
@@ -110,7 +110,7 @@ class RolloutPool:
             for place in self._places:
                 self._begin(place, running)
             each = plan.episodes_per_prompt
-            self._dealer.add(Job(plan.name, k, prompt, each) for k, prompt in enumerate(plan.prompts))
+            self._dealer.add(Job(plan.name, k, prompt, each) for k, prompt in plan.placed)
             self._deal()
             while left:
                 arrived = await running.arrived.get()

@@ -173,7 +173,7 @@ class Worker:
             prompt = self._with_tools(prompt) if shows_tools else prompt
             group = await runner.run_group(run.plan, position, prompt, self._gate)
             self._shift(group)
-            packed = await asyncio.to_thread(_packed, group, f"{name}.{position:05d}")
+            packed = await asyncio.to_thread(_packed, group, run.plan.prompt_id(position))
         except Exception as error:
             self._send(("error", name, position, sendable(error)))
             return

@@ -59,11 +59,12 @@ from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
+from verl_mt.trainer.over_sampling import over_sampling
 from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.trainer.staleness import require_going_back
+from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
@@ -119,6 +120,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             estimate_advantages=advantage_estimator(config.algorithm, workers),
             checkpoints=checkpoints,
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
+            spool=_spool(config, run, state),
             sanity=runner.context.sanity,
             log=log,
             prompt_log=PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off"),
@@ -146,6 +148,15 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
         engines.check(config.actor_rollout_ref, config.trainer)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
+
+
+def _spool(config: Config, run: RunDirectory, state: dict[str, Any] | None) -> GroupSpool | None:
+    """Where finished groups outlive a kill; None where they are sampled again, bit for bit."""
+    trainer = config.trainer
+    if trainer.deterministic or trainer.debug_mode != "save":
+        return None
+    step = 0 if state is None else state["step"]
+    return GroupSpool(run.path / "spool", None if trainer.resume_mode == "other_data" else step)
 
 
 def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
@@ -236,8 +247,6 @@ def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
 
 def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
     data, rollout, trainer = config.data, config.actor_rollout_ref.rollout, config.trainer
-    if trainer.steps_ahead:
-        require_going_back(sampler)
     by_epochs = trainer.total_epochs * sampler.num_rows // data.train_batch_size
     if not by_epochs and trainer.total_training_steps != 0 and not trainer.val_only:
         raise ConfigError(
@@ -261,6 +270,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_greedy_too=rollout.val_kwargs.greedy_too,
         val_batch_size=data.val_batch_size,
         total_steps=total,
+        over=over_sampling(data.train_batch_size, data.over_sample, trainer.steps_ahead),
         greedy_too=config.algorithm.adv_estimator == "remax",
         run=run,
     )

@@ -19,7 +19,7 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, parts_of
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.base import EngineHost, EngineSetup, InferenceEngine
-from verl_mt.engines.lock_step import LockStepEngine, WholeTurnsEngine
+from verl_mt.engines.lock_step import LockStepEngine, OneVersionEngine, WholeTurnsEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.session import load_interactions
@@ -173,7 +173,9 @@ def _around(engine: InferenceEngine, rollout: RolloutConfig, overlaps: bool) -> 
     """What decides when turns are asked for, where something does."""
     if rollout.mode == "sync":
         return LockStepEngine(engine)
-    return WholeTurnsEngine(engine) if overlaps and rollout.on_update == "finish_turn" else engine
+    if not overlaps or rollout.on_update == "continue":
+        return engine
+    return WholeTurnsEngine(engine) if rollout.on_update == "finish_turn" else OneVersionEngine(engine)
 
 
 def _build_engine(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
-from verl_mt.data.drawn_prompts import PromptLog
+from verl_mt.data.drawn_prompts import OpenPrompt, PromptLog
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
@@ -37,10 +40,17 @@ from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
+from verl_mt.trainer.over_sampling import OverSampling, drawn_at
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.staleness import require_bound, staleness_metrics
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+_TRAINING = "s"
+"""How the names of plans begin whose groups are trained."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,17 @@ class BatchPlan:
     val_greedy_too: bool
     val_batch_size: int | None
     total_steps: int
+    over: OverSampling | None = None
+    """More prompts than a step needs are in flight; None = those of whole steps."""
     greedy_too: bool = False
     """Each training prompt has a greedy answer too, which the others are compared with (ReMax)."""
     run: RunState = RunState()
     """What rewards are told of the run as a whole."""
+
+    def admission(self, config: TrainerConfig) -> dict[str, float]:
+        """What decides when prompts are started, and in which steps they may be trained."""
+        factor = 1.0 if self.over is None else self.over.factor
+        return {"prompts": self.num_prompts, "over_sample": factor, "max_staleness": config.max_staleness}
 
     def rollout(self, prompts: list[Prompt], name: str, step: int) -> RolloutPlan:
         """A training rollout after `step` finished steps."""
@@ -91,6 +108,8 @@ class PPOTrainer:
     prompt_log: PromptLog
     pad_token_id: int
     collapse: CollapseResponse
+    spool: GroupSpool | None = None
+    """Keeps finished groups for a run that is killed; a deterministic one samples them again."""
     selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
@@ -107,6 +126,10 @@ class PPOTrainer:
     _at_boundary: dict[str, Any] = field(default_factory=dict)
     _drawn: dict[int, dict[str, int]] = field(default_factory=dict)
     """Finished steps before a step that is under way or ahead -> `data/...` of what was drawn for it."""
+
+    def __post_init__(self) -> None:
+        self.stream.arrived = self.prompt_log.finished
+        self.stream.keep = None if self.spool is None else self.spool.keep
 
     @property
     def sampler(self) -> RowSampler:
@@ -125,6 +148,8 @@ class PPOTrainer:
                     self._train()
                     self.weights.make_room()
                     self.export()
+                if self.spool is not None:
+                    self.spool.close()
                 self.log.finish(self.step_number)
             except Interrupted:
                 self._save_boundary()
@@ -149,6 +174,7 @@ class PPOTrainer:
                 # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
+                self._admit_during_update()
                 if self.config.debug_mode == "rollout_only":
                     return self._rollout_only(groups)
                 self.weights.release()
@@ -175,7 +201,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
-            self.prompt_log.ended(self.step_number + 1, why_left_out(groups, batch))
+            self._ended(why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         return metrics | self._speed(groups, timing) | timing
 
@@ -215,10 +241,11 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
-        ahead = self.prompt_log.in_flight
         return {
-            "sampler": self.sampler.state_dict(ahead) if ahead else self.sampler.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "prompts": self.prompt_log.state_dict(),
+            "drawn": dict(self._drawn),
+            "admission": self.plan.admission(self.config),
             "random": checkpoint.random_state(),
         }
 
@@ -234,8 +261,20 @@ class PPOTrainer:
             self.sampler.go_on_in_other_rows(state["sampler"])
         else:
             self.sampler.load_state_dict(state["sampler"])
+            self._drawn = dict(state.get("drawn", {}))
+        if self.config.resume_mode == "other_data" or state.get("admission") != self.plan.admission(self.config):
+            self._leave_in_flight()
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
+
+    def _leave_in_flight(self) -> None:
+        """Prompts of a checkpoint that is gone on from with other steps have no place in them."""
+        if opened := self.prompt_log.open:
+            log.warning(
+                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, or with "
+                "another data.train_batch_size, data.over_sample or trainer.max_staleness", len(opened),
+            )  # fmt: skip
+            self.prompt_log.ended(self.step_number, {known.prompt_id: "in flight, other steps" for known in opened})
 
     def close(self) -> None:
         """End the rollout thread, the engine and the workers. Idempotent."""
@@ -293,12 +332,13 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.weights.push(self.step_number)
         self._score = None
+        self._give_up()
 
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
-        self.prompt_log.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
+        self._ended({g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
     def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
@@ -317,7 +357,7 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        checked = self.sanity.metrics(of=_plan_name(self.step_number))
+        checked = self.sanity.metrics(of=_plan_name(self.step_number) if self.plan.over is None else _TRAINING)
         return found | checked | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
@@ -325,7 +365,15 @@ class PPOTrainer:
         if self.log.debug is not None and self.log.debug.replays:
             return self.log.debug.load(self.step_number)
         self._admit()
-        groups = self.stream.collect(_plan_name(self.step_number), self._while_waiting, self.prompt_log.finished)
+        over, number = self.plan.over, self.step_number
+        if over is None:
+            groups = self.stream.collect(_plan_name(number), self._while_waiting)
+        else:
+            open_ids = [prompt.prompt_id for prompt in self.prompt_log.open]
+            choose = partial(over.choose, open_at={name: drawn_at(name) for name in open_ids}, step=number)
+            groups = self.stream.collect_some(choose, self._while_waiting)
+            if not self.config.steps_ahead:
+                self._give_up()
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
@@ -334,18 +382,53 @@ class PPOTrainer:
 
         A rollout is admitted when at most so many updates lie before its own: what its first token is sampled by is
         then at most so many updates older than what it trains, however long it takes. Steps are trained in the order
-        in which their prompts were drawn: a long conversation is in its batch as surely as a short one.
+        in which their prompts were drawn: a long conversation is in its batch as surely as a short one. With
+        `data.over_sample` batches are filled in another order, and `OverSampling` keeps the bound.
         """
+        self._reopen()
+        if self.plan.over is not None:
+            self._top_up(self.plan.over, _plan_name(self.step_number), self.step_number)
+            return
         last = max(self.step_number, self.plan.total_steps - 1)
         for number in range(self.step_number, min(self.step_number + self.config.steps_ahead, last) + 1):
             if not self.stream.started(_plan_name(number)):
                 self._start(_plan_name(number), self.plan.num_prompts, number)
 
+    def _admit_during_update(self) -> None:
+        """The step's groups are there. Of what comes next the bound may let something begin before its update; steps
+        ahead have all begun."""
+        if self.plan.over is not None and self.config.steps_ahead:
+            self._top_up(self.plan.over, f"{_plan_name(self.step_number)}.001", self.step_number + 1)
+
+    def _top_up(self, over: OverSampling, name: str, next_step: int) -> None:
+        """Start as many prompts as may be in flight, under the weights after `step_number` updates, where `next_step`
+        finished steps come before the next batch."""
+        in_flight = len(self.prompt_log.open) - (next_step > self.step_number) * self.plan.num_prompts
+        steps_left = self.plan.total_steps - next_step
+        wanted = over.room(in_flight, version=self.step_number, next_step=next_step, steps_left=steps_left)
+        if wanted:
+            self._start(name, wanted, self.step_number)
+
+    def _reopen(self) -> None:
+        """What is in flight and does not run begins again, under the names that it had: after a kill, and where its
+        weights were given up."""
+        plans: dict[str, list[OpenPrompt]] = defaultdict(list)
+        for known in self.prompt_log.open:
+            if not self.stream.started(known.plan):
+                plans[known.plan].append(known)
+        for name, opened in plans.items():
+            built = self.draws.again([known.row for known in opened])
+            gone = {k.prompt_id: "no prompt any more" for k, prompt in zip(opened, built) if prompt is None}
+            self.prompt_log.ended(self.step_number, gone)
+            there = [(k.position, prompt) for k, prompt in zip(opened, built) if prompt is not None]
+            plan = self.plan.rollout([prompt for _, prompt in there], name, drawn_at(name))
+            self._begin(replace(plan, positions=[position for position, _ in there]))
+
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
         name = f"{_plan_name(self.step_number)}.{number:03d}"
         self._start(name, num_prompts, self.step_number)
-        groups = self.stream.collect(name, self._while_waiting, self.prompt_log.finished)
+        groups = self.stream.collect(name, self._while_waiting)
         self.selection.shape(groups)
         return groups
 
@@ -361,8 +444,23 @@ class PPOTrainer:
         before = self._drawn.get(step, {})
         self._drawn[step] = {kind: before.get(kind, 0) + count for kind, count in counts.items()}
         self.prompt_log.drawn(name, [prompt.row for prompt in prompts], left_out)
-        self.stream.start(self.plan.rollout(prompts, name, step))
-        self.prompt_log.started(name)
+        self._begin(self.plan.rollout(prompts, name, step))
+
+    def _begin(self, plan: RolloutPlan) -> None:
+        self.stream.start(plan, [] if self.spool is None else self.spool.take(plan))
+        self.prompt_log.started(plan.name)
+
+    def _give_up(self) -> None:
+        """What is in flight was sampled by weights that no step may train on any more."""
+        self.stream.stop()
+        if self.spool is not None:
+            self.spool.drop(prompt.prompt_id for prompt in self.prompt_log.open)
+
+    def _ended(self, left_out: Mapping[str, str | None]) -> None:
+        """The step is over: what became of its prompts."""
+        self.prompt_log.ended(self.step_number + 1, left_out)
+        if self.spool is not None:
+            self.spool.drop(left_out)
 
     def _refuse_total_failure(self, groups: list[TrajectoryGroup]) -> None:
         """A run in which nothing survives a step would go on to its end and have trained on nothing."""
@@ -493,8 +591,9 @@ class Interrupts(AbstractContextManager["Interrupts"]):
 
 
 def _plan_name(step: int) -> str:
-    """Of the rollout that is trained after `step` finished steps; further ones of that step begin with it."""
-    return f"s{step + 1:06d}"
+    """Of the rollout that is trained after `step` finished steps, or with `data.over_sample` begun then; further ones
+    of that step begin with it."""
+    return f"{_TRAINING}{step + 1:06d}"
 
 
 def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt.data import batch as columns
-from verl_mt.data.sampler import RowSampler
-from verl_mt.errors import ConfigError, EngineError
-
-
-def require_going_back(sampler: RowSampler) -> None:
-    """A checkpoint is written while prompts of later steps are in flight: they will be drawn again.
-
-    Raises:
-        ConfigError: a sampler that cannot say where it was before them.
-    """
-    if "in_flight" not in inspect.signature(sampler.state_dict).parameters:
-        raise ConfigError(
-            f"trainer.max_staleness: data.sampler is {type(sampler).__name__}, whose state_dict takes no in_flight "
-            "(rows that were drawn last and will be drawn again, verl_mt/data/sampler.py): a run that goes on would "
-            "skip the prompts in flight. Add it, or set max_staleness=0"
-        )
+from verl_mt.errors import EngineError
 
 
 def require_bound(batch: TensorDict, version: int, max_staleness: int) -> None:

@@ -1,0 +1,263 @@
+"""`data.over_sample`: batches of what finishes first, in which nothing is older than the bound or left for ever; and
+what else goes on when steps are sampled ahead: refills, rollbacks, conversations that begin again, kills."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from command_lab import fit, interrupt_after, rows_of, small_trainer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
+
+from verl_mt import prompt_log
+from verl_mt.data.drawn_prompts import read_prompt_log
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.trainer.over_sampling import OverSampling, drawn_at, over_sampling
+
+assert slow_tool  # a fixture
+
+
+def test_of_one_batch_there_is_nothing_to_choose():
+    assert over_sampling(4, 1.0, 2) is None
+    assert over_sampling(4, 1.5, 2) == OverSampling(4, 1.5, 2)
+    assert drawn_at("s000007") == drawn_at("s000007.001.00003") == 6
+
+
+def group(name: str) -> TrajectoryGroup:
+    return TrajectoryGroup(name, name, [])
+
+
+def test_a_batch_is_what_finishes_first_as_long_as_older_ones_can_wait():
+    over = OverSampling(2, 2.0, 1)
+    first = {f"s000001.0000{k}": 0 for k in range(4)}
+    finished = [group(name) for name in list(first)[::-1]]
+    assert over.choose(finished[:1], open_at=first, step=0) is None
+    assert [g.prompt_id for g in over.choose(finished, open_at=first, step=0)] == ["s000001.00003", "s000001.00002"]
+    # Those that are left have their last step next: it waits for both, whatever else is finished.
+    later = {"s000001.00000": 0, "s000001.00001": 0, "s000002.00000": 1, "s000002.00001": 1}
+    young = [group("s000002.00000"), group("s000002.00001")]
+    assert over.choose(young, open_at=later, step=1) is None
+    assert over.choose([*young, group("s000001.00001")], open_at=later, step=1) is None
+    chosen = over.choose([*young, group("s000001.00001"), group("s000001.00000")], open_at=later, step=1)
+    assert sorted(g.prompt_id for g in chosen) == ["s000001.00000", "s000001.00001"]
+
+
+@given(
+    size=st.integers(1, 5),
+    bound=st.integers(0, 4),
+    share=st.floats(0.01, 1),
+    steps=st.integers(1, 8),
+    chance=st.randoms(use_true_random=False),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_finishes_when_each_prompt_is_trained_in_time_and_none_is_left(size, bound, share, steps, chance):
+    over = OverSampling(size, 1 + share * max(1, bound), bound)
+    open_at: dict[str, int] = {}
+    heavy: dict[str, float] = {}
+    trained: dict[str, int] = {}
+
+    def top_up(name: str, version: int, next_step: int) -> None:
+        number = over.room(len(open_at), version=version, next_step=next_step, steps_left=steps - next_step)
+        for k in range(number):
+            open_at[f"{name}.{k:05d}"] = version
+            heavy[f"{name}.{k:05d}"] = chance.paretovariate(0.5)
+
+    for step in range(steps):
+        top_up(f"s{step + 1:06d}", step, step)
+        assert size <= len(open_at) <= math.ceil(over.factor * size)
+        order = [group(name) for name in sorted(open_at, key=lambda name: heavy[name])]
+        least = next(n for n in range(len(order) + 1) if over.choose(order[:n], open_at=open_at, step=step))
+        chosen = [g.prompt_id for g in over.choose(order[:least], open_at=open_at, step=step)]
+        assert len(chosen) == size and set(chosen) <= {g.prompt_id for g in order[:least]}
+        trained |= dict.fromkeys(chosen, step)
+        assert all(step - open_at.pop(name) <= max(1, bound) for name in chosen), "nobody is left for ever"
+        if bound:
+            top_up(f"s{step + 1:06d}.001", step, step + 1)
+    assert not open_at and len(trained) == size * steps
+
+
+# Runs
+
+OVER = "data.over_sample=1.5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bound", "factor"), [(0, 1.5), (1, 2.0), (2, 1.5), (2, 3.0)])
+def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow_tool, bound, factor):
+    run = tmp_path / "run"
+    words = (slow_tool, f"trainer.max_staleness={bound}", f"data.over_sample={factor}")
+    fit(run, *RUN, *words, "data.train_batch_size=4")
+    found = [ages(run, step) for step in range(1, STEPS + 1)]
+    assert min(map(min, found)) >= 0 and max(map(max, found)) <= bound
+    prompts = read_prompt_log(run).prompts.values()
+    assert len(prompts) == 4 * STEPS and prompt_log.main([str(run)]) == 0
+    passed = [p.trained_in[0] - 1 - drawn_at(p.prompt_id) for p in prompts]
+    assert max(passed) <= max(1, bound) and min(passed) == 0 and max(passed) > 0, "some were left to others"
+    began_again = [p.starts > 1 for p in prompts]
+    assert any(began_again) == (bound == 0), "without a bound what is left begins again, counted"
+
+
+@pytest.mark.slow
+def test_what_is_in_flight_when_a_run_is_stopped_goes_on_under_its_own_names(tmp_path, slow_tool, capsys):
+    run, words = tmp_path / "run", (*RUN, AHEAD, OVER, "data.train_batch_size=4")
+    for step in (1, 3):
+        trainer = small_trainer(run, *words, slow_tool)
+        interrupt_after(trainer, step)
+        trainer.fit()
+        assert prompt_log.main([str(run)]) == 0
+        assert re.search(rf"{4 * step} trained, 0 left out, \d+ open", capsys.readouterr().out)
+    fit(run, *words, slow_tool)
+    assert prompt_log.main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"^{4 * STEPS} drawn, {4 * STEPS} trained, 0 left out, 0 open", said, re.M)
+    assert re.search(r"\d+ prompts were in flight .* started again", said)
+    assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
+    straight = tmp_path / "straight"
+    fit(straight, *RUN, "data.train_batch_size=4")
+    rows = [(p.source, p.row_index) for p in read_prompt_log(straight).prompts.values()]
+    assert [(p.source, p.row_index) for p in read_prompt_log(run).prompts.values()] == rows
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_prompts_in_flight_goes_on_with_other_steps_without_them(tmp_path, slow_tool, caplog):
+    trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool)
+    interrupt_after(trainer, 2)
+    trainer.fit()
+    other = tmp_path / "other"
+    source = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
+    fit(other, *RUN, "trainer.resume_mode=resume_path", source)
+    assert "6 prompts that were in flight are left out" in caplog.text
+    lives = [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()]
+    assert lives == [([], ["in flight, other steps"])] * 6 + [([s], []) for s in range(3, STEPS + 1) for _ in range(2)]
+    assert prompt_log.main([str(other)]) == 0
+
+
+@pytest.mark.slow
+def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, slow_tool):
+    run = tmp_path / "run"
+    words = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward")
+    lines = fit(run, *RUN, AHEAD, slow_tool, *words, "algorithm.filter_groups.max_num_gen_batches=3")
+    assert any(line["rollout/gen_batches"] > 1 for line in lines)
+    assert max(max(ages(run, step), default=0) for step in range(1, STEPS + 1)) <= 2
+    assert prompt_log.main([str(run)]) == 0
+    assert not [p for p in read_prompt_log(run).prompts.values() if p.open]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), (OVER,), ("actor_rollout_ref.rollout.num_workers=2",)])
+def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_tool, monkeypatch, more):
+    from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+    run, back = tmp_path / "run", []
+    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, *more, "trainer.collapse_guard=rollback")
+    conclude = PPOTrainer._conclude_step
+
+    def roll_back_after_four(self, metrics):
+        conclude(self, metrics)
+        if self.step_number == 4 and not back:
+            back.extend(p.prompt_id for p in self.prompt_log.open)
+            self._roll_back(self.checkpoints.all()[0])
+
+    monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_four)
+    trainer.fit()
+    assert back and prompt_log.main([str(run)]) == 0
+    again = [p.prompt_id for p in read_prompt_log(run).prompts.values() if p.starts == 2]
+    assert again == back, "all that was in flight was started again, and nothing else"
+    rows = {row["prompt_id"]: row for step in (5, 6) for row in rows_of(run, step)}
+    versions = {v for name in back for r in rows[name]["records"] for v in r["policy_versions"] if v >= 0}
+    assert min(versions) >= 4, "no token of the abandoned weights is trained"
+    assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_counted(tmp_path, slow_tool, workers):
+    run, words = tmp_path / "run", (AHEAD, "actor_rollout_ref.rollout.on_update=restart", "data.train_batch_size=4")
+    fit(run, *RUN, *words, slow_tool, f"actor_rollout_ref.rollout.num_workers={workers}")
+    rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
+    of_each = [{v for r in row["records"] for v in r["policy_versions"] if v >= 0} for row in rows]
+    assert all(len(versions) == 1 for versions in of_each)
+    assert any(row["counters"].get("replaced") for row in rows)
+    assert not any(row["counters"].get("retries") for row in rows)
+    assert prompt_log.main([str(run)]) == 0
+
+
+# What was finished when a run was killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), (AHEAD,), (AHEAD, OVER)])
+def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, more):
+    """The step is broken off when two groups have arrived; the next process trains them as they were sampled."""
+    from verl_mt.rollout.stream import RolloutStream
+
+    run, words = tmp_path / "run", (*RUN, *more, slow_tool, "data.train_batch_size=4", "trainer.save_freq=1")
+    seen: dict[str, list[list[int]]] = {}
+    take = RolloutStream._take_arrivals
+
+    class Killed(BaseException):
+        pass
+
+    def die(self):
+        take(self)
+        if trainer.step_number >= 2 and len(self._finished) >= 2:
+            seen.update(
+                {g.prompt_id: [r.token_ids for t in g.trajectories for r in t.records] for _, g in self._finished}
+            )
+            raise Killed
+
+    trainer = small_trainer(run, *words)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutStream, "_take_arrivals", die)
+        with pytest.raises(Killed):
+            trainer.fit()
+    assert len(seen) >= 2 and {path.stem for path in (run / "spool").iterdir()} >= set(seen)
+    fit(run, *words)
+    rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
+    trained = {
+        name: [r["token_ids"] for row in rows if row["prompt_id"] == name for r in row["records"]] for name in seen
+    }
+    assert trained == seen
+    assert not (run / "spool").exists() and prompt_log.main([str(run)]) == 0
+
+
+@pytest.mark.slow
+def test_groups_by_weights_that_went_with_the_process_are_sampled_again(tmp_path, slow_tool):
+    """Killed in step 4, whose weights no checkpoint has: what was sampled by them is not used."""
+    from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+    class Killed(BaseException):
+        pass
+
+    run, words = tmp_path / "run", (*RUN, AHEAD, slow_tool)
+    trainer = small_trainer(run, *words)
+
+    def die(metrics):
+        if trainer.step_number == 3:
+            raise Killed
+        PPOTrainer._conclude_step(trainer, metrics)
+
+    trainer._conclude_step = die
+    with pytest.raises(Killed):
+        trainer.fit()
+    again = small_trainer(run, *words)
+    assert again.step_number == 2
+    assert all(
+        max(r.policy_versions) <= 2 for g in again.spool._ready.values() for t in g.trajectories for r in t.records
+    )
+    left = {path.stem for path in (run / "spool").glob("*.pickle")}
+    assert left == set(again.spool._ready)
+    again.fit()
+    assert prompt_log.main([str(run)]) == 0
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_keeps_nothing(tmp_path):
+    run = tmp_path / "run"
+    trainer = small_trainer(run, *RUN, "trainer.deterministic=True", "trainer.total_training_steps=1")
+    assert trainer.spool is None
+    trainer.fit()
+    assert not (run / "spool").exists()

@@ -1,0 +1,97 @@
+"""Groups that are finished and wait for their step, as files: a run that was killed does not sample them again.
+
+Of what is found only that is used whose weights the run still has when it goes on; the rest is sampled again. A
+directory goes on under the configuration that it was begun with, so that its rewards are what they would be again.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from verl_mt.data.run_files import atomic_file, writing
+from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.errors import error_text
+from verl_mt.rollout.runner import RolloutPlan
+
+log = logging.getLogger(__name__)
+
+
+class GroupSpool:
+    """The folder `spool` of a run directory.
+
+    Args:
+        folder: made when the first group is kept.
+        version: of the weights that the run goes on with: groups with tokens of later ones are of a life that is over.
+            None = nothing that is there is used.
+    """
+
+    def __init__(self, folder: Path, version: int | None):
+        self._folder = folder
+        self._ready: dict[str, TrajectoryGroup] = {}
+        self._cannot = False
+        for path in sorted(folder.glob("*.pickle")):
+            group = self._read(path)
+            if group is not None and version is not None and max(_versions(group), default=0) <= version:
+                self._ready[group.prompt_id] = group
+            else:
+                path.unlink()
+
+    def keep(self, group: TrajectoryGroup) -> None:
+        """Write one.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        try:
+            content = pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # whatever code of the user's has put into a trajectory
+            if not self._cannot:
+                log.warning("finished groups are not kept for a run that is killed: %s", error_text(error, named=True))
+            self._cannot = True
+            return
+        path = self._path(group.prompt_id)
+        with writing(path):
+            self._folder.mkdir(exist_ok=True)
+            with atomic_file(path) as file:
+                file.write(content)
+
+    def take(self, plan: RolloutPlan) -> list[TrajectoryGroup]:
+        """The groups of a plan that were finished before the run was killed."""
+        found = []
+        for place, prompt in plan.placed:
+            group = self._ready.pop(plan.prompt_id(place), None)
+            if group is not None and _is_of(group, prompt.row.source, prompt.row.index, plan.n):
+                found.append(group)
+        return found
+
+    def drop(self, prompt_ids: Iterable[str]) -> None:
+        """Groups that are trained or left out, or whose weights were abandoned."""
+        for prompt_id in prompt_ids:
+            self._ready.pop(prompt_id, None)
+            self._path(prompt_id).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """At the end of a run that has trained everything."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, prompt_id: str) -> Path:
+        return self._folder / f"{prompt_id}.pickle"
+
+    def _read(self, path: Path) -> TrajectoryGroup | None:
+        try:
+            return pickle.loads(path.read_bytes())
+        except Exception as error:  # of an older version of the code
+            log.warning("%s is sampled again: %s", path, error_text(error, named=True))
+            return None
+
+
+def _versions(group: TrajectoryGroup) -> Iterable[int]:
+    return (int(max(r.policy_versions, default=0)) for t in group.trajectories for r in t.records)
+
+
+def _is_of(group: TrajectoryGroup, source: str, index: int, n: int) -> bool:
+    return (group.source, group.row_index, len({t.episode_id for t in group.trajectories})) == (source, index, n)
