@@ -41,6 +41,12 @@ DATA = {
         refused="row 2, column prompt: expected messages",
     ),
     "train_batch_size": Effect("1", "trajectories per step", metric("rollout/trajectories"), NOT_VALIDATED),
+    "over_sample": Effect(
+        "1.5",
+        "prompts are left for later steps",
+        metric("rollout/prompts_in_flight"),
+        ("trainer.deterministic=False", *NOT_VALIDATED),
+    ),
     "val_batch_size": Effect("1", "validation in two parts", probes.val_rows, VALIDATES),
     "max_prompt_length": Effect("105", "longer prompts are left out", probes.drawn, ("data.val_files=null",)),
     "filter_overlong_prompts": Effect(

@@ -15,7 +15,7 @@ from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
 from verl_mt import prompt_log
 from verl_mt.data.drawn_prompts import read_prompt_log
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.trainer.over_sampling import OverSampling, drawn_at, over_sampling
+from verl_mt.trainer.in_flight import OverSampling, drawn_at, over_sampling
 
 assert slow_tool  # a fixture
 

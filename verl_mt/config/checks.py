@@ -553,37 +553,20 @@ def _staleness(config: Config) -> Iterator[str]:
     """What needs a step's own conversations, or one version of the weights to have sampled all of them."""
     trainer, factor = config.trainer, 1.0 if config.trainer.val_only else config.data.over_sample
     ahead, more = f"trainer.max_staleness={trainer.max_staleness}", f"data.over_sample={factor:g}"
+    in_sync, filters = config.actor_rollout_ref.rollout.mode == "sync", config.algorithm.filter_groups.enable
+    unfit = {
+        "trainer.deterministic=True": (trainer.deterministic, "a clock decides what is sampled by which weights"),
+        f"{_ROLLOUT}.mode=sync": (in_sync, "turns of two steps would wait for each other (mode=async does not)"),
+        f"trainer.debug_mode={trainer.debug_mode}": (trainer.debug_mode != "save", "only one of both is done there"),
+    }
     given = [name for name, is_given in ((ahead, trainer.steps_ahead), (more, factor > 1)) if is_given]
-    refills = "a step that starts more than it needs already does not wait for the groups that would be replaced"
-    unfit = (
-        (
-            (ahead, more),
-            "trainer.deterministic=True",
-            trainer.deterministic,
-            "a clock decides what is sampled by which weights",
-        ),
-        (
-            (ahead, more),
-            f"{_ROLLOUT}.mode=sync",
-            config.actor_rollout_ref.rollout.mode == "sync",
-            "turns of two steps would wait for each other (mode=async does not)",
-        ),
-        ((more,), "algorithm.filter_groups.enable=True", config.algorithm.filter_groups.enable, refills),
-        (
-            (ahead, more),
-            f"trainer.debug_mode={trainer.debug_mode}",
-            trainer.debug_mode != "save",
-            "only one of both is done there",
-        ),
-    )
-    for names, key, is_given, why in unfit:
-        for name in (name for name in given if is_given and name in names):
-            yield f"{name} does not go with {key}: {why}; leave one of them out"
+    found = [(name, key, why) for name in given for key, (is_given, why) in unfit.items() if is_given]
+    if factor > 1 and filters:
+        found.append((more, "algorithm.filter_groups.enable=True", "its rollouts are of what a step still needs"))
+    for name, key, why in found:
+        yield f"{name} does not go with {key}: {why}; leave one of them out"
     if factor > (most := max(1, trainer.steps_ahead) + 1):
-        yield (
-            f"{more}: with {ahead} at most {most} batches may be in flight, or the last of them could not be trained "
-            f"in time; set data.over_sample to at most {most}"
-        )
+        yield f"{more}: with {ahead} only up to {most} batches in flight can all be trained in time; set {most} or less"
 
 
 def _numbers(config: Config) -> Iterator[str]:

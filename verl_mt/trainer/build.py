@@ -59,8 +59,8 @@ from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
-from verl_mt.trainer.over_sampling import over_sampling
-from verl_mt.trainer.ppo_trainer import BatchPlan, PPOTrainer
+from verl_mt.trainer.in_flight import BatchPlan, over_sampling
+from verl_mt.trainer.ppo_trainer import PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
@@ -106,7 +106,6 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         checkpoints.sweep()
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
-        log = build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat)
         trainer = PPOTrainer(
             config=config.trainer,
             plan=plan,
@@ -122,7 +121,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
             spool=_spool(config, run, state),
             sanity=runner.context.sanity,
-            log=log,
+            log=build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat),
             prompt_log=PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off"),
             pad_token_id=pad_token_id(chat),
             selection=_selection(config),
@@ -270,6 +269,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_greedy_too=rollout.val_kwargs.greedy_too,
         val_batch_size=data.val_batch_size,
         total_steps=total,
+        steps_ahead=trainer.steps_ahead,
         over=over_sampling(data.train_batch_size, data.over_sample, trainer.steps_ahead),
         greedy_too=config.algorithm.adv_estimator == "remax",
         run=run,

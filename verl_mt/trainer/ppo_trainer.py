@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,8 +15,7 @@ from typing import Any
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
-from verl_mt.data.drawn_prompts import OpenPrompt, PromptLog
-from verl_mt.data.requests import SamplingParams
+from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import StopReason, TrajectoryGroup
@@ -30,8 +26,7 @@ from verl_mt.diagnostics.step_metrics import (
     validation_metrics,
 )
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, EngineGoneError, UserCodeError, VerlMTError
-from verl_mt.rewards.contract import RunState
+from verl_mt.errors import CheckpointError, EngineGoneError, UserCodeError
 from verl_mt.rollout.prompts import Prompt, PromptDraws
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -40,47 +35,18 @@ from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
-from verl_mt.trainer.over_sampling import OverSampling, drawn_at
+from verl_mt.trainer.in_flight import (
+    TRAINING,
+    BatchPlan,
+    PromptsInFlight,
+    plan_name,
+    require_bound,
+    staleness_metrics,
+)
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.spool import GroupSpool
-from verl_mt.trainer.staleness import require_bound, staleness_metrics
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
-
-log = logging.getLogger(__name__)
-
-_TRAINING = "s"
-"""How the names of plans begin whose groups are trained."""
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How large a step is, and how validation samples."""
-
-    num_prompts: int
-    n: int
-    sampling: SamplingParams
-    val_n: int
-    val_sampling: SamplingParams
-    val_greedy_too: bool
-    val_batch_size: int | None
-    total_steps: int
-    over: OverSampling | None = None
-    """More prompts than a step needs are in flight; None = those of whole steps."""
-    greedy_too: bool = False
-    """Each training prompt has a greedy answer too, which the others are compared with (ReMax)."""
-    run: RunState = RunState()
-    """What rewards are told of the run as a whole."""
-
-    def admission(self, config: TrainerConfig) -> dict[str, float]:
-        """What decides when prompts are started, and in which steps they may be trained."""
-        factor = 1.0 if self.over is None else self.over.factor
-        return {"prompts": self.num_prompts, "over_sample": factor, "max_staleness": config.max_staleness}
-
-    def rollout(self, prompts: list[Prompt], name: str, step: int) -> RolloutPlan:
-        """A training rollout after `step` finished steps."""
-        run = replace(self.run, step=step)
-        return RolloutPlan(prompts, self.n, name, self.sampling, greedy_too=self.greedy_too, run=run)
 
 
 @dataclass
@@ -124,12 +90,11 @@ class PPOTrainer:
     """`val/accuracy` of the weights as they are; None if this step was not validated."""
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
-    _drawn: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Finished steps before a step that is under way or ahead -> `data/...` of what was drawn for it."""
 
     def __post_init__(self) -> None:
-        self.stream.arrived = self.prompt_log.finished
-        self.stream.keep = None if self.spool is None else self.spool.keep
+        self.flight = PromptsInFlight(
+            self.plan, self.draws, self.stream, self.prompt_log, self.spool, self._while_waiting, self._before_it_ends
+        )
 
     @property
     def sampler(self) -> RowSampler:
@@ -174,7 +139,7 @@ class PPOTrainer:
                 # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
-                self._admit_during_update()
+                self.flight.admit_during_update(self.step_number)
                 if self.config.debug_mode == "rollout_only":
                     return self._rollout_only(groups)
                 self.weights.release()
@@ -201,7 +166,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
-            self._ended(why_left_out(groups, batch))
+            self.flight.ended(self.step_number + 1, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         return metrics | self._speed(groups, timing) | timing
 
@@ -241,13 +206,7 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
-        return {
-            "sampler": self.sampler.state_dict(),
-            "prompts": self.prompt_log.state_dict(),
-            "drawn": dict(self._drawn),
-            "admission": self.plan.admission(self.config),
-            "random": checkpoint.random_state(),
-        }
+        return {**self.flight.state_dict(), "random": checkpoint.random_state()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
@@ -257,24 +216,9 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
-        if self.config.resume_mode == "other_data":
-            self.sampler.go_on_in_other_rows(state["sampler"])
-        else:
-            self.sampler.load_state_dict(state["sampler"])
-            self._drawn = dict(state.get("drawn", {}))
-        if self.config.resume_mode == "other_data" or state.get("admission") != self.plan.admission(self.config):
-            self._leave_in_flight()
+        self.flight.load_state_dict(state, other_rows=self.config.resume_mode == "other_data")
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
-
-    def _leave_in_flight(self) -> None:
-        """Prompts of a checkpoint that is gone on from with other steps have no place in them."""
-        if opened := self.prompt_log.open:
-            log.warning(
-                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, or with "
-                "another data.train_batch_size, data.over_sample or trainer.max_staleness", len(opened),
-            )  # fmt: skip
-            self.prompt_log.ended(self.step_number, {known.prompt_id: "in flight, other steps" for known in opened})
 
     def close(self) -> None:
         """End the rollout thread, the engine and the workers. Idempotent."""
@@ -301,7 +245,7 @@ class PPOTrainer:
             self._score = None
             if self.config.steps_ahead and self.step_number < self.plan.total_steps:
                 self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
-                self._admit()
+                self.flight.admit(self.step_number)
                 self._at_boundary = {}
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
@@ -332,13 +276,13 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.weights.push(self.step_number)
         self._score = None
-        self._give_up()
+        self.flight.give_up()
 
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
-        self._ended({g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
+        self.flight.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
     def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
@@ -357,110 +301,25 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        checked = self.sanity.metrics(of=_plan_name(self.step_number) if self.plan.over is None else _TRAINING)
+        checked = self.sanity.metrics(of=plan_name(self.step_number) if self.plan.over is None else TRAINING)
+        if self.plan.over is not None or self.plan.steps_ahead:
+            found["rollout/prompts_in_flight"] = len(self.prompt_log.open) - len(groups)
         return found | checked | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
         """Collect this step's rollout. Or read what another run saved."""
         if self.log.debug is not None and self.log.debug.replays:
             return self.log.debug.load(self.step_number)
-        self._admit()
-        over, number = self.plan.over, self.step_number
-        if over is None:
-            groups = self.stream.collect(_plan_name(number), self._while_waiting)
-        else:
-            open_ids = [prompt.prompt_id for prompt in self.prompt_log.open]
-            choose = partial(over.choose, open_at={name: drawn_at(name) for name in open_ids}, step=number)
-            groups = self.stream.collect_some(choose, self._while_waiting)
-            if not self.config.steps_ahead:
-                self._give_up()
+        self.flight.admit(self.step_number)
+        groups = self.flight.collect(self.step_number)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
-    def _admit(self) -> None:
-        """Start the rollouts of this step and of those ahead that `trainer.max_staleness` allows.
-
-        A rollout is admitted when at most so many updates lie before its own: what its first token is sampled by is
-        then at most so many updates older than what it trains, however long it takes. Steps are trained in the order
-        in which their prompts were drawn: a long conversation is in its batch as surely as a short one. With
-        `data.over_sample` batches are filled in another order, and `OverSampling` keeps the bound.
-        """
-        self._reopen()
-        if self.plan.over is not None:
-            self._top_up(self.plan.over, _plan_name(self.step_number), self.step_number)
-            return
-        last = max(self.step_number, self.plan.total_steps - 1)
-        for number in range(self.step_number, min(self.step_number + self.config.steps_ahead, last) + 1):
-            if not self.stream.started(_plan_name(number)):
-                self._start(_plan_name(number), self.plan.num_prompts, number)
-
-    def _admit_during_update(self) -> None:
-        """The step's groups are there. Of what comes next the bound may let something begin before its update; steps
-        ahead have all begun."""
-        if self.plan.over is not None and self.config.steps_ahead:
-            self._top_up(self.plan.over, f"{_plan_name(self.step_number)}.001", self.step_number + 1)
-
-    def _top_up(self, over: OverSampling, name: str, next_step: int) -> None:
-        """Start as many prompts as may be in flight, under the weights after `step_number` updates, where `next_step`
-        finished steps come before the next batch."""
-        in_flight = len(self.prompt_log.open) - (next_step > self.step_number) * self.plan.num_prompts
-        steps_left = self.plan.total_steps - next_step
-        wanted = over.room(in_flight, version=self.step_number, next_step=next_step, steps_left=steps_left)
-        if wanted:
-            self._start(name, wanted, self.step_number)
-
-    def _reopen(self) -> None:
-        """What is in flight and does not run begins again, under the names that it had: after a kill, and where its
-        weights were given up."""
-        plans: dict[str, list[OpenPrompt]] = defaultdict(list)
-        for known in self.prompt_log.open:
-            if not self.stream.started(known.plan):
-                plans[known.plan].append(known)
-        for name, opened in plans.items():
-            built = self.draws.again([known.row for known in opened])
-            gone = {k.prompt_id: "no prompt any more" for k, prompt in zip(opened, built) if prompt is None}
-            self.prompt_log.ended(self.step_number, gone)
-            there = [(k.position, prompt) for k, prompt in zip(opened, built) if prompt is not None]
-            plan = self.plan.rollout([prompt for _, prompt in there], name, drawn_at(name))
-            self._begin(replace(plan, positions=[position for position, _ in there]))
-
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
-        name = f"{_plan_name(self.step_number)}.{number:03d}"
-        self._start(name, num_prompts, self.step_number)
-        groups = self.stream.collect(name, self._while_waiting)
+        groups = self.flight.more(self.step_number, num_prompts, number)
         self.selection.shape(groups)
         return groups
-
-    def _start(self, name: str, num_prompts: int, step: int) -> None:
-        """Draw prompts and begin to roll them out, after `step` finished steps. A row that ends the run takes nothing
-        with it that was trained since a checkpoint."""
-        try:
-            prompts, left_out, counts = self.draws.draw(num_prompts)
-        except VerlMTError:
-            if self.step_number:
-                self._save_boundary()
-            raise
-        before = self._drawn.get(step, {})
-        self._drawn[step] = {kind: before.get(kind, 0) + count for kind, count in counts.items()}
-        self.prompt_log.drawn(name, [prompt.row for prompt in prompts], left_out)
-        self._begin(self.plan.rollout(prompts, name, step))
-
-    def _begin(self, plan: RolloutPlan) -> None:
-        self.stream.start(plan, [] if self.spool is None else self.spool.take(plan))
-        self.prompt_log.started(plan.name)
-
-    def _give_up(self) -> None:
-        """What is in flight was sampled by weights that no step may train on any more."""
-        self.stream.stop()
-        if self.spool is not None:
-            self.spool.drop(prompt.prompt_id for prompt in self.prompt_log.open)
-
-    def _ended(self, left_out: Mapping[str, str | None]) -> None:
-        """The step is over: what became of its prompts."""
-        self.prompt_log.ended(self.step_number + 1, left_out)
-        if self.spool is not None:
-            self.spool.drop(left_out)
 
     def _refuse_total_failure(self, groups: list[TrajectoryGroup]) -> None:
         """A run in which nothing survives a step would go on to its end and have trained on nothing."""
@@ -480,7 +339,7 @@ class PPOTrainer:
 
     def _prompt_counts(self) -> dict[str, float]:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
-        drawn = self._drawn.pop(self.step_number, {})
+        drawn = self.flight.counts(self.step_number)
         return {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     @contextmanager
@@ -498,6 +357,11 @@ class PPOTrainer:
         # What is sampled could not be trained on, and the next call would come after hours of it.
         self.workers.check("waiting for the rollout")
         self.log.display.rollout(self.stream.progress)
+
+    def _before_it_ends(self) -> None:
+        """A row that ends the run takes nothing with it that was trained since a checkpoint."""
+        if self.step_number:
+            self._save_boundary()
 
     def _save_boundary(self) -> None:
         if self.config.val_only:
@@ -588,12 +452,6 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         if self.requested.is_set():
             raise Insisted(self.exit_status)
         self.requested.set()
-
-
-def _plan_name(step: int) -> str:
-    """Of the rollout that is trained after `step` finished steps, or with `data.over_sample` begun then; further ones
-    of that step begin with it."""
-    return f"{_TRAINING}{step + 1:06d}"
 
 
 def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

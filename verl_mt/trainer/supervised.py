@@ -35,8 +35,9 @@ from verl_mt.tools.registry import CONFIG_KEY
 from verl_mt.trainer import build, build_rollout, checkpoint
 from verl_mt.trainer.demonstration_rows import Demonstrations, load_demonstrations
 from verl_mt.trainer.display import Display
+from verl_mt.trainer.in_flight import BatchPlan
 from verl_mt.trainer.inference import Inference
-from verl_mt.trainer.ppo_trainer import BatchPlan, Interrupted, Interrupts, validation_passes
+from verl_mt.trainer.ppo_trainer import Interrupted, Interrupts, validation_passes
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import require_trackers
