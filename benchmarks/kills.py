@@ -1,6 +1,7 @@
 """Kills runs at random moments, and looks whether a prompt was lost, doubled or favoured.
 
-    python benchmarks/kills.py [--kills 200] [--bounds 0 1 4] [--who trainer worker] [--out runs/kills.jsonl]
+    python benchmarks/kills.py [--kills 200] [--bounds 0 1 4] [--who trainer worker] [--over-sample 1]
+                               [--out runs/kills.jsonl]
 
 A trial has a seed. It trains the default task, small, to its end: once in peace, and once killed (SIGKILL, up to three
 times, at moments that the seed draws from the time that the run in peace took): the trainer, whose command is then
@@ -8,7 +9,7 @@ given again, or one of two rollout workers (`worker`), or an engine of SGLang (`
 which the run goes on by itself. Of both:
 
 - the log of prompts agrees with rollout rows and checkpoint (`python -m verl_mt.prompt_log`), none missing or double;
-- the same rows of the data were trained, in the same steps;
+- the same rows of the data were trained, in the same steps (with `--over-sample`, for bounds above 0, in any);
 - no trained token is older than `trainer.max_staleness`, by the rollout rows alone;
 - with max_staleness=0 and the trainer killed, which runs deterministically: the same weights, bit for bit.
 
@@ -61,12 +62,13 @@ _LONGEST_S = 600.0
 class Run:
     """One run in a directory of its own."""
 
-    def __init__(self, folder: Path, who: str, bound: int, seed: int):
-        self.folder, self.bound = folder, bound
+    def __init__(self, folder: Path, who: str, bound: int, seed: int, over_sample: float):
+        self.folder, self.bound, self.over_sample = folder, bound, over_sample
         self.command = [sys.executable, "-W", "ignore", "-m", "verl_mt.trainer", *WORDS, *OF[who]]
         self.command += [
             f"trainer.seed={seed}",
             f"trainer.max_staleness={bound}",
+            f"data.over_sample={over_sample}",
             f"trainer.default_local_dir={folder}",
         ]
         self.deterministic = bound == 0 and who == "trainer"
@@ -99,7 +101,8 @@ class Run:
     def trained(self) -> list[tuple[int, str, int]]:
         """(step, entry of the data, row) of every prompt that an update has seen, by the rollout rows."""
         rows = ((f.step, row) for f in row_files(self.folder) if f.split == "train" for row in read_rows(f.path))
-        return sorted({(step, row["source"], row["row_index"]) for step, row in rows})
+        in_order = self.over_sample == 1
+        return sorted({(step if in_order else 0, row["source"], row["row_index"]) for step, row in rows})
 
     def oldest(self) -> int:
         """Age of the oldest trained token, by the rollout rows."""
@@ -173,10 +176,10 @@ def children(parent: int, module: str) -> list[int]:
     return found
 
 
-def trial(seed: int, bound: int, who: str) -> dict[str, Any]:
+def trial(seed: int, bound: int, who: str, over_sample: float) -> dict[str, Any]:
     """Whatever does not hold is in `wrong`."""
     place = Path(tempfile.mkdtemp(prefix="kills_"))
-    peace, killed = (Run(place / name, who, bound, seed) for name in ("peace", "killed"))
+    peace, killed = (Run(place / name, who, bound, seed, over_sample) for name in ("peace", "killed"))
     chance = random.Random(f"{seed}/{bound}/{who}")
     try:
         usual_s = peace.end()
@@ -199,7 +202,8 @@ def trial(seed: int, bound: int, who: str) -> dict[str, Any]:
         lengths = {"peace": peace.lengths(), "killed": killed.lengths()}
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return {"seed": seed, "bound": bound, "who": who, "kills": kills, "wrong": wrong, **lengths}
+    key = {"seed": seed, "bound": bound, "who": who, "over_sample": over_sample}
+    return {**key, "kills": kills, "wrong": wrong, **lengths}
 
 
 def p_value(pairs: Sequence[tuple[float, float]], repetitions: int = 9999) -> float:
@@ -231,6 +235,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4], help="of trainer.max_staleness")
     parser.add_argument("--who", nargs="+", choices=OF, default=["trainer", "worker"])
+    parser.add_argument("--over-sample", type=float, default=1.0, help="of trials with a bound above 0")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--out", type=Path, default=Path("runs/kills.jsonl"))
     args = parser.parse_args()
@@ -240,11 +245,12 @@ def main() -> int:
     for number in count():
         if sum(found["kills"] for found in trials) >= args.kills:
             break
-        key = {
+        key: dict[str, Any] = {
             "seed": args.seed + number,
             "bound": args.bounds[number % len(args.bounds)],
             "who": args.who[number // len(args.bounds) % len(args.who)],
         }
+        key["over_sample"] = args.over_sample if key["bound"] else 1.0
         found = next((line for line in known if line | key == line), None)
         if found is None:
             found = trial(**key)

@@ -1,13 +1,14 @@
 """What `trainer.max_staleness` costs in accuracy, and what it saves where tools are waited for.
 
     python benchmarks/staleness.py curve [--bounds 0 1 2 4 8] [--seeds 0 1 2] [--out runs/staleness.jsonl]
-    python benchmarks/staleness.py waiting [--bounds 2] [--seeds 0 1 2] [--out runs/waiting.jsonl]
+    python benchmarks/staleness.py waiting [--bounds 2] [--over 2:1.5] [--seeds 0 1 2] [--out runs/waiting.jsonl]
 
 `curve` trains the default task by each bound, without a correction, with weights per token of the trainer's policy over
 the sampler's (decoupled PPO, truncated importance sampling), and with ratios to the sampler.
 
 `waiting` trains it with a calculator whose calls take Pareto-distributed times: with `--scales`, so long that a
-synchronous step waits a third and two thirds of its time. Per seed all variants run one after the other. Waiting is
+synchronous step waits a third and two thirds of its time. Per seed all variants run one after the other: steps ahead
+(`--bounds`), and `data.over_sample` with partial rollouts instead (`--over`, each a bound and a factor). Waiting is
 what a synchronous step takes longer than one whose tool answers at once; what a bound removes of it is a share.
 
 Every run is a process of its own and one line of `--out`; what stands there is not run again.
@@ -111,28 +112,36 @@ def slow_tool(folder: Path, scale_s: float) -> str:
 
 def waiting(args: argparse.Namespace) -> None:
     """Seconds of a step, synchronous and not, with slow tools and without."""
-    rows: dict[tuple[float, int], list[dict[str, Any]]] = defaultdict(list)
+    rows: dict[tuple[float, int, float], list[dict[str, Any]]] = defaultdict(list)
     common = [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
     common += ["trainer.val_before_train=False"]
     with tempfile.TemporaryDirectory(prefix="slow_tools_") as folder:
-        variants = [(0.0, 0), *((scale, bound) for scale in args.scales for bound in (0, *args.bounds))]
+        asked = [(0, 1.0), *((bound, 1.0) for bound in args.bounds)]
+        asked += [(int(bound), float(factor)) for bound, _, factor in (text.partition(":") for text in args.over)]
+        variants = [(0.0, 0, 1.0), *((scale, *each) for scale in args.scales for each in asked)]
         for seed in args.seeds:
-            for scale, bound in variants:
-                key = {"steps": args.steps, "seed": seed, "bound": bound, "scale_s": scale}
-                words = [*common, f"trainer.seed={seed}", f"trainer.max_staleness={bound}"]
+            for scale, bound, factor in variants:
+                key = {"steps": args.steps, "seed": seed, "bound": bound, "over": factor, "scale_s": scale}
+                words = [
+                    *common,
+                    f"trainer.seed={seed}",
+                    f"trainer.max_staleness={bound}",
+                    f"data.over_sample={factor}",
+                ]
                 words += [slow_tool(Path(folder), scale)] if scale else []
-                rows[scale, bound].append(done(args.out, key, words))
+                rows[scale, bound, factor].append(done(args.out, key, words))
     seconds = {key: [run["step_s"] for run in found] for key, found in rows.items()}
-    print("| tools wait | max_staleness | s a step | / synchronous | waiting removed | accuracy, sampled | greedy |")
-    print("|---|---|---|---|---|---|---|")
-    for (scale, bound), found in rows.items():
-        at_once, synchronous = fmean(seconds[0.0, 0]), fmean(seconds[scale, 0])
+    print("| tools wait | max_staleness | over_sample | mean age | s a step | / synchronous | waiting removed ", end="")
+    print("| accuracy, sampled | greedy |\n|---|---|---|---|---|---|---|---|---|")
+    for (scale, bound, factor), found in rows.items():
+        at_once, synchronous = fmean(seconds[0.0, 0, 1.0]), fmean(seconds[scale, 0, 1.0])
         share = f"{1 - at_once / synchronous:.0%} of a synchronous step" if scale else "not"
-        ratio = fmean(seconds[scale, bound]) / synchronous
-        removed = f"{(1 - ratio) / (1 - at_once / synchronous):.0%}" if scale and bound else ""
+        own, age = fmean(seconds[scale, bound, factor]), fmean(run["age"] for run in found)
+        ratio = own / synchronous
+        removed = f"{(1 - ratio) / (1 - at_once / synchronous):.0%}" if scale and ratio != 1 else ""
         sampled, greedy = (mean_and_error([run[kind] for run in found]) for kind in ("accuracy", "greedy"))
-        own = fmean(seconds[scale, bound])
-        print(f"| {share} | {bound} | {own:.2f} | {ratio:.2f} | {removed} | {sampled} | {greedy} |")
+        print(f"| {share} | {bound} | {factor:g} | {age:.2f} | {own:.2f} | {ratio:.2f} | {removed} ", end="")
+        print(f"| {sampled} | {greedy} |")
 
 
 def main() -> None:
@@ -140,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curve", "waiting"))
     parser.add_argument("--bounds", type=int, nargs="+", help="of max_staleness")
+    parser.add_argument("--over", nargs="*", default=["2:1.5"], help="max_staleness:over_sample, of waiting")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--scales", type=float, nargs="+", default=[0.02, 0.07], help="seconds, of waiting")

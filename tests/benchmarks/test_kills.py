@@ -18,19 +18,16 @@ def kills(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("bound", ["0", "1", "4"])
-def test_whoever_is_killed_at_whatever_moment_no_prompt_is_lost_or_doubled(tmp_path, bound):
-    done = kills(
-        "--kills", "4", "--bounds", bound, "--who", "trainer", "worker", "--out", str(tmp_path / "kills.jsonl")
-    )
+@pytest.mark.parametrize(("bound", "over_sample"), [("0", "1"), ("1", "1"), ("4", "1"), ("2", "1.5")])
+def test_whoever_is_killed_at_whatever_moment_no_prompt_is_lost_or_doubled(tmp_path, bound, over_sample):
+    words = ("--kills", "4", "--bounds", bound, "--over-sample", over_sample, "--who", "trainer", "worker")
+    done = kills(*words, "--out", str(tmp_path / "kills.jsonl"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     trials = [json.loads(line) for line in (tmp_path / "kills.jsonl").read_text().splitlines()]
     assert sum(trial["kills"] for trial in trials) >= 4 and not any(trial["wrong"] for trial in trials)
     assert done.stdout.splitlines()[-1].endswith(f"{len(trials)} trials, 0 do not hold")
     # What stands there is not run again.
-    again = kills(
-        "--kills", "4", "--bounds", bound, "--who", "trainer", "worker", "--out", str(tmp_path / "kills.jsonl")
-    )
+    again = kills(*words, "--out", str(tmp_path / "kills.jsonl"))
     assert again.stdout.splitlines()[-2:] == done.stdout.splitlines()[-2:]
 
 
@@ -38,7 +35,8 @@ def trials_of(lengths_of_killed: int, wrong: list[str]) -> str:
     """Sixteen trials, as a file."""
     return "".join(
         json.dumps({
-            "seed": seed, "bound": 1, "who": "trainer", "kills": 1, "wrong": wrong if seed == 3 else [],
+            "seed": seed, "bound": 1, "who": "trainer", "over_sample": 1.0, "kills": 1,
+            "wrong": wrong if seed == 3 else [],
             "peace": [20 + (seed * k) % 7 for k in range(48)],
             "killed": [20 + (seed * k + 3) % 7 + lengths_of_killed for k in range(48)],
         })

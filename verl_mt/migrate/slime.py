@@ -230,7 +230,11 @@ def _batches(flags: Flags) -> None:
     flags.change("over_sampling_batch_size", "here as many further prompts are sampled as are missing, none too many")
     if "partial_rollout" in flags:
         flags.drop("mask_offpolicy_in_partial_rollout", "nothing is sampled by two policies here")
-    flags.change("partial_rollout", "every rollout is finished before its step here, and so by one policy")
+    flags.change(
+        "partial_rollout",
+        "every rollout is finished before its step here, and so by one policy; with data.over_sample and "
+        "trainer.max_staleness unfinished ones go on for the next steps",
+    )
 
 
 def _engines(flags: Flags) -> None:
