@@ -136,3 +136,11 @@ def test_low_rank_adapters_train_on_images_too(folders):
     lines = metrics_of(folders / "run")
     assert all(0 < line["rollout/logprob_diff_max"] < 1e-4 for line in lines)
     assert lines[-1]["actor/grad_norm"] > 0
+
+
+def test_a_policy_that_sees_is_not_sampled_while_it_is_trained_which_is_said_before_it_is_loaded(folders, monkeypatch):
+    from verl_mt.trainer import build
+
+    monkeypatch.setattr(build, "build_workers", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"max_staleness=1: .*model sees images, .*use sglang"):
+        build.build_trainer(config_of(folders, "trainer.max_staleness=1", "trainer.deterministic=False"))

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
 from verl_mt.chat.display import token_text
+from verl_mt.chat.loading import sees
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, refuse_idle_keys
 from verl_mt.config.compose import config_to_yaml
@@ -145,8 +146,26 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     import_plugins(config.external_plugins)
     if engine is None and config.trainer.debug_mode != "train_only":
         engines.check(config.actor_rollout_ref, config.trainer)
+        _require_copyable(config)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
+
+
+def _require_copyable(config: Config) -> None:
+    """A policy that is sampled from while it is trained is copied, and of models that see nothing can be.
+
+    Raises:
+        ConfigError: this is one.
+    """
+    name, model = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model
+    if not config.trainer.steps_ahead or not engines.samples_from_policy(name):
+        return
+    if sees(resolve_model_path(model.path), model.revision):
+        raise ConfigError(
+            f"trainer.max_staleness={config.trainer.max_staleness}: {model.path} sees images, and "
+            f"actor_rollout_ref.rollout.name={name} samples such a model from the policy's own weights, which are "
+            "trained meanwhile; use sglang, or max_staleness=0"
+        )
 
 
 def _spool(config: Config, run: RunDirectory, state: dict[str, Any] | None) -> GroupSpool | None:
