@@ -31,6 +31,8 @@ from typing import Any
 
 import yaml
 
+from verl_mt.doctor.ahead import measured_steps, seconds_ahead
+
 HERE = Path(__file__).resolve().parent
 CORRECTIONS = {
     "none": ["algorithm.rollout_correction={rollout_is: null}"],
@@ -41,14 +43,16 @@ _FIRST_STEPS = 5
 """Left out of times: caches fill, and nothing is ahead yet."""
 
 
-def train(words: list[str]) -> dict[str, float]:
-    """A run of the default task in a process of its own; what its steps took and what it has learned."""
+def train(words: list[str], ahead: list[int]) -> dict[str, Any]:
+    """A run of the default task in a process of its own; what its steps took and what it has learned; and what the
+    doctor says of it that these bounds would save (`--ahead`)."""
     folder = Path(tempfile.mkdtemp(prefix="staleness_"))
     command = [sys.executable, "-m", "verl_mt.trainer", *words, f"trainer.default_local_dir={folder / 'run'}"]
     command += ["trainer.logger=[]", "trainer.num_threads=1", "trainer.save_freq=-1", "trainer.export_at_end=False"]
     try:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        measured = measured_steps(folder / "run")[_FIRST_STEPS - 1 :] if ahead else []
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps = [line for line in lines if "time/step_s" in line]
@@ -59,15 +63,18 @@ def train(words: list[str]) -> dict[str, float]:
         "greedy": last["val/accuracy_greedy"],
         "step_s": fmean(line["time/step_s"] for line in timed),
         "age": fmean(line.get("staleness/mean", 0.0) for line in steps),
+        "doctor": {
+            str(bound): [seconds_ahead(measured, bound, one_device=one) for one in (False, True)] for bound in ahead
+        },
     }
 
 
-def done(out: Path, key: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def done(out: Path, key: dict[str, Any], words: list[str], ahead: list[int] | None = None) -> dict[str, Any]:
     """The run's line in `out`; trained now, if there is none."""
     for line in out.read_text().splitlines() if out.exists() else ():
         if (known := json.loads(line)) and all(known.get(name) == value for name, value in key.items()):
             return known
-    found = key | train(words)
+    found = key | train(words, ahead or [])
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         file.write(json.dumps(found) + "\n")
@@ -129,7 +136,8 @@ def waiting(args: argparse.Namespace) -> None:
                     f"data.over_sample={factor}",
                 ]
                 words += [slow_tool(Path(folder), scale)] if scale else []
-                rows[scale, bound, factor].append(done(args.out, key, words))
+                ahead = args.bounds if scale and not bound else None
+                rows[scale, bound, factor].append(done(args.out, key, words, ahead))
     seconds = {key: [run["step_s"] for run in found] for key, found in rows.items()}
     print("| tools wait | max_staleness | over_sample | mean age | s a step | / synchronous | waiting removed ", end="")
     print("| accuracy, sampled | greedy |\n|---|---|---|---|---|---|---|---|---|")
@@ -142,6 +150,12 @@ def waiting(args: argparse.Namespace) -> None:
         sampled, greedy = (mean_and_error([run[kind] for run in found]) for kind in ("accuracy", "greedy"))
         print(f"| {share} | {bound} | {factor:g} | {age:.2f} | {own:.2f} | {ratio:.2f} | {removed} ", end="")
         print(f"| {sampled} | {greedy} |")
+    print("| tools wait | max_staleness | the doctor's forecast, s a step: engine apart, on one device | measured |")
+    print("|---|---|---|---|")
+    for scale in args.scales:
+        for bound in args.bounds:
+            said = [fmean(run["doctor"][str(bound)][one] for run in rows[scale, 0, 1.0]) for one in (0, 1)]
+            print(f"| {scale:g} | {bound} | {said[0]:.2f}, {said[1]:.2f} | {fmean(seconds[scale, bound, 1.0]):.2f} |")
 
 
 def main() -> None:

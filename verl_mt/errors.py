@@ -118,6 +118,10 @@ class DeadlineError(EngineError):
     """The engine did not answer before the request's deadline."""
 
 
+LOSSES = (WorkerError, EngineGoneError)
+"""Of processes that died or do not answer. All other errors would most likely come again."""
+
+
 def error_text(error: BaseException, *, named: bool = False) -> str:
     """The text of any exception. Never raises, and can be written as UTF-8.
 

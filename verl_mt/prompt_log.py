@@ -104,7 +104,7 @@ def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:
         if by_log != told[word]:
             says = f"{by_log} prompts were {word} by the log, {told[word]} by its checkpoint"
             found.missing.append(f"up to step {step} {says}")
-    in_flight = {prompt.number for prompt in told.get("open", ())}
+    in_flight = {prompt["number"] for prompt in told.get("open", ())}
     found.missing += [
         f"prompt {n} is open, though the checkpoint of step {step} was written behind it"
         for n in early

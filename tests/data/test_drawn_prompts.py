@@ -61,7 +61,7 @@ def test_what_is_in_flight_at_a_checkpoint_is_open_again_where_a_run_goes_on(tmp
     log.ended(1, {"s000001.00000": None, "s000001.00001": "no signal", "s000002.00001": None})
     saved = log.state_dict()
     assert {name: saved[name] for name in ("drawn", "trained", "left_out")} == {"drawn": 9, "trained": 2, "left_out": 4}
-    in_flight = [(p.number, p.prompt_id, p.plan, p.position) for p in saved["open"]]
+    in_flight = [(p.number, p.prompt_id, p.plan, p.position) for p in log.open]
     assert in_flight == [
         (3, "s000002.00000", "s000002", 0), (6, "s000003.00000", "s000003", 0), (7, "s000003.00001", "s000003", 1)
     ]  # fmt: skip

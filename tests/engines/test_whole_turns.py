@@ -78,7 +78,7 @@ def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_samp
     async def go():
         turns = [ScriptedTurn([1]), ScriptedTurn([2], latency_s=60.0), ScriptedTurn([3]), ScriptedTurn([4])]
         engine = OneVersionEngine(ScriptedEngine(turns))
-        of_a, of_b = (replace(request(PROMPT), session_id=name, request_id=name) for name in "ab")
+        of_a, of_b = (replace(request(PROMPT), session_id=name, request_id=f"{name}/0/1") for name in "ab")
         assert (await engine.generate(of_a)).token_ids == [1]
         running = asyncio.ensure_future(engine.generate(of_b))
         await asyncio.sleep(0.02)
@@ -86,7 +86,10 @@ def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_samp
         for turn in (running, engine.generate(of_a)):
             with pytest.raises(WeightsReplacedError, match="update 1 came"):
                 await turn
-        assert [(await engine.generate(r)).token_ids for r in (of_a, of_b)] == [[3], [4]], "both begin again"
+        with pytest.raises(WeightsReplacedError):
+            await engine.generate(of_a)  # whoever asks again all the same
+        again = [replace(r, request_id=f"{r.session_id}/1/1") for r in (of_a, of_b)]
+        assert [(await engine.generate(r)).token_ids for r in again] == [[3], [4]], "both begin again"
 
     run_async(go())
 

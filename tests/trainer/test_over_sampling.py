@@ -3,8 +3,12 @@ what else goes on when steps are sampled ahead: refills, rollbacks, conversation
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 from command_lab import fit, interrupt_after, rows_of, small_trainer
@@ -13,9 +17,17 @@ from hypothesis import strategies as st
 from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
 
 from verl_mt import prompt_log
+from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import read_prompt_log
-from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
+from verl_mt.data.sampler import ShuffledSampler
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
+from verl_mt.errors import DataError
+from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer.in_flight import OverSampling, drawn_at, over_sampling
+from verl_mt.trainer.spool import GroupSpool
 
 assert slow_tool  # a fixture
 
@@ -133,6 +145,48 @@ def test_a_checkpoint_with_prompts_in_flight_goes_on_with_other_steps_without_th
     lives = [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()]
     assert lives == [([], ["in flight, other steps"])] * 6 + [([s], []) for s in range(3, STEPS + 1) for _ in range(2)]
     assert prompt_log.main([str(other)]) == 0
+
+
+@pytest.mark.slow
+def test_what_lies_beyond_the_last_step_of_a_run_that_goes_on_is_left_out(tmp_path, slow_tool, caplog):
+    trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool)
+    interrupt_after(trainer, 2)
+    trainer.fit()
+    other = tmp_path / "other"
+    source = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
+    fit(other, *RUN, AHEAD, "trainer.resume_mode=resume_path", source, "trainer.total_training_steps=3")
+    assert "4 prompts that were in flight are left out" in caplog.text
+    lives = [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()]
+    assert lives == [([3], [])] * 2 + [([], ["in flight, other steps"])] * 4
+    assert prompt_log.main([str(other)]) == 0
+
+
+@pytest.mark.slow
+def test_going_on_in_the_same_rows_keeps_what_is_in_flight_whatever_the_mode(tmp_path, slow_tool, caplog):
+    for mode, step in (("auto", 2), ("other_data", 4)):
+        trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool, f"trainer.resume_mode={mode}")
+        interrupt_after(trainer, step)
+        trainer.fit()
+    fit(tmp_path / "run", *RUN, AHEAD, slow_tool, "trainer.resume_mode=other_data")
+    assert "left out" not in caplog.text and prompt_log.main([str(tmp_path / "run")]) == 0
+    assert [p.trained_in for p in read_prompt_log(tmp_path / "run").prompts.values()] == [
+        [1 + k // 2] for k in range(2 * STEPS)
+    ]
+
+
+class Locked(ShuffledSampler):
+    """Its rows hold what cannot be written."""
+
+    def next_batch(self, n):
+        return [replace(row, metadata={"lock": threading.Lock()}) for row in super().next_batch(n)]
+
+
+@pytest.mark.slow
+def test_a_row_that_no_checkpoint_can_hold_is_named_at_the_first_step(tmp_path):
+    own = f"data.sampler={__name__}:Locked"
+    with pytest.raises(DataError, match=r"row \d+ is in flight .* cannot be kept in a checkpoint: TypeError"):
+        fit(tmp_path / "run", *RUN, AHEAD, own)
+    fit(tmp_path / "synchronous", *RUN, own, "trainer.total_training_steps=1")
 
 
 @pytest.mark.slow
@@ -261,3 +315,90 @@ def test_a_deterministic_run_keeps_nothing(tmp_path):
     assert trainer.spool is None
     trainer.fit()
     assert not (run / "spool").exists()
+
+
+def finished(name: str, ids: list[int], version: int = 2, stop: StopReason = StopReason.FINISHED) -> TrajectoryGroup:
+    record = TrajectoryRecord([*ids, 9], [0] * len(ids) + [1], policy_versions=[-1] * len(ids) + [version])
+    record.turns = [TurnSpan("prompt", 0, len(ids), 0)]
+    span = TimeSpan("decode", 1.0, 2.0, 1)
+    trajectory = Trajectory(f"{name}.00", name, name, f"{name}.00", "made", 3, records=[record], source="rows")
+    trajectory.stop_reason, trajectory.time_spans = stop, [span]
+    return TrajectoryGroup(name, name, [trajectory], "made", 3, "rows")
+
+
+def plan_of(ids: list[int], n: int = 1) -> RolloutPlan:
+    return RolloutPlan([Prompt(DataRow([], "made", index=3, source="rows"), [], [], ids)], n, "s000003")
+
+
+@pytest.mark.parametrize(
+    ("kept", "plan", "version", "used"),
+    [
+        (finished("s000003.00000", [5, 6]), plan_of([5, 6]), 2, True),
+        (finished("s000003.00000", [5, 6]), plan_of([5, 7]), 2, False),
+        (finished("s000003.00000", [5, 6]), plan_of([5, 6], n=2), 2, False),
+        (finished("s000003.00000", [5, 6]), plan_of([5, 6]), 1, False),
+        (finished("s000003.00000", [5, 6]), plan_of([5, 6]), None, False),
+        (finished("s000003.00001", [5, 6]), plan_of([5, 6]), 2, False),
+        (finished("s000003.00000", [5, 6], stop=StopReason.ERROR), plan_of([5, 6]), 2, False),
+        (finished("s000003.00000", [5, 6], stop=StopReason.ENGINE), plan_of([5, 6]), 2, False),
+    ],
+    ids=[
+        "the same",
+        "another prompt",
+        "more samples",
+        "later weights",
+        "other rows",
+        "another place",
+        "failed",
+        "lost",
+    ],
+)
+def test_what_was_finished_is_used_where_it_is_what_would_be_sampled(tmp_path, kept, plan, version, used):
+    GroupSpool(tmp_path / "spool", 0).keep(kept)
+    found = GroupSpool(tmp_path / "spool", version).take(plan)
+    assert [g.prompt_id for g in found] == [kept.prompt_id] * used
+    assert all(t.time_spans == [] for g in found for t in g.trajectories), "of a clock that is gone"
+
+
+def test_what_cannot_be_written_is_said_once_and_what_cannot_be_read_is_sampled_again(tmp_path, caplog):
+    spool = GroupSpool(tmp_path / "spool", 0)
+    for name in ("s000003.00000", "s000003.00001"):
+        group = finished(name, [5])
+        group.trajectories[0].info["lock"] = threading.Lock()
+        spool.keep(group)
+    assert caplog.text.count("finished groups are not kept") == 1 and not (tmp_path / "spool").exists()
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "s000003.00000.pickle").write_bytes(b"torn")
+    assert GroupSpool(tmp_path / "spool", 5).take(plan_of([5])) == []
+    assert "is sampled again" in caplog.text and not list((tmp_path / "spool").iterdir())
+
+
+def test_a_group_that_is_being_written_is_written_before_its_plan_has_stopped(tmp_path):
+    """What is given up is dropped next: a file that came later would outlive it."""
+    written = []
+
+    class Runner:
+        tools = None
+
+        async def run(self, plan):
+            try:
+                yield finished("s000003.00000", [5])
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.1)
+                written.append("closed")
+
+    def keep(group):
+        begun.set()
+        time.sleep(0.3)
+        written.append(group.prompt_id)
+
+    stream, begun = RolloutStream(Runner()), threading.Event()
+    stream.keep = keep
+    try:
+        stream.start(plan_of([5]))
+        assert begun.wait(5)
+        stream.stop()
+        assert written == ["s000003.00000", "closed"] and not stream.started("s000003")
+    finally:
+        stream.close()

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.errors import CollapseError, ConfigError, EngineGoneError, NoRoomError, UserCodeError, WorkerError
 from verl_mt.trainer import restarts
+from verl_mt.trainer.in_flight import PromptsInFlight
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 from verl_mt.trainer.restarts import run_to_the_end
 
@@ -87,18 +89,30 @@ def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undis
 
 @pytest.mark.slow
 def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, monkeypatch):
-    start, closed = PPOTrainer._start, []
-
-    def lose_and_start(self, *plan):
-        if self.step_number == 1 and not closed:
-            closed.append(self)
-            self.stream.call(self.engine.close())
-        return start(self, *plan)
-
-    monkeypatch.setattr(PPOTrainer, "_start", lose_and_start)
+    lose_once(monkeypatch)
     trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
-    assert len(closed) == 1 and trainer is not closed[0]
+    assert trainer.step_number == STEPS
     same_bits(tmp_path / "run", undisturbed)
+
+
+def lose_once(monkeypatch) -> None:
+    """The engine ends when the second step is to begin."""
+    admit, closed = PromptsInFlight.admit, []
+
+    def lose_and_admit(self, step):
+        if step == 1 and not closed:
+            closed.append(self)
+            self.stream.call(self.stream.runner.context.engine.close())
+        admit(self, step)
+
+    monkeypatch.setattr(PromptsInFlight, "admit", lose_and_admit)
+
+
+@pytest.mark.slow
+def test_what_ended_with_a_lost_engine_is_not_kept_for_the_run_that_goes_on(tmp_path, monkeypatch):
+    lose_once(monkeypatch)
+    trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1", "trainer.deterministic=False"))
+    assert trainer.step_number == STEPS and prompt_log.main([str(tmp_path / "run")]) == 0
 
 
 @pytest.mark.slow

@@ -270,13 +270,16 @@ def raises(data_source, solution_str, ground_truth, extra_info):
     raise KeyError("no such answer")
 
 
+_BROKEN_FROM = "s000003"
+
+
 def raises_later(data_source, solution_str, ground_truth, extra_info):
-    if extra_info["trajectory_id"] >= "s000003":
+    if extra_info["trajectory_id"] >= _BROKEN_FROM:
         raise KeyError("no such answer")
     return 0.0
 
 
-def test_a_step_in_which_nothing_survives_ends_the_run_with_one_error(tmp_path):
+def test_a_step_in_which_nothing_survives_ends_the_run_with_one_error(tmp_path, monkeypatch):
     run = tmp_path / "run"
     overrides = (*TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=5", "trainer.save_freq=100")
     trainer = small_trainer(run, *overrides, f"reward.path={__name__}:raises_later", "trainer.export_at_end=True")
@@ -291,7 +294,9 @@ def test_a_step_in_which_nothing_survives_ends_the_run_with_one_error(tmp_path):
     assert len(rows_of(run, 3)) == 4
     again = small_trainer(run, *overrides, f"reward.path={__name__}:raises_later", "trainer.export_at_end=True")
     assert again.step_number == 2
-    again.close()
+    monkeypatch.setitem(globals(), "_BROKEN_FROM", "s999999")
+    again.fit()  # repaired
+    assert again.step_number == 5 and (run / "FINISHED").exists()
 
 
 def never(data_source, solution_str, ground_truth, extra_info):

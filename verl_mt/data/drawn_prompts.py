@@ -22,16 +22,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.run_files import json_text, writing
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.errors import DataError
+from verl_mt.errors import DataError, error_text
 
 FILE = "prompt_log.jsonl"
 
@@ -58,6 +60,28 @@ class OpenPrompt:
         """In its plan."""
         return int(self.prompt_id.rpartition(".")[2])
 
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; the row as bytes, so that whoever reads the rest needs none of its classes.
+
+        Raises:
+            DataError: the row cannot be written.
+        """
+        try:
+            row = pickle.dumps(self.row, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # whatever a generator of the user's has put into it
+            raise DataError(
+                f"{self.row.place} is in flight at the end of a step and cannot be kept in a checkpoint: "
+                f"{error_text(error, named=True)}. Let rows be plain data, or leave trainer.max_staleness and "
+                "data.over_sample out"
+            ) from error
+        return {"number": self.number, "prompt_id": self.prompt_id, "row": row}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> OpenPrompt:
+        """Back from `state`."""
+        return cls(state["number"], state["prompt_id"], pickle.loads(state["row"]))
+
 
 class PromptLog:
     """Writes the log of a run. Nothing is written before the first prompt is drawn.
@@ -72,7 +96,8 @@ class PromptLog:
     def __init__(self, folder: Path, *, step: int = 0, state: Mapping[str, Any] | None = None, rows: bool = True):
         self._path = folder / FILE
         self._counts = Counter(_counts(state or {}))
-        self._open: dict[str, OpenPrompt] = {found.prompt_id: found for found in (state or {}).get("open", ())}
+        known = map(OpenPrompt.of, (state or {}).get("open", ()))
+        self._open: dict[str, OpenPrompt] = {found.prompt_id: found for found in known}
         opened = [found.logged for found in self._open.values()]
         self._begun = {"event": "begun", "step": step, **self._counts, "open": opened, "rows": rows}
         self._file: BinaryIO | None = None
@@ -133,8 +158,12 @@ class PromptLog:
 
     def state_dict(self) -> dict[str, Any]:
         """How many were drawn, trained and left out, and those that are in flight: none at the end of a synchronous
-        step."""
-        return {**self._counts, "open": self.open}
+        step.
+
+        Raises:
+            DataError: the row of one cannot be written.
+        """
+        return {**self._counts, "open": [known.state for known in self._open.values()]}
 
     def close(self) -> None:
         """Idempotent. What a full disk did not take was refused when it was written."""

@@ -176,12 +176,13 @@ class OneVersionEngine(WholeTurnsEngine):
     def __init__(self, engine: InferenceEngine):
         super().__init__(engine)
         self._number = 0
-        self._begun: dict[str, int] = {}
-        """Session -> number of the update before its first turn."""
+        self._begun: dict[str, dict[str, int]] = {}
+        """Session -> each attempt at its conversation -> number of the update before its first turn."""
         self._turns: set[asyncio.Future[GenerationOutput]] = set()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        begun = self._begun.setdefault(request.session_id, self._number)
+        attempt = request.request_id.rpartition("/")[0]
+        begun = self._begun.setdefault(request.session_id, {}).setdefault(attempt, self._number)
         if begun == self._number:
             turn = asyncio.ensure_future(super().generate(request))
             self._turns.add(turn)
@@ -193,7 +194,6 @@ class OneVersionEngine(WholeTurnsEngine):
                     raise
             finally:
                 self._turns.discard(turn)
-        self._begun.pop(request.session_id, None)
         raise WeightsReplacedError(f"update {self._number} came while {request.session_id} was sampled")
 
     async def apply(self, update: WeightUpdate) -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -135,7 +135,7 @@ class RolloutRunner:
     _shared: Gate | None = None
     """Of all plans in flight, where `max_concurrent` limits them."""
 
-    async def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
+    async def run(self, plan: RolloutPlan) -> AsyncGenerator[TrajectoryGroup]:
         """Yield each group when its last trajectory is scored, in the order they finish.
 
         Raises:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -21,7 +22,7 @@ class RollsOut(Protocol):
 
     progress: RolloutProgress
 
-    def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
+    def run(self, plan: RolloutPlan) -> AsyncGenerator[TrajectoryGroup]:
         """See `RolloutRunner.run`."""
 
 
@@ -110,12 +111,12 @@ class RolloutStream:
         """Whether a plan of that name is running or waits to be collected."""
         return name in self._running
 
-    def stop(self) -> None:
+    def stop(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """What was started and not handed over is given up; returns when it has ended."""
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)
-        self.call(_ended([running.task for running in given_up if running.task is not None]))
+        self.call(_ended([running.task for running in given_up if running.task is not None]), while_waiting)
 
     def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
@@ -215,10 +216,11 @@ class RolloutStream:
         running.task = asyncio.current_task()
         if not plan.prompts:
             return
-        async for group in (self.pool or self.runner).run(plan):
-            if self.keep is not None and not plan.evaluation:
-                await asyncio.to_thread(self.keep, group)
-            self._arrivals.put((running, group))
+        async with contextlib.aclosing((self.pool or self.runner).run(plan)) as groups:
+            async for group in groups:
+                if self.keep is not None and not plan.evaluation:
+                    await _uncut(asyncio.to_thread(self.keep, group))
+                self._arrivals.put((running, group))
 
     @staticmethod
     def _wait(future: Future[T], while_waiting: Callable[[], None] = lambda: None) -> T:
@@ -229,6 +231,16 @@ class RolloutStream:
             except TimeoutError:
                 if future.done():  # the coroutine's own, not that of the wait
                     raise
+
+
+async def _uncut(coroutine: Coroutine[Any, Any, T]) -> T:
+    """To its end; who is cancelled meanwhile is so afterwards."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

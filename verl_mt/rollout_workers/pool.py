@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ class RolloutPool:
         self._in_background(self._look())
         await self._unless_broken(asyncio.gather(*(place.ready.wait() for place in self._places)))
 
-    async def run(self, plan: RolloutPlan) -> AsyncIterator[TrajectoryGroup]:
+    async def run(self, plan: RolloutPlan) -> AsyncGenerator[TrajectoryGroup]:
         """See `RolloutRunner.run`.
 
         Raises:

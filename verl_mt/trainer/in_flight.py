@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class PromptsInFlight:
         )
         groups = self.stream.collect_some(choose, self.while_waiting)
         if not self.plan.steps_ahead:
-            self.give_up()
+            self.give_up(but={group.prompt_id for group in groups})
         return groups
 
     def more(self, step: int, num_prompts: int, number: int) -> list[TrajectoryGroup]:
@@ -211,17 +212,22 @@ class PromptsInFlight:
         self._start(name, num_prompts, step)
         return self.stream.collect(name, self.while_waiting)
 
-    def give_up(self) -> None:
-        """What is in flight was sampled by weights that no step may train on any more."""
-        self.stream.stop()
+    def give_up(self, but: Set[str] = frozenset()) -> None:
+        """What is in flight, but for these prompts, was sampled by weights that no step may train on any more."""
+        self.stream.stop(self.while_waiting)
         if self.spool is not None:
-            self.spool.drop(known.prompt_id for known in self.log.open)
+            self.spool.drop(known.prompt_id for known in self.log.open if known.prompt_id not in but)
 
     def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
         """Step number `step` is over: prompt id -> why it was not trained, None where it was."""
         self.log.ended(step, left_out)
         if self.spool is not None:
             self.spool.drop(left_out)
+
+    def forget_finished(self) -> None:
+        """What has finished is not used again: all is trained, or something has failed that will be repaired."""
+        if self.spool is not None:
+            self.spool.clear()
 
     def counts(self, step: int) -> dict[str, int]:
         """`data/...` of what was drawn after `step` finished steps, once."""
@@ -247,12 +253,14 @@ class PromptsInFlight:
         else:
             self.draws.sampler.load_state_dict(state["sampler"])
             self._counts = dict(state.get("drawn", {}))
-        if (opened := self.log.open) and (other_rows or state.get("admission") != self.plan.admission):
+        others = other_rows or state.get("admission") != self.plan.admission
+        room = 0 if others else max(0, self.plan.total_steps - state["step"]) * self.plan.num_prompts
+        if left := self.log.open[room:]:
             log.warning(
-                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, or with "
-                "another data.train_batch_size, data.over_sample or trainer.max_staleness", len(opened),
+                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, with more "
+                "steps, or with another data.train_batch_size, data.over_sample or trainer.max_staleness", len(left),
             )  # fmt: skip
-            self.log.ended(state["step"], {known.prompt_id: "in flight, other steps" for known in opened})
+            self.log.ended(state["step"], {known.prompt_id: "in flight, other steps" for known in left})
 
     def _top_up(self, over: OverSampling, name: str, *, version: int, next_step: int) -> None:
         """Start as many prompts as may be in flight under the weights after `version` updates, where `next_step`
@@ -261,7 +269,9 @@ class PromptsInFlight:
         steps_left = self.plan.total_steps - next_step
         wanted = over.room(in_flight, version=version, next_step=next_step, steps_left=steps_left)
         if wanted:
-            self._start(name, wanted, version)
+            taken = {known.plan for known in self.log.open}
+            further = (f"{name}.{number:03d}" for number in count(2))
+            self._start(name if name not in taken else next(n for n in further if n not in taken), wanted, version)
 
     def _reopen(self, step: int) -> None:
         """What is in flight and does not run begins again, under the names that it had: after a kill, and where its
@@ -291,8 +301,14 @@ class PromptsInFlight:
         self._begin(self.plan.rollout(prompts, name, step))
 
     def _begin(self, plan: RolloutPlan) -> None:
-        self.stream.start(plan, [] if self.spool is None else self.spool.take(plan))
+        finished = [] if self.spool is None else self.spool.take(plan)
+        self.stream.start(plan, finished)
         self.log.started(plan.name)
+        for group in finished:
+            self.log.finished(group)
+            for trajectory in group.trajectories:
+                if trajectory.sanity is None:
+                    self.stream.runner.context.sanity.observe(None, plan.name)
 
 
 def require_bound(batch: TensorDict, version: int, max_staleness: int) -> None:

@@ -26,7 +26,7 @@ from verl_mt.diagnostics.step_metrics import (
     validation_metrics,
 )
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import CheckpointError, EngineGoneError, UserCodeError
+from verl_mt.errors import LOSSES, CheckpointError, EngineGoneError, UserCodeError
 from verl_mt.rollout.prompts import Prompt, PromptDraws
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -113,8 +113,7 @@ class PPOTrainer:
                     self._train()
                     self.weights.make_room()
                     self.export()
-                if self.spool is not None:
-                    self.spool.close()
+                self.flight.forget_finished()
                 self.log.finish(self.step_number)
             except Interrupted:
                 self._save_boundary()
@@ -124,6 +123,10 @@ class PPOTrainer:
                 if error.errno not in NO_ROOM:
                     raise
                 raise CheckpointError(disk_refused(self.log.run.path, error)) from error
+            except Exception as error:
+                if not isinstance(error, (*LOSSES, CheckpointError)):  # what has failed will be repaired
+                    self.flight.forget_finished()
+                raise
             finally:
                 self.close()
 
@@ -216,9 +219,15 @@ class PPOTrainer:
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
-        self.flight.load_state_dict(state, other_rows=self.config.resume_mode == "other_data")
+        if not self.config.val_only:
+            self.flight.load_state_dict(state, other_rows=self._has_other_rows(state))
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.step_number)
+
+    def _has_other_rows(self, state: dict[str, Any]) -> bool:
+        """Whether the position of a checkpoint counts in rows that are gone."""
+        saved, key = state.get("rows") or {}, "data.train_files"
+        return self.config.resume_mode == "other_data" and saved.get(key) != self.rows.get(key)
 
     def close(self) -> None:
         """End the rollout thread, the engine and the workers. Idempotent."""

@@ -10,12 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_mt.config.schema import Config
-from verl_mt.errors import EngineGoneError, NoRoomError, WorkerError
+from verl_mt.errors import LOSSES, NoRoomError
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
-_LOSSES = (WorkerError, EngineGoneError)
-"""Errors of processes that died or do not answer. All others would most likely come again."""
 _LOOK_EVERY_S = 10.0
 
 
@@ -39,7 +37,7 @@ def run_to_the_end(config: Config) -> PPOTrainer:
             folder = trainer.log.run.path
             trainer.fit()
             return trainer
-        except _LOSSES as error:
+        except LOSSES as error:
             if trainer is not None and trainer.interrupts.requested.is_set():
                 raise  # who was asked to stop, and lost its ranks to the same signal, has to stop
             if number == most:

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from verl_mt.data.run_files import atomic_file, writing
-from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
+from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,13 @@ class GroupSpool:
                 path.unlink()
 
     def keep(self, group: TrajectoryGroup) -> None:
-        """Write one.
+        """Write one, unless something in it has failed: whoever goes on has repaired that, and samples it again.
 
         Raises:
             CheckpointError: the disk refused.
         """
+        if any(t.status not in (Status.COMPLETED, Status.TRUNCATED) for t in group.trajectories):
+            return
         try:
             content = pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # whatever code of the user's has put into a trajectory
@@ -60,11 +63,15 @@ class GroupSpool:
                 file.write(content)
 
     def take(self, plan: RolloutPlan) -> list[TrajectoryGroup]:
-        """The groups of a plan that were finished before the run was killed."""
+        """The groups of a plan that were finished before the run was killed. Their times are gone: they were of another
+        process's clock."""
         found = []
         for place, prompt in plan.placed:
             group = self._ready.pop(plan.prompt_id(place), None)
-            if group is not None and _is_of(group, prompt.row.source, prompt.row.index, plan.n):
+            if group is not None and _is_of(group, prompt, plan.n):
+                group.sealed = None
+                for trajectory in group.trajectories:
+                    trajectory.time_spans = []
                 found.append(group)
         return found
 
@@ -74,8 +81,9 @@ class GroupSpool:
             self._ready.pop(prompt_id, None)
             self._path(prompt_id).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """At the end of a run that has trained everything."""
+    def clear(self) -> None:
+        """Nothing of it is wanted any more."""
+        self._ready.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, prompt_id: str) -> Path:
@@ -93,5 +101,11 @@ def _versions(group: TrajectoryGroup) -> Iterable[int]:
     return (int(max(r.policy_versions, default=0)) for t in group.trajectories for r in t.records)
 
 
-def _is_of(group: TrajectoryGroup, source: str, index: int, n: int) -> bool:
-    return (group.source, group.row_index, len({t.episode_id for t in group.trajectories})) == (source, index, n)
+def _is_of(group: TrajectoryGroup, prompt: Prompt, n: int) -> bool:
+    """Whether it is what `n` samples of this very prompt are; a sampler may have made another row by now."""
+    records = [t.records[0] for t in group.trajectories if t.records]
+    return (
+        (group.source, group.row_index) == (prompt.row.source, prompt.row.index)
+        and len({t.episode_id for t in group.trajectories}) == n
+        and all(list(r.token_ids[: r.num_prompt_tokens]) == list(prompt.ids) for r in records)
+    )

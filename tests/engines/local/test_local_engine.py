@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import time
 
 import pytest
 import torch
@@ -110,6 +111,36 @@ def test_a_cancelled_caller_ends_its_request(qwen3, run_async):
             await asyncio.gather(task, return_exceptions=True)
             await engine.resume()
             assert not engine._batcher._live
+
+    run_async(go())
+
+
+def test_the_policys_module_is_the_trainers_when_no_step_runs_in_it_any_more(qwen3, run_async):
+    """Conversations that were given up (`data.over_sample`) leave a step behind in the engine's thread."""
+    running, stepped = [], []
+
+    async def go():
+        async with engine_of(qwen3) as engine:
+            step = engine._batcher.step
+
+            def slow_step():
+                running.append(True)
+                time.sleep(0.2)
+                step()
+                running.pop()
+                stepped.append(True)
+
+            engine._batcher.step = slow_step
+            turn = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=100)))
+            while not running:
+                await asyncio.sleep(0.01)
+            turn.cancel()
+            await asyncio.gather(turn, return_exceptions=True)
+            assert running, "whoever was cancelled does not wait for the step"
+            await engine.hold_updates()
+            assert not running and len(stepped) == 1
+            await asyncio.sleep(0.05)
+            assert len(stepped) == 1
 
     run_async(go())
 

@@ -167,6 +167,11 @@ class LocalEngine(InferenceEngine):
 
         await self._command(act)
 
+    async def hold_updates(self) -> None:
+        """The policy's own module is the trainer's next: a step that has lost its conversations may still run in it."""
+        if not self._weights:
+            await self._command(lambda: None)
+
     async def apply(self, update: WeightUpdate) -> None:
         if isinstance(update, InPlace) and not self._weights:
             await self._command(lambda: self._batcher.set_version(update.version))
