@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_mt.data.run_files import atomic_file, writing
+from verl_mt.data.run_files import writing
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
 from verl_mt.rollout.prompts import Prompt
@@ -59,8 +59,10 @@ class GroupSpool:
         path = self._path(group.prompt_id)
         with writing(path):
             self._folder.mkdir(exist_ok=True)
-            with atomic_file(path) as file:
-                file.write(content)
+            # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
+            # wait for the disk: what cannot be read is sampled again.
+            (unfinished := path.with_suffix(".part")).write_bytes(content)
+            unfinished.replace(path)
 
     def take(self, plan: RolloutPlan) -> list[TrajectoryGroup]:
         """The groups of a plan that were finished before the run was killed. Their times are gone: they were of another
