@@ -26,7 +26,7 @@ from verl_mt.errors import DataError
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.trainer.in_flight import OverSampling, drawn_at, over_sampling
+from verl_mt.trainer.in_flight import OverSampling, over_sampling, step_of
 from verl_mt.trainer.spool import GroupSpool
 
 assert slow_tool  # a fixture
@@ -35,7 +35,7 @@ assert slow_tool  # a fixture
 def test_of_one_batch_there_is_nothing_to_choose():
     assert over_sampling(4, 1.0, 2) is None
     assert over_sampling(4, 1.5, 2) == OverSampling(4, 1.5, 2)
-    assert drawn_at("s000007") == drawn_at("s000007.001.00003") == 6
+    assert step_of("s000007") == step_of("s000007.001.00003") == 6
 
 
 def group(name: str) -> TrajectoryGroup:
@@ -47,7 +47,8 @@ def test_a_batch_is_what_finishes_first_as_long_as_older_ones_can_wait():
     first = {f"s000001.0000{k}": 0 for k in range(4)}
     finished = [group(name) for name in list(first)[::-1]]
     assert over.choose(finished[:1], open_at=first, step=0) is None
-    assert [g.prompt_id for g in over.choose(finished, open_at=first, step=0)] == ["s000001.00003", "s000001.00002"]
+    for there in (finished[:2], finished):
+        assert [g.prompt_id for g in over.choose(there, open_at=first, step=0)] == ["s000001.00003", "s000001.00002"]
     # Those that are left have their last step next: it waits for both, whatever else is finished.
     later = {"s000001.00000": 0, "s000001.00001": 0, "s000002.00000": 1, "s000002.00001": 1}
     young = [group("s000002.00000"), group("s000002.00001")]
@@ -84,6 +85,11 @@ def test_whatever_finishes_when_each_prompt_is_trained_in_time_and_none_is_left(
         least = next(n for n in range(len(order) + 1) if over.choose(order[:n], open_at=open_at, step=step))
         chosen = [g.prompt_id for g in over.choose(order[:least], open_at=open_at, step=step)]
         assert len(chosen) == size and set(chosen) <= {g.prompt_id for g in order[:least]}
+        # Nobody is waited for whom no last step asks for: the first to finish are enough where all can wait, and
+        # otherwise those that cannot, with the first of the others.
+        ends = [sum(begun + max(1, bound) <= step + j for begun in open_at.values()) for j in range(max(1, bound))]
+        if all(number <= j * size for j, number in enumerate(ends)):
+            assert least == size
         trained |= dict.fromkeys(chosen, step)
         assert all(step - open_at.pop(name) <= max(1, bound) for name in chosen), "nobody is left for ever"
         if bound:
@@ -106,7 +112,7 @@ def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow
     assert min(map(min, found)) >= 0 and max(map(max, found)) <= bound
     prompts = read_prompt_log(run).prompts.values()
     assert len(prompts) == 4 * STEPS and prompt_log.main([str(run)]) == 0
-    passed = [p.trained_in[0] - 1 - drawn_at(p.prompt_id) for p in prompts]
+    passed = [p.trained_in[0] - 1 - step_of(p.prompt_id) for p in prompts]
     assert max(passed) <= max(1, bound) and min(passed) == 0 and max(passed) > 0, "some were left to others"
     began_again = [p.starts > 1 for p in prompts]
     assert any(began_again) == (bound == 0), "without a bound what is left begins again, counted"
@@ -196,6 +202,11 @@ def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, sl
     lines = fit(run, *RUN, AHEAD, slow_tool, *words, "algorithm.filter_groups.max_num_gen_batches=3")
     assert any(line["rollout/gen_batches"] > 1 for line in lines)
     assert max(max(ages(run, step), default=0) for step in range(1, STEPS + 1)) <= 2
+    refills = [row for step in range(1, STEPS + 1) for row in rows_of(run, step) if row["prompt_id"].count(".") == 2]
+    versions = {
+        (row["step"] - 1 - v) for row in refills for r in row["records"] for v in r["policy_versions"] if v >= 0
+    }
+    assert versions == {0}, "by the newest weights"
     assert prompt_log.main([str(run)]) == 0
     assert not [p for p in read_prompt_log(run).prompts.values() if p.open]
 
@@ -214,6 +225,7 @@ def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_to
         if self.step_number == 4 and not back:
             back.extend(p.prompt_id for p in self.prompt_log.open)
             self._roll_back(self.checkpoints.all()[0])
+            self._save()  # as the guard does
 
     monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_four)
     trainer.fit()
@@ -227,14 +239,36 @@ def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_to
 
 
 @pytest.mark.slow
+def test_a_run_that_is_stopped_in_a_rollback_keeps_nothing_of_the_abandoned_weights(tmp_path, slow_tool, monkeypatch):
+    from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+    run = tmp_path / "run"
+    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, "trainer.collapse_guard=rollback")
+    conclude = PPOTrainer._conclude_step
+
+    def stop_in_the_rollback(self, metrics):
+        conclude(self, metrics)
+        if self.step_number == 4:
+            while not list((run / "spool").glob("*")):
+                time.sleep(0.01)
+            self.interrupts.requested.set()
+            self._roll_back(self.checkpoints.all()[0])
+
+    monkeypatch.setattr(PPOTrainer, "_conclude_step", stop_in_the_rollback)
+    trainer.fit()
+    assert trainer.step_number == 4 and not (run / "spool").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_counted(tmp_path, slow_tool, workers):
     run, words = tmp_path / "run", (AHEAD, "actor_rollout_ref.rollout.on_update=restart", "data.train_batch_size=4")
-    fit(run, *RUN, *words, slow_tool, f"actor_rollout_ref.rollout.num_workers={workers}")
+    lines = fit(run, *RUN, *words, slow_tool, f"actor_rollout_ref.rollout.num_workers={workers}")
     rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
     of_each = [{v for r in row["records"] for v in r["policy_versions"] if v >= 0} for row in rows]
     assert all(len(versions) == 1 for versions in of_each)
-    assert any(row["counters"].get("replaced") for row in rows)
+    replaced = [row["counters"].get("replaced", 0) for row in rows]
+    assert sum(replaced) == sum(line["rollout/replaced"] for line in lines) > 0
     assert not any(row["counters"].get("retries") for row in rows)
     assert prompt_log.main([str(run)]) == 0
 
@@ -275,7 +309,8 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
         name: [r["token_ids"] for row in rows if row["prompt_id"] == name for r in row["records"]] for name in seen
     }
     assert trained == seen
-    assert not (run / "spool").exists() and prompt_log.main([str(run)]) == 0
+    assert all(row["time_spans"] == [] for row in rows if row["prompt_id"] in seen), "nothing was sampled again"
+    assert any(row["time_spans"] for row in rows) and not (run / "spool").exists() and prompt_log.main([str(run)]) == 0
 
 
 @pytest.mark.slow

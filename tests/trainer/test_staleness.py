@@ -337,7 +337,7 @@ def test_what_is_older_is_weighed_where_nothing_else_is_said(words, expected):
 @pytest.mark.slow
 def test_old_tokens_are_weighed_in_a_run_and_the_weights_are_told(tmp_path):
     lines = fit(tmp_path / "run", *RUN, AHEAD, "actor_rollout_ref.actor.optim.lr=3e-3")
-    assert any(line.get("rollout_corr/rollout_is_max", 1) != 1 for line in lines), sorted(lines[-1])
+    assert any(line.get("rollout_corr/rollout_is_max", 1) > 1.01 for line in lines), sorted(lines[-1])
     off = fit(tmp_path / "off", *RUN, AHEAD, "algorithm.rollout_correction={rollout_is: null}")
     assert not any("rollout_corr/rollout_is_mean" in line for line in off)
 

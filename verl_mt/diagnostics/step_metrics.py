@@ -15,7 +15,7 @@ from verl_mt.data.trajectory import Status, StopReason, Trajectory, TrajectoryGr
 from verl_mt.tools.results import EVENTS
 
 _COUNTED = (
-    "retries", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
+    "retries", "replaced", "reward_errors", "deadlines", "inserted_end_tokens", "unread_messages", "forks",
     "cut_tokens", "masked_tokens", "discarded_tokens", "trained_given_tokens",
     "differing_response_ids", "masked_observation_tokens", "unread_tokens", "dropped_samples",
     "unreturned_conversations", "cut_interaction_texts",

@@ -288,7 +288,7 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_greedy_too=rollout.val_kwargs.greedy_too,
         val_batch_size=data.val_batch_size,
         total_steps=total,
-        steps_ahead=trainer.steps_ahead,
+        max_staleness=trainer.steps_ahead,
         over=over_sampling(data.train_batch_size, data.over_sample, trainer.steps_ahead),
         greedy_too=config.algorithm.adv_estimator == "remax",
         run=run,
@@ -396,7 +396,10 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         options = {key: value for key, value in correction_of(config).items() if value is not None}
         how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={options}"
         told = f"corrected by {how}" if by_loss or options else "not corrected (docs/asynchronous.md)"
-        note(f"{ahead} steps are sampled ahead of the one that is trained; older tokens are {told}")
+        in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
+        if (over := trainer.plan.over) is not None:
+            in_flight = f"{over.factor:g} steps' prompts are in flight, of which a step trains those that finish first"
+        note(f"{in_flight}; no token is more than {ahead} updates old, and older tokens are {told}")
     for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):

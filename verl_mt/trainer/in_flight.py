@@ -44,14 +44,15 @@ TRAINING = "s"
 
 
 def plan_name(step: int) -> str:
-    """Of the rollout that is trained after `step` finished steps, or with `data.over_sample` begun then; further ones
-    of that step begin with it."""
+    """Of the rollout that is trained after `step` finished steps, or with `data.over_sample` begun then: `s000007`
+    after 6. Further rollouts of that step have a number behind it: what replaces groups without signal, from `.002`,
+    and what is begun before its update, `.001`."""
     return f"{TRAINING}{step + 1:06d}"
 
 
-def drawn_at(name: str) -> int:
-    """The step in the name of a plan, or of a prompt (`s000007.001.00012`)."""
-    return int(name[1:7]) - 1
+def step_of(name: str) -> int:
+    """Finished steps before the one that the name of a plan or a prompt has: 6 for `s000007.001.00012`."""
+    return int(name.partition(".")[0].removeprefix(TRAINING)) - 1
 
 
 def over_sampling(num_prompts: int, factor: float, max_staleness: int) -> OverSampling | None:
@@ -71,7 +72,7 @@ class OverSampling:
 
     @property
     def patience(self) -> int:
-        """Steps for which a prompt may be left to others."""
+        """Steps after the first one that can train a prompt, in which it is trained at the latest."""
         return max(1, self.max_staleness)
 
     def room(self, in_flight: int, *, version: int, next_step: int, steps_left: int) -> int:
@@ -101,10 +102,11 @@ class OverSampling:
             step: finished steps before this batch.
         """
         size = self.num_prompts
+        # How many further steps each may wait. Of those that may wait j or fewer the next j batches take j * size; the
+        # rest must be in this one, which leaves room[j] places in it for groups that may wait longer than j.
         slack = {name: max(0, begun + self.patience - step) for name, begun in open_at.items()}
         within = [sum(left <= steps for left in slack.values()) for steps in range(self.patience)]
-        # Of `within[j]` prompts that end within j further steps, j batches of later ones leave this many to this one.
-        room = [size - max(0, count - j * size) for j, count in enumerate(within)]
+        room = [size - max(0, number - j * size) for j, number in enumerate(within)]
         chosen: list[TrajectoryGroup] = []
         for group in finished:
             later_than = range(min(slack[group.prompt_id], self.patience))
@@ -129,7 +131,7 @@ class BatchPlan:
     val_greedy_too: bool
     val_batch_size: int | None
     total_steps: int
-    steps_ahead: int = 0
+    max_staleness: int = 0
     """`trainer.max_staleness`, where anything is trained."""
     over: OverSampling | None = None
     """More prompts than a step needs are in flight; None = those of whole steps."""
@@ -139,10 +141,15 @@ class BatchPlan:
     """What rewards are told of the run as a whole."""
 
     @property
+    def several_steps(self) -> bool:
+        """Prompts of later steps, or left by earlier ones, are in flight beside a step's own."""
+        return self.max_staleness > 0 or self.over is not None
+
+    @property
     def admission(self) -> dict[str, float]:
         """What decides when prompts are started, and in which steps they may be trained."""
         factor = 1.0 if self.over is None else self.over.factor
-        return {"prompts": self.num_prompts, "over_sample": factor, "max_staleness": self.steps_ahead}
+        return {"prompts": self.num_prompts, "over_sample": factor, "max_staleness": self.max_staleness}
 
     def rollout(self, prompts: list[Prompt], name: str, step: int) -> RolloutPlan:
         """A training rollout after `step` finished steps."""
@@ -183,14 +190,14 @@ class PromptsInFlight:
             self._top_up(plan.over, plan_name(step), version=step, next_step=step)
             return
         last = max(step, plan.total_steps - 1)
-        for number in range(step, min(step + plan.steps_ahead, last) + 1):
+        for number in range(step, min(step + plan.max_staleness, last) + 1):
             if not self.stream.started(plan_name(number)):
                 self._start(plan_name(number), plan.num_prompts, number)
 
     def admit_during_update(self, step: int) -> None:
         """The batch after `step` finished steps is there: what may be started before its update. Steps ahead have all
         begun."""
-        if self.plan.over is not None and self.plan.steps_ahead:
+        if self.plan.over is not None and self.plan.max_staleness:
             self._top_up(self.plan.over, f"{plan_name(step)}.001", version=step, next_step=step + 1)
 
     def collect(self, step: int) -> list[TrajectoryGroup]:
@@ -199,10 +206,10 @@ class PromptsInFlight:
         if over is None:
             return self.stream.collect(plan_name(step), self.while_waiting)
         choose = partial(
-            over.choose, open_at={known.prompt_id: drawn_at(known.plan) for known in self.log.open}, step=step
+            over.choose, open_at={known.prompt_id: step_of(known.plan) for known in self.log.open}, step=step
         )
         groups = self.stream.collect_some(choose, self.while_waiting)
-        if not self.plan.steps_ahead:
+        if not self.plan.max_staleness:
             self.give_up(but={group.prompt_id for group in groups})
         return groups
 
@@ -213,13 +220,24 @@ class PromptsInFlight:
         return self.stream.collect(name, self.while_waiting)
 
     def give_up(self, but: Set[str] = frozenset()) -> None:
-        """What is in flight, but for these prompts, was sampled by weights that no step may train on any more."""
-        self.stream.stop(self.while_waiting)
+        """End what is in flight, and forget what of it is kept: no step may train on the weights that sampled it any
+        more. It begins again with the next `admit`.
+
+        Args:
+            but: ids of prompts that are trained next.
+        """
+        try:
+            self.stream.stop(self.while_waiting)
+        except BaseException:
+            # Ctrl-C, for one: the checkpoint that is written next is of other weights.
+            self.stream.stop()
+            self.forget_finished()
+            raise
         if self.spool is not None:
             self.spool.drop(known.prompt_id for known in self.log.open if known.prompt_id not in but)
 
     def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
-        """Step number `step` is over: prompt id -> why it was not trained, None where it was."""
+        """The step with this number (from 1) is over: prompt id -> why it was not trained, None where it was."""
         self.log.ended(step, left_out)
         if self.spool is not None:
             self.spool.drop(left_out)
@@ -230,7 +248,7 @@ class PromptsInFlight:
             self.spool.clear()
 
     def counts(self, step: int) -> dict[str, int]:
-        """`data/...` of what was drawn after `step` finished steps, once."""
+        """`data/...` of what was drawn after `step` finished steps; they are forgotten."""
         return self._counts.pop(step, {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,16 +264,16 @@ class PromptsInFlight:
         """Go on; the log of prompts has begun from `state["prompts"]` already.
 
         Args:
-            other_rows: the position counts in rows other than those of the checkpoint.
+            other_rows: the checkpoint's position counts in rows that are gone.
         """
         if other_rows:
             self.draws.sampler.go_on_in_other_rows(state["sampler"])
         else:
             self.draws.sampler.load_state_dict(state["sampler"])
             self._counts = dict(state.get("drawn", {}))
-        others = other_rows or state.get("admission") != self.plan.admission
-        room = 0 if others else max(0, self.plan.total_steps - state["step"]) * self.plan.num_prompts
-        if left := self.log.open[room:]:
+        changed = other_rows or state.get("admission") != self.plan.admission
+        trainable = 0 if changed else max(0, self.plan.total_steps - state["step"]) * self.plan.num_prompts
+        if left := self.log.open[trainable:]:
             log.warning(
                 "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, with more "
                 "steps, or with another data.train_batch_size, data.over_sample or trainer.max_staleness", len(left),
@@ -265,7 +283,8 @@ class PromptsInFlight:
     def _top_up(self, over: OverSampling, name: str, *, version: int, next_step: int) -> None:
         """Start as many prompts as may be in flight under the weights after `version` updates, where `next_step`
         finished steps come before the next batch."""
-        in_flight = len(self.log.open) - (next_step > version) * self.plan.num_prompts
+        in_training = self.plan.num_prompts if next_step > version else 0  # which the log has open until it ends
+        in_flight = len(self.log.open) - in_training
         steps_left = self.plan.total_steps - next_step
         wanted = over.room(in_flight, version=version, next_step=next_step, steps_left=steps_left)
         if wanted:
@@ -285,7 +304,7 @@ class PromptsInFlight:
             gone = {known.prompt_id: "no prompt any more" for known, prompt in zip(opened, built) if prompt is None}
             self.log.ended(step, gone)
             there = [(known.position, prompt) for known, prompt in zip(opened, built) if prompt is not None]
-            plan = self.plan.rollout([prompt for _, prompt in there], name, drawn_at(name))
+            plan = self.plan.rollout([prompt for _, prompt in there], name, step_of(name))
             self._begin(replace(plan, positions=[position for position, _ in there]))
 
     def _start(self, name: str, num_prompts: int, step: int) -> None:
@@ -307,7 +326,7 @@ class PromptsInFlight:
         for group in finished:
             self.log.finished(group)
             for trajectory in group.trajectories:
-                if trajectory.sanity is None:
+                if trajectory.sanity is None:  # the share of mismatches is one of the whole step
                     self.stream.runner.context.sanity.observe(None, plan.name)
 
 

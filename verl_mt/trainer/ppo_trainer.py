@@ -152,8 +152,8 @@ class PPOTrainer:
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
-                if self.config.steps_ahead:
-                    require_bound(batch, self.step_number, self.config.steps_ahead)
+                if self.plan.several_steps:
+                    require_bound(batch, self.step_number, self.plan.max_staleness)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 with self._timed(timing, "advantages"):
@@ -280,12 +280,12 @@ class PPOTrainer:
         likely collapse again in the same step.
         """
         state = checkpoint.load(folder)
+        self.flight.give_up()
         self.weights.make_room()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.weights.push(self.step_number)
         self._score = None
-        self.flight.give_up()
 
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
@@ -311,7 +311,7 @@ class PPOTrainer:
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
         checked = self.sanity.metrics(of=plan_name(self.step_number) if self.plan.over is None else TRAINING)
-        if self.plan.over is not None or self.plan.steps_ahead:
+        if self.plan.several_steps:
             found["rollout/prompts_in_flight"] = len(self.prompt_log.open) - len(groups)
         return found | checked | engine | self.stream.metrics() | self._prompt_counts()
 
