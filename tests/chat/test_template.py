@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -370,6 +373,20 @@ def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monk
     with pytest.raises(render._OutOfTime):
         render._Watch().run(stubborn, 0.01)
     assert len(swallowed) == 3
+
+
+def test_no_garbage_is_collected_while_the_watch_looks_at_stacks(monkeypatch):
+    """CPython before 3.12.1 hangs for ever where a collection begins in there while another thread starts."""
+    frames, seen = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: [seen.append(gc.isenabled()), frames()][1])
+    assert gc.isenabled()
+    assert threading.get_ident() in render._stacks() and seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        render._stacks()
+        assert not gc.isenabled(), "whoever has switched it off, has"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -57,6 +58,18 @@ class CallShape:
 
 class _OutOfTime(BaseException):
     """Raised inside a rendering by the watch. No `except Exception` on the way may keep it."""
+
+
+def _stacks() -> dict[int, FrameType]:
+    """Thread -> its frame. CPython before 3.12.1 hangs for ever where a collection of garbage begins inside that call
+    while another thread starts (its issue 106883): none does."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(eq=False)
@@ -134,7 +147,7 @@ class _Watch:
         with self._lock:
             # What has left its thread's stack has ended, though its `_end` may have been lost to an interrupt: nothing
             # may be sent into a thread that does something else by now.
-            stacks = sys._current_frames()
+            stacks = _stacks()
             self._running = {r for r in self._running if _is_on_stack(r.frame, stacks.get(r.thread))}
             self._is_looking = bool(self._running)
             for rendering in self._running:
