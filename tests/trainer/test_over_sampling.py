@@ -268,7 +268,7 @@ def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_coun
     of_each = [{v for r in row["records"] for v in r["policy_versions"] if v >= 0} for row in rows]
     assert all(len(versions) == 1 for versions in of_each)
     replaced = [row["counters"].get("replaced", 0) for row in rows]
-    assert sum(replaced) == sum(line["rollout/replaced"] for line in lines) > 0
+    assert sum(replaced) == sum(line.get("rollout/replaced", 0) for line in lines) > 0
     assert not any(row["counters"].get("retries") for row in rows)
     assert prompt_log.main([str(run)]) == 0
 
