@@ -111,12 +111,12 @@ class RolloutStream:
         """Whether a plan of that name is running or waits to be collected."""
         return name in self._running
 
-    def stop(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+    def stop(self) -> None:
         """What was started and not handed over is given up; returns when it has ended."""
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)
-        self.call(_ended([running.task for running in given_up if running.task is not None]), while_waiting)
+        self.call(_ended([running.task for running in given_up if running.task is not None]))
 
     def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.

@@ -226,13 +226,8 @@ class PromptsInFlight:
         Args:
             but: ids of prompts that are trained next.
         """
-        try:
-            self.stream.stop(self.while_waiting)
-        except BaseException:
-            # Ctrl-C, for one: the checkpoint that is written next is of other weights.
-            self.stream.stop()
-            self.forget_finished()
-            raise
+        # To its end: Ctrl-C in the middle would leave a rollback half done, and groups of weights that are gone.
+        self.stream.stop()
         if self.spool is not None:
             self.spool.drop(known.prompt_id for known in self.log.open if known.prompt_id not in but)
 
