@@ -64,3 +64,10 @@ def test_a_character_of_several_bytes_is_kept_whole_or_not_at_all():
     assert num_tokens_spelling(phi3_bytes, ids, "€ and more") == 3
     assert num_tokens_spelling(phi3_bytes, ids, "x") == 0
     assert [first_token_at(phi3_bytes, ids, k) for k in range(4)] == [0, 3, 7, 8]
+
+
+def test_bytes_that_are_no_text_take_a_finished_character_along():
+    ids = [*"𝕏".encode(), *"𝕏".encode()[1:]]
+    assert [phi3_bytes(ids[:k]) for k in (4, 5)] == ["𝕏", "\ufffd" * 5]
+    assert num_tokens_spelling(phi3_bytes, ids, "\ufffd" * 5 + "x") == 5
+    assert num_tokens_spelling(phi3_bytes, ids, "𝕏 and more") == 4

@@ -28,6 +28,11 @@ def num_tokens_spelling(decode: Decode, ids: Sequence[int], text: str) -> int:
     count = max(count - 1, 0)
     while not text.startswith(decode(ids[:count])):
         count -= 1
+    if _STAND_IN in text:
+        # Bytes that are no text take finished characters before them along, so that a count can go beyond and a larger
+        # one not: each has to be looked at.
+        further = (more for more in range(len(ids) - 1, count, -1) if text.startswith(decode(ids[:more])))
+        return next(further, count)
     return count
 
 

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_mt.data.run_files import writing
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
 from verl_mt.rollout.prompts import Prompt
@@ -42,27 +41,24 @@ class GroupSpool:
                 path.unlink()
 
     def keep(self, group: TrajectoryGroup) -> None:
-        """Write one, unless something in it has failed: whoever goes on has repaired that, and samples it again.
-
-        Raises:
-            CheckpointError: the disk refused.
-        """
+        """Write one, unless something in it has failed: whoever goes on has repaired that, and samples it again. What
+        cannot be written ends no run: it is sampled again after a kill."""
         if any(t.status not in (Status.COMPLETED, Status.TRUNCATED) for t in group.trajectories):
             return
+        path = self._path(group.prompt_id)
+        unfinished = path.with_suffix(".part")
         try:
             content = pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # whatever code of the user's has put into a trajectory
-            if not self._cannot:
-                log.warning("finished groups are not kept for a run that is killed: %s", error_text(error, named=True))
-            self._cannot = True
-            return
-        path = self._path(group.prompt_id)
-        with writing(path):
             self._folder.mkdir(exist_ok=True)
             # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
             # wait for the disk: what cannot be read is sampled again.
-            (unfinished := path.with_suffix(".part")).write_bytes(content)
+            unfinished.write_bytes(content)
             unfinished.replace(path)
+        except Exception as error:  # the disk's, or of whatever code of the user's has put into a trajectory
+            unfinished.unlink(missing_ok=True)
+            if not self._cannot:
+                log.warning("finished groups are not kept for a run that is killed: %s", error_text(error, named=True))
+            self._cannot = True
 
     def take(self, plan: RolloutPlan) -> list[TrajectoryGroup]:
         """The groups of a plan that were finished before the run was killed. Their times are gone: they were of another
