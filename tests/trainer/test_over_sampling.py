@@ -139,31 +139,29 @@ def test_what_is_in_flight_when_a_run_is_stopped_goes_on_under_its_own_names(tmp
     assert [(p.source, p.row_index) for p in read_prompt_log(run).prompts.values()] == rows
 
 
+LEFT = ([], ["in flight, other steps"])
+
+
 @pytest.mark.slow
-def test_a_checkpoint_with_prompts_in_flight_goes_on_with_other_steps_without_them(tmp_path, slow_tool, caplog):
+@pytest.mark.parametrize(
+    ("words", "number", "lives"),
+    [
+        ((), 6, [LEFT] * 6 + [([s], []) for s in range(3, STEPS + 1) for _ in range(2)]),
+        ((AHEAD, "trainer.total_training_steps=3"), 4, [([3], [])] * 2 + [LEFT] * 4),
+    ],
+    ids=["another bound", "fewer steps"],
+)
+def test_prompts_in_flight_that_have_no_place_where_a_run_goes_on_are_left_out(
+    tmp_path, slow_tool, caplog, words, number, lives
+):
     trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool)
     interrupt_after(trainer, 2)
     trainer.fit()
     other = tmp_path / "other"
     source = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
-    fit(other, *RUN, "trainer.resume_mode=resume_path", source)
-    assert "6 prompts that were in flight are left out" in caplog.text
-    lives = [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()]
-    assert lives == [([], ["in flight, other steps"])] * 6 + [([s], []) for s in range(3, STEPS + 1) for _ in range(2)]
-    assert prompt_log.main([str(other)]) == 0
-
-
-@pytest.mark.slow
-def test_what_lies_beyond_the_last_step_of_a_run_that_goes_on_is_left_out(tmp_path, slow_tool, caplog):
-    trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool)
-    interrupt_after(trainer, 2)
-    trainer.fit()
-    other = tmp_path / "other"
-    source = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
-    fit(other, *RUN, AHEAD, "trainer.resume_mode=resume_path", source, "trainer.total_training_steps=3")
-    assert "4 prompts that were in flight are left out" in caplog.text
-    lives = [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()]
-    assert lives == [([3], [])] * 2 + [([], ["in flight, other steps"])] * 4
+    fit(other, *RUN, *words, "trainer.resume_mode=resume_path", source)
+    assert f"{number} prompts that were in flight are left out" in caplog.text
+    assert [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()] == lives
     assert prompt_log.main([str(other)]) == 0
 
 
