@@ -270,8 +270,8 @@ class PromptsInFlight:
         trainable = 0 if changed else max(0, self.plan.total_steps - state["step"]) * self.plan.num_prompts
         if left := self.log.open[trainable:]:
             log.warning(
-                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows, with "
-                "further steps, or with another data.train_batch_size, data.over_sample or trainer.max_staleness", len(left),
+                "%d prompts that were in flight are left out: the checkpoint is of a run with other rows or further "
+                "steps, or with another data.train_batch_size, data.over_sample or trainer.max_staleness", len(left),
             )  # fmt: skip
             self.log.ended(state["step"], {known.prompt_id: "in flight, other steps" for known in left})
 
