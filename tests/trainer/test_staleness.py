@@ -20,6 +20,7 @@ from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.base import Capabilities
 from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.weights import named_weights
+from verl_mt.trainer import build
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.in_flight import require_bound, staleness_metrics
 
@@ -112,6 +113,19 @@ def test_the_policys_own_module_over_ray_is_refused_before_anything_is_loaded():
     config = compose([AHEAD, "trainer.placement=ray"])
     with pytest.raises(ConfigError, match=r"max_staleness=2: .*local with trainer.placement=ray.* use sglang"):
         engines.check(config.actor_rollout_ref, config.trainer)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_cannot_be_copied_for_sampling_which_is_said_before_it_is_loaded(tmp_path, monkeypatch):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = Qwen3MoeConfig(vocab_size=500, num_key_value_heads=1, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(build, "build_workers", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"max_staleness=2: the checkpoint .*experts\.0\..* use .*name=sglang"):
+        build_trainer(compose([AHEAD, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]))
 
 
 @pytest.mark.parametrize(

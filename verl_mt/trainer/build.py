@@ -32,7 +32,7 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
 from verl_mt.interactions import session as interactions
-from verl_mt.modeling.load import export_hf
+from verl_mt.modeling.load import export_hf, meta_causal_lm
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.plugins import import_plugins, objects_in, plugin_names
@@ -152,19 +152,28 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
 
 
 def _require_copyable(config: Config) -> None:
-    """A policy that is sampled from while it is trained is copied, and of models that see nothing can be.
+    """A policy that is sampled from while it is trained is copied; not every model can be. Nothing is loaded yet.
 
     Raises:
-        ConfigError: this is one.
+        ConfigError: this one cannot.
     """
     name, model = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model
     if not config.trainer.steps_ahead or not engines.samples_from_policy(name):
         return
+    why = ""
     if sees(resolve_model_path(model.path), model.revision):
+        why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
+    else:
+        empty = meta_causal_lm(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        if others := {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys():
+            why = (
+                f"the checkpoint of {model.path} has weights that the model keeps in another shape ({min(others)}, as "
+                f"mixtures of experts do), and {name} samples such a model from the policy's own"
+            )
+    if why:
         raise ConfigError(
-            f"trainer.max_staleness={config.trainer.max_staleness}: {model.path} sees images, and "
-            f"actor_rollout_ref.rollout.name={name} samples such a model from the policy's own weights, which are "
-            "trained meanwhile; use sglang, or max_staleness=0"
+            f"trainer.max_staleness={config.trainer.max_staleness}: {why}, which are trained meanwhile; use "
+            "actor_rollout_ref.rollout.name=sglang, or max_staleness=0"
         )
 
 
@@ -352,24 +361,12 @@ def place_engine(
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
     overlaps = steps_ahead > 0
     if module is not None and overlaps and engine is None:
-        module = _copy_of(module, rollout.name)
+        module = copy.deepcopy(without_adapters(module))
     elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
     if elsewhere or not engines.lives_beside_ranks(rollout.name):
         return module, engine, (), overlaps
     hosts = workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
     return module, engine, hosts, overlaps
-
-
-def _copy_of(module: Any, name: str) -> Any:
-    """What an engine samples from while the policy is trained: a model of its own, adapters merged."""
-    own = copy.deepcopy(without_adapters(module))
-    if unknown := {weight for weight, _ in named_weights(module)} - own.state_dict().keys():
-        raise ConfigError(
-            f"trainer.max_staleness: actor_rollout_ref.rollout.name={name} gets its weights by the names of the "
-            f"checkpoint then, and {type(module).__name__} has others ({min(unknown)} is none); use sglang, or "
-            "max_staleness=0"
-        )
-    return own
 
 
 def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:
