@@ -309,6 +309,8 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
     assert trained == seen
     assert all(row["time_spans"] == [] for row in rows if row["prompt_id"] in seen), "nothing was sampled again"
     assert any(row["time_spans"] for row in rows) and not (run / "spool").exists() and prompt_log.main([str(run)]) == 0
+    starts = {p.prompt_id: p.starts for p in read_prompt_log(run).prompts.values()}
+    assert {starts[name] for name in seen} == {1} and set(starts.values()) == {1, 2}, "kept, and begun again"
 
 
 @pytest.mark.slow
@@ -367,6 +369,7 @@ def plan_of(ids: list[int], n: int = 1) -> RolloutPlan:
     ("kept", "plan", "version", "used"),
     [
         (finished("s000003.00000", [5, 6]), plan_of([5, 6]), 2, True),
+        (finished("s000003.00000", [7, 8, 9]), plan_of([5, 6]), 2, True),
         (finished("s000003.00000", [5, 6]), plan_of([5, 7]), 2, False),
         (finished("s000003.00000", [5, 6]), plan_of([5, 6], n=2), 2, False),
         (finished("s000003.00000", [5, 6]), plan_of([5, 6]), 1, False),
@@ -377,6 +380,7 @@ def plan_of(ids: list[int], n: int = 1) -> RolloutPlan:
     ],
     ids=[
         "the same",
+        "began with a text of its own",
         "another prompt",
         "more samples",
         "later weights",
@@ -387,7 +391,8 @@ def plan_of(ids: list[int], n: int = 1) -> RolloutPlan:
     ],
 )
 def test_what_was_finished_is_used_where_it_is_what_would_be_sampled(tmp_path, kept, plan, version, used):
-    GroupSpool(tmp_path / "spool", 0).keep(kept)
+    begun = replace(plan_of([5, 6]), positions=[int(kept.prompt_id[-1])])
+    GroupSpool(tmp_path / "spool", 0).keep(begun, kept)
     found = GroupSpool(tmp_path / "spool", version).take(plan)
     assert [g.prompt_id for g in found] == [kept.prompt_id] * used
     assert all(t.time_spans == [] for g in found for t in g.trajectories), "of a clock that is gone"
@@ -398,7 +403,7 @@ def test_what_cannot_be_written_is_said_once_and_what_cannot_be_read_is_sampled_
     for name in ("s000003.00000", "s000003.00001"):
         group = finished(name, [5])
         group.trajectories[0].info["lock"] = threading.Lock()
-        spool.keep(group)
+        spool.keep(replace(plan_of([5]), positions=[int(name[-1])]), group)
     assert caplog.text.count("finished groups are not kept") == 1 and not (tmp_path / "spool").exists()
     (tmp_path / "spool").mkdir()
     (tmp_path / "spool" / "s000003.00000.pickle").write_bytes(b"torn")
@@ -421,7 +426,7 @@ def test_a_group_that_is_being_written_is_written_before_its_plan_has_stopped(tm
                 await asyncio.sleep(0.1)
                 written.append("closed")
 
-    def keep(group):
+    def keep(plan, group):
         begun.set()
         time.sleep(0.3)
         written.append(group.prompt_id)

@@ -24,7 +24,7 @@ import json
 import os
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -119,10 +119,12 @@ class PromptLog:
         self._leave_out({first + len(rows) + k: why for k, (_, why) in enumerate(left_out)})
         self._sync()
 
-    def started(self, plan: str) -> None:
-        """The conversations of a plan's prompts, for the first time or again."""
-        numbers = [found.number for found in self._open.values() if found.plan == plan]
-        self._append({"event": "started", "numbers": numbers})
+    def started(self, plan: str, but: Collection[str] = ()) -> None:
+        """The conversations of a plan's prompts, for the first time or again; `but` are prompts that were finished
+        before and kept."""
+        numbers = [found.number for found in self._open.values() if found.plan == plan and found.prompt_id not in but]
+        if numbers:
+            self._append({"event": "started", "numbers": numbers})
 
     def finished(self, group: TrajectoryGroup) -> None:
         """All conversations of a prompt are over and scored."""

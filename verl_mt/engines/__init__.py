@@ -137,6 +137,12 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
             f"{_KEY}={name}: its capabilities have overlaps_training and the transport in_place, but a policy that is "
             "trained meanwhile is sampled from a copy, which gets its weights by tensor_buckets (engines/base.py)"
         )
+    if can.overlaps_training and not can.returns_token_ids:
+        raise ConfigError(
+            f"trainer.max_staleness={max_staleness}, but {_KEY}={name} returns text: by which weights its tokens were "
+            "sampled, and how probable they were, would not be known; use an engine that returns token ids (sglang, "
+            "local), or set max_staleness=0"
+        )
     if can.overlaps_training and not can.frees_memory:
         return
     why, instead = "", "use an engine that can (sglang, or local with a model of text)"

@@ -378,8 +378,9 @@ class RolloutSession:
         context, trajectory, name = self.context, self.trajectory, self.trajectory.trajectory_id
         deadline_s = min(context.limits.request_timeout_s, left_s if left_s is not None else float("inf"))
         # From names, not from the order of events: the same conversation draws the same numbers however many run beside
-        # it. The id holds step, prompt and sample; an attempt after a lost engine draws others.
-        name_of_turn = f"{context.seed}/{name}/{turn}/{self.attempt}"
+        # it. The name holds step, prompt and sample. Another attempt draws the same again (the 0): with other numbers,
+        # conversations that last longer than an engine, or than an update, would draw until they are short.
+        name_of_turn = f"{context.seed}/{name}/{turn}/0"
         seed = int.from_bytes(hashlib.blake2b(name_of_turn.encode(), digest_size=8).digest(), "big") >> 1
         request = GenerationRequest(
             input_ids=list(self.record.token_ids),

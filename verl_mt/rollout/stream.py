@@ -62,8 +62,8 @@ class RolloutStream:
 
     def __init__(self, runner: RolloutRunner):
         self.runner = runner
-        self.keep: Callable[[TrajectoryGroup], object] | None = None
-        """Called in a thread with each finished group of training, before it can be collected."""
+        self.keep: Callable[[RolloutPlan, TrajectoryGroup], object] | None = None
+        """Called in a thread with each finished group of a training plan, before it can be collected."""
         self.arrived: Callable[[TrajectoryGroup], object] = lambda group: None
         """Called by who collects with each group of any plan that has arrived meanwhile."""
         self.pool: Pool | None = None
@@ -116,7 +116,7 @@ class RolloutStream:
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)
-        self.call(_ended([running.task for running in given_up if running.task is not None]))
+        self.call(_ended(given_up))
 
     def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
@@ -219,7 +219,7 @@ class RolloutStream:
         async with contextlib.aclosing((self.pool or self.runner).run(plan)) as groups:
             async for group in groups:
                 if self.keep is not None and not plan.evaluation:
-                    await _uncut(asyncio.to_thread(self.keep, group))
+                    await _uncut(asyncio.to_thread(self.keep, plan, group))
                 self._arrivals.put((running, group))
 
     @staticmethod
@@ -243,9 +243,9 @@ async def _uncut(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancelled ones have run their `finally` blocks."""
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _ended(given_up: Sequence[_Running]) -> None:
+    """Cancelled ones have run their `finally` blocks. On the rollout's loop, where whoever was about to begin has."""
+    await asyncio.gather(*(r.task for r in given_up if r.task is not None), return_exceptions=True)
 
 
 async def _drain() -> None:

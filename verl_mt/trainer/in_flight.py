@@ -317,7 +317,7 @@ class PromptsInFlight:
     def _begin(self, plan: RolloutPlan) -> None:
         finished = [] if self.spool is None else self.spool.take(plan)
         self.stream.start(plan, finished)
-        self.log.started(plan.name)
+        self.log.started(plan.name, but={group.prompt_id for group in finished})
         for group in finished:
             self.log.finished(group)
             for trajectory in group.trajectories:

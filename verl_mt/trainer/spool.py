@@ -10,7 +10,9 @@ import logging
 import pickle
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
@@ -18,6 +20,13 @@ from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    group: TrajectoryGroup
+    asked: tuple[Any, ...]
+    """What it is the answer to."""
 
 
 class GroupSpool:
@@ -31,24 +40,25 @@ class GroupSpool:
 
     def __init__(self, folder: Path, version: int | None):
         self._folder = folder
-        self._ready: dict[str, TrajectoryGroup] = {}
+        self._ready: dict[str, _Kept] = {}
         self._cannot = False
         for path in sorted(folder.glob("*.pickle")):
-            group = self._read(path)
-            if group is not None and version is not None and max(_versions(group), default=0) <= version:
-                self._ready[group.prompt_id] = group
+            kept = self._read(path)
+            if kept is not None and version is not None and max(_versions(kept.group), default=0) <= version:
+                self._ready[kept.group.prompt_id] = kept
             else:
                 path.unlink()
 
-    def keep(self, group: TrajectoryGroup) -> None:
-        """Write one, unless something in it has failed: whoever goes on has repaired that, and samples it again. What
-        cannot be written ends no run: it is sampled again after a kill."""
+    def keep(self, plan: RolloutPlan, group: TrajectoryGroup) -> None:
+        """Write one of a plan, unless something in it has failed: whoever goes on has repaired that, and samples it
+        again. What cannot be written ends no run: it is sampled again after a kill."""
         if any(t.status not in (Status.COMPLETED, Status.TRUNCATED) for t in group.trajectories):
             return
         path = self._path(group.prompt_id)
         unfinished = path.with_suffix(".part")
         try:
-            content = pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL)
+            prompt = next(prompt for place, prompt in plan.placed if plan.prompt_id(place) == group.prompt_id)
+            content = pickle.dumps(_Kept(group, _asked(plan, prompt)), protocol=pickle.HIGHEST_PROTOCOL)
             self._folder.mkdir(exist_ok=True)
             # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
             # wait for the disk: what cannot be read is sampled again.
@@ -65,12 +75,12 @@ class GroupSpool:
         process's clock."""
         found = []
         for place, prompt in plan.placed:
-            group = self._ready.pop(plan.prompt_id(place), None)
-            if group is not None and _is_of(group, prompt, plan.n):
-                group.sealed = None
-                for trajectory in group.trajectories:
+            kept = self._ready.pop(plan.prompt_id(place), None)
+            if kept is not None and kept.asked == _asked(plan, prompt):
+                kept.group.sealed = None
+                for trajectory in kept.group.trajectories:
                     trajectory.time_spans = []
-                found.append(group)
+                found.append(kept.group)
         return found
 
     def drop(self, prompt_ids: Iterable[str]) -> None:
@@ -87,9 +97,12 @@ class GroupSpool:
     def _path(self, prompt_id: str) -> Path:
         return self._folder / f"{prompt_id}.pickle"
 
-    def _read(self, path: Path) -> TrajectoryGroup | None:
+    def _read(self, path: Path) -> _Kept | None:
         try:
-            return pickle.loads(path.read_bytes())
+            kept = pickle.loads(path.read_bytes())
+            if not isinstance(kept, _Kept):
+                raise TypeError(f"it holds a {type(kept).__name__}")
+            return kept
         except Exception as error:  # of an older version of the code
             log.warning("%s is sampled again: %s", path, error_text(error, named=True))
             return None
@@ -99,11 +112,6 @@ def _versions(group: TrajectoryGroup) -> Iterable[int]:
     return (int(max(r.policy_versions, default=0)) for t in group.trajectories for r in t.records)
 
 
-def _is_of(group: TrajectoryGroup, prompt: Prompt, n: int) -> bool:
-    """Whether it is what `n` samples of this very prompt are; a sampler may have made another row by now."""
-    records = [t.records[0] for t in group.trajectories if t.records]
-    return (
-        (group.source, group.row_index) == (prompt.row.source, prompt.row.index)
-        and len({t.episode_id for t in group.trajectories}) == n
-        and all(list(r.token_ids[: r.num_prompt_tokens]) == list(prompt.ids) for r in records)
-    )
+def _asked(plan: RolloutPlan, prompt: Prompt) -> tuple[Any, ...]:
+    """Row, tokens, number of samples: a sampler may have made another row by the time that a run goes on."""
+    return prompt.row.source, prompt.row.index, tuple(prompt.ids), plan.n, plan.greedy_too
