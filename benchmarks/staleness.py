@@ -2,6 +2,7 @@
 
     python benchmarks/staleness.py curve [--bounds 0 1 2 4 8] [--seeds 0 1 2] [--out runs/staleness.jsonl]
     python benchmarks/staleness.py waiting [--bounds 2] [--over 2:1.5] [--seeds 0 1 2] [--out runs/waiting.jsonl]
+    python benchmarks/staleness.py tune [--scales 0.02] [--steps 20] [--out runs/tune.jsonl]
 
 `curve` trains the default task by each bound, without a correction, with weights per token of the trainer's policy over
 the sampler's (decoupled PPO, truncated importance sampling), and with ratios to the sampler.
@@ -10,6 +11,9 @@ the sampler's (decoupled PPO, truncated importance sampling), and with ratios to
 synchronous step waits a third and two thirds of its time. Per seed all variants run one after the other: steps ahead
 (`--bounds`), and `data.over_sample` with partial rollouts instead (`--over`, each a bound and a factor). Waiting is
 what a synchronous step takes longer than one whose tool answers at once; what a bound removes of it is a share.
+
+`tune` looks for a synchronous step that would be faster than the one of `waiting`, with other threads, numbers of
+conversations at once, and tokens in a pass.
 
 Every run is a process of its own and one line of `--out`; what stands there is not run again.
 """
@@ -41,16 +45,27 @@ CORRECTIONS = {
 }
 _FIRST_STEPS = 5
 """Left out of times: caches fill, and nothing is ahead yet."""
+TUNED: dict[str, tuple[int, list[str]]] = {
+    "as shipped": (1, []),
+    "two threads": (2, []),
+    "half of the conversations at once": (1, ["actor_rollout_ref.rollout.max_concurrent=64"]),
+    "a quarter": (1, ["actor_rollout_ref.rollout.max_concurrent=32"]),
+    "passes of half as many tokens": (1, ["actor_rollout_ref.actor.ppo_max_token_len=8192"]),
+    "of twice as many": (1, ["actor_rollout_ref.actor.ppo_max_token_len=32768"]),
+}
+"""What `tune` tries with synchronous steps: threads, words."""
 
 
-def train(words: list[str], ahead: list[int]) -> dict[str, Any]:
+def train(words: list[str], ahead: list[int], threads: int = 1) -> dict[str, Any]:
     """A run of the default task in a process of its own; what its steps took and what it has learned; and what the
     doctor says of it that these bounds would save (`--ahead`)."""
     folder = Path(tempfile.mkdtemp(prefix="staleness_"))
     command = [sys.executable, "-m", "verl_mt.trainer", *words, f"trainer.default_local_dir={folder / 'run'}"]
-    command += ["trainer.logger=[]", "trainer.num_threads=1", "trainer.save_freq=-1", "trainer.export_at_end=False"]
+    command += ["trainer.logger=[]", "trainer.save_freq=-1", "trainer.export_at_end=False"]
+    command += [f"trainer.num_threads={threads}"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     try:
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         measured = measured_steps(folder / "run")[_FIRST_STEPS - 1 :] if ahead else []
     finally:
@@ -69,12 +84,14 @@ def train(words: list[str], ahead: list[int]) -> dict[str, Any]:
     }
 
 
-def done(out: Path, key: dict[str, Any], words: list[str], ahead: list[int] | None = None) -> dict[str, Any]:
+def done(
+    out: Path, key: dict[str, Any], words: list[str], ahead: list[int] | None = None, threads: int = 1
+) -> dict[str, Any]:
     """The run's line in `out`; trained now, if there is none."""
     for line in out.read_text().splitlines() if out.exists() else ():
         if (known := json.loads(line)) and all(known.get(name) == value for name, value in key.items()):
             return known
-    found = key | train(words, ahead or [])
+    found = key | train(words, ahead or [], threads)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         file.write(json.dumps(found) + "\n")
@@ -104,6 +121,33 @@ def curve(args: argparse.Namespace) -> None:
         age = fmean(run["age"] for run in found)
         sampled, greedy = (mean_and_error([run[kind] for run in found]) for kind in ("accuracy", "greedy"))
         print(f"| {bound} | {name if bound else ''} | {age:.2f} | {sampled} | {greedy} |")
+    if args.draw is not None:
+        draw({key: [run["accuracy"] for run in found] for key, found in rows.items()}, args.draw)
+
+
+def draw(accuracy: dict[tuple[int, str], list[float]], path: Path) -> None:
+    """A line per correction; every run is a point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "verl_mt"
+    bounds = sorted({bound for bound, _ in accuracy})
+    figure, axes = plt.subplots(figsize=(7.2, 3.2))
+    for number, (name, colour) in enumerate(zip(CORRECTIONS, ("#c0392b", "#2471a3", "#7d8a2e"))):
+        # A synchronous run is where every line begins.
+        found = [accuracy[bound, name if bound else "none"] for bound in bounds]
+        places = [place + 0.06 * (number - 1) for place in range(len(bounds))]
+        axes.plot(places, [fmean(runs) for runs in found], color=colour, label=name)
+        for place, runs in zip(places, found):
+            axes.plot([place] * len(runs), runs, ".", color=colour, alpha=0.5)
+    axes.set_xticks(range(len(bounds)), bounds)
+    axes.set(xlabel="trainer.max_staleness", ylabel="accuracy, held-out problems", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(title="correction", loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def slow_tool(folder: Path, scale_s: float) -> str:
@@ -158,21 +202,41 @@ def waiting(args: argparse.Namespace) -> None:
             print(f"| {scale:g} | {bound} | {said[0]:.2f}, {said[1]:.2f} | {fmean(seconds[scale, bound, 1.0]):.2f} |")
 
 
+def tune(args: argparse.Namespace) -> None:
+    """Seconds of a synchronous step, by what could make it faster."""
+    print("| tools wait, scale in s | synchronous steps | s a step | / as shipped |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="slow_tools_") as folder:
+        for scale in args.scales:
+            usual = None
+            for name, (threads, words) in TUNED.items():
+                key = {"steps": args.steps, "tuned": name, "scale_s": scale}
+                more = [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
+                more += ["trainer.val_before_train=False", *([slow_tool(Path(folder), scale)] if scale else [])]
+                found = [
+                    done(args.out, {**key, "seed": seed}, [*more, f"trainer.seed={seed}", *words], threads=threads)
+                    for seed in args.seeds
+                ]
+                seconds = fmean(run["step_s"] for run in found)
+                usual = seconds if usual is None else usual
+                print(f"| {scale:g} | {name} | {seconds:.2f} | {seconds / usual:.2f} |", flush=True)
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "waiting"))
+    parser.add_argument("what", choices=("curve", "waiting", "tune"))
     parser.add_argument("--bounds", type=int, nargs="+", help="of max_staleness")
     parser.add_argument("--over", nargs="*", default=["2:1.5"], help="max_staleness:over_sample, of waiting")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--scales", type=float, nargs="+", default=[0.02, 0.07], help="seconds, of waiting")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="the curve as a picture (needs matplotlib)")
     args = parser.parse_args()
     is_curve = args.what == "curve"
     args.bounds = args.bounds or ([0, 1, 2, 4, 8] if is_curve else [2])
-    args.out = args.out or Path("runs") / ("staleness.jsonl" if is_curve else "waiting.jsonl")
-    (curve if is_curve else waiting)(args)
+    args.out = args.out or Path("runs") / ("staleness.jsonl" if is_curve else f"{args.what}.jsonl")
+    {"curve": curve, "waiting": waiting, "tune": tune}[args.what](args)
 
 
 if __name__ == "__main__":

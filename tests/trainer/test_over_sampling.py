@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from command_lab import fit, interrupt_after, rows_of, small_trainer
+from command_lab import fit, interrupt_after, metrics_of, rows_of, small_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
@@ -22,7 +22,7 @@ from verl_mt.data.drawn_prompts import read_prompt_log
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
-from verl_mt.errors import DataError
+from verl_mt.errors import CollapseError, DataError
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
@@ -103,10 +103,13 @@ OVER = "data.over_sample=1.5"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bound", "factor"), [(0, 1.5), (1, 2.0), (2, 1.5), (2, 3.0)])
-def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow_tool, bound, factor):
+@pytest.mark.parametrize(
+    ("bound", "factor", "workers"), [(0, 1.5, 0), (1, 2.0, 0), (2, 1.5, 0), (2, 3.0, 0), (0, 1.5, 2), (2, 1.5, 2)]
+)
+def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow_tool, bound, factor, workers):
     run = tmp_path / "run"
     words = (slow_tool, f"trainer.max_staleness={bound}", f"data.over_sample={factor}")
+    words += (f"actor_rollout_ref.rollout.num_workers={workers}",) if workers else ()
     fit(run, *RUN, *words, "data.train_batch_size=4")
     found = [ages(run, step) for step in range(1, STEPS + 1)]
     assert min(map(min, found)) >= 0 and max(map(max, found)) <= bound
@@ -234,6 +237,22 @@ def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_to
     versions = {v for name in back for r in rows[name]["records"] for v in r["policy_versions"] if v >= 0}
     assert min(versions) >= 4, "no token of the abandoned weights is trained"
     assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
+
+
+@pytest.mark.slow
+def test_the_guard_rolls_a_run_back_whose_next_steps_are_being_sampled(tmp_path, slow_tool):
+    run = tmp_path / "run"
+    signs = "trainer.collapse_guard_thresholds={window: 2, sampler_kl: 1e-9}"  # as old tokens are, always
+    words = (AHEAD, slow_tool, signs, "trainer.collapse_guard=rollback", "trainer.save_freq=1")
+    with pytest.raises(CollapseError, match="rolled back twice"):
+        fit(run, *RUN, *words, "trainer.total_training_steps=16")
+    lines = metrics_of(run)
+    back = [line["step"] for line in lines if "collapse/rolled_back_to" in line]
+    assert len(back) == 2 and [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert prompt_log.main([str(run)]) == 0
+    for step in (step for step in back if step + 2 <= len(lines)):  # what was in flight began again
+        assert min(later - 1 - age for later in (step + 1, step + 2) for age in ages(run, later)) >= step
+    assert max(max(ages(run, line["step"])) for line in lines) <= 2
 
 
 @pytest.mark.slow

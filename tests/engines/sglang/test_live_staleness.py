@@ -21,7 +21,9 @@ BOUND = 2
 
 
 def train(run: Path, steps: int, *overrides: str) -> list[dict]:
-    words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", f"trainer.max_staleness={BOUND}"]
+    words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}"]
+    if not any(word.startswith("trainer.max_staleness") for word in overrides):
+        words.append(f"trainer.max_staleness={BOUND}")
     words += [f"trainer.total_training_steps={steps}", "data.val_files=null", "trainer.logger=[console]"]
     words += [f"trainer.default_local_dir={run}", "trainer.export_at_end=False", "trainer.num_threads=1"]
     build_trainer(compose([*words, *overrides])).fit()
@@ -58,6 +60,31 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
 def test_the_default_task_is_learned_while_the_engine_samples(tmp_path):
     lines = train(tmp_path / "run", 20)
     require_what_was_promised(tmp_path / "run", lines)
+
+
+@pytest.mark.parametrize(
+    ("bound", "on_update"), [(BOUND, "finish_turn"), (BOUND, "restart"), (0, "continue")], ids=lambda word: str(word)
+)
+def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp_path, bound, on_update):
+    run, steps = tmp_path / "run", 5
+    words = (f"trainer.max_staleness={bound}", "data.over_sample=1.5", ROLLOUT + f"on_update={on_update}")
+    train(run, steps, *words, "trainer.save_freq=-1")
+    rows = [(step, row) for step in range(1, steps + 1) for row in rows_of(run, step)]
+    versions = [
+        {record["policy_versions"][k] for k in range(turn["start"], turn["end"])}
+        for _, row in rows
+        for record in row["records"]
+        for turn in record["turns"]
+        if turn["kind"] == "assistant"
+    ]
+    assert all(len(of_turn) == 1 for of_turn in versions), "no turn is by two versions"
+    of_rows = [(step, {v for r in row["records"] for v in r["policy_versions"] if v >= 0}) for step, row in rows]
+    assert all(0 <= step - 1 - v <= bound for step, found in of_rows for v in found)
+    if on_update == "restart" or not bound:
+        assert all(len(found) == 1 for _, found in of_rows), "no conversation is by two versions"
+    prompts = read_prompt_log(run).prompts.values()
+    assert any(p.starts > 1 for p in prompts) == (bound == 0)
+    assert prompt_log.main([str(run)]) == 0
 
 
 @pytest.mark.ray
