@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         if field.name not in ("ref", "last"):
             flag = "--" + field.name.removesuffix("_s").replace("_", "-")
             parser.add_argument(flag, dest=field.name, type=float)
+    parser.add_argument("--max-staleness", type=int, default=0, help="steps that are sampled ahead of their own")
+    parser.add_argument("--one-device", action="store_true", help="engine and trainer compute on the same one")
     args = parser.parse_args(argv)
     if args.fit:
         machine = fit([step for run in args.fit for step in observe_run(run)])
@@ -55,13 +57,12 @@ def main(argv: list[str] | None = None) -> None:
     missing = [n for n in ("trajectories", "prompt_tokens", "sampled_tokens", "longest_tokens") if given[n] is None]
     if args.model is None or missing:
         parser.error(f"without --run: --model and --{' --'.join(missing or ['...']).replace('_', '-')} are needed")
-    print(
-        describe(
-            predict(
-                model_of(args.model, args.dtype), Work(**{k: v for k, v in given.items() if v is not None}), machine
-            )
-        )
-    )
+    work = Work(**{k: v for k, v in given.items() if v is not None})
+    predicted = predict(model_of(args.model, args.dtype), work, machine)
+    print(describe(predicted))
+    if args.max_staleness:
+        seconds = predicted.ahead_s(args.max_staleness, one_device=args.one_device)
+        print(f"with trainer.max_staleness={args.max_staleness}: step {seconds:.2f} s, predicted")
 
 
 def describe(predicted: StepTime, measured: StepTime | None = None) -> str:

@@ -9,6 +9,7 @@ import yaml
 
 from verl_mt.doctor.__main__ import main
 from verl_mt.doctor.ahead import MeasuredStep, measured_steps, seconds_ahead, table
+from verl_mt.doctor.step_time import StepTime
 from verl_mt.errors import DataError
 
 
@@ -31,6 +32,11 @@ def test_what_is_saved_is_waiting(step, bound, apart, one_device):
     steps = [step] * 400
     assert seconds_ahead(steps, bound, one_device=False) == pytest.approx(apart, rel=0.02)
     assert seconds_ahead(steps, bound, one_device=True) == pytest.approx(one_device, rel=0.02)
+    # The formula of a step that nobody has measured says the same.
+    waiting = step.rollout_s - step.sampling_s
+    told = StepTime(step.rollout_s, 0.0, step.training_s, 0.0, 0.0, waiting)
+    assert told.ahead_s(bound, one_device=False) == pytest.approx(apart)
+    assert told.ahead_s(bound, one_device=True) == pytest.approx(one_device)
 
 
 def test_one_long_step_in_ten_is_hidden_by_those_beside_it():

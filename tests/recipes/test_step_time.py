@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import json
 import math
 import subprocess
@@ -190,7 +191,10 @@ def test_the_command_predicts_and_names_the_longest_part(formula, tmp_path, caps
     numbers = ["--prompt-tokens", "100", "--sampled-tokens", "30", "--longest-tokens", "50"]
     formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9"])
     out = capsys.readouterr().out
-    assert "rollout 9.50" in out and "longest part: tools" in out
+    assert "rollout 9.50" in out and "longest part: tools" in out and "max_staleness" not in out
+    formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9", "--max-staleness", "3"])
+    (whole, ahead) = re.findall(r"step ([0-9.]+)", capsys.readouterr().out)
+    assert float(ahead) == pytest.approx(float(whole) / 4, abs=0.01)
     with pytest.raises(SystemExit):
         formula[2].main([*words, "--prompt-tokens", "100"])
     assert "--sampled-tokens" in capsys.readouterr().err

@@ -142,10 +142,13 @@ def step_time(subject: Subject) -> Iterator[Finding]:
     found = predict(Model.of(subject.module.config.get_text_config(), sizes, width), work, machine)
     parts = {"weights": found.weights_s, "reference": found.ref_s, "the rest": found.rest_s}
     told = "".join(f", {name} {seconds:,.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+    ahead = subject.config.trainer.steps_ahead
+    seconds = found.ahead_s(ahead, one_device=subject.rollout.placed == "colocated")
+    beside = f", of which {found.step_s - seconds:,.1f} beside each other (max_staleness={ahead})" if ahead else ""
     yield ok(
-        f"about {found.step_s:,.1f} s a step on {device}: rollout{sampling_of(subject)} {found.rollout_s:,.1f}, update "
-        f"{found.update_s:,.1f}{told}; all {subject.total_steps} steps "
-        f"{found.step_s * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
+        f"about {seconds:,.1f} s a step on {device}: rollout{sampling_of(subject)} {found.rollout_s:,.1f}, update "
+        f"{found.update_s:,.1f}{told}{beside}; all {subject.total_steps} steps "
+        f"{seconds * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
     )
 
 

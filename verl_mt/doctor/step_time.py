@@ -228,6 +228,19 @@ class StepTime:
         """All of it."""
         return self.rollout_s + self.ref_s + self.update_s + self.weights_s + self.rest_s
 
+    def ahead_s(self, max_staleness: int, *, one_device: bool) -> float:
+        """Of a step whose conversations began `trainer.max_staleness` updates before its own: they have so many steps
+        more for their waits, and neither engine nor trainer does the work of two steps at once (`ahead.py` says it of
+        steps that were measured, which are not all alike).
+
+        Args:
+            max_staleness: k; 0 = `step_s`.
+            one_device: engine and trainer compute on the same one.
+        """
+        sampling, training = self.rollout_s - self.waiting_s, self.step_s - self.rollout_s
+        busy = sampling + training if one_device else max(sampling, training)
+        return max(busy, self.step_s / (max_staleness + 1))
+
     @property
     def bottleneck(self) -> str:
         """The longest part."""
