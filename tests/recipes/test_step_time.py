@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
