@@ -192,9 +192,9 @@ def test_the_command_predicts_and_names_the_longest_part(formula, tmp_path, caps
     formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9"])
     out = capsys.readouterr().out
     assert "rollout 9.50" in out and "longest part: tools" in out and "max_staleness" not in out
-    formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9", "--max-staleness", "3"])
+    formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9", "--max-staleness", "1"])
     (whole, ahead) = re.findall(r"step ([0-9.]+)", capsys.readouterr().out)
-    assert float(ahead) == pytest.approx(float(whole) / 4, abs=0.01)
+    assert float(ahead) == pytest.approx(float(whole) / 2, abs=0.01)
     with pytest.raises(SystemExit):
         formula[2].main([*words, "--prompt-tokens", "100"])
     assert "--sampled-tokens" in capsys.readouterr().err
