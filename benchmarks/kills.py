@@ -141,10 +141,12 @@ def kill_trainer(run: Run, chance: random.Random, usual_s: float) -> int:
 
 
 def kill_helpers(run: Run, chance: random.Random, usual_s: float, who: str) -> int:
-    """At most three of its rollout workers or engines, one at a time, once it samples (what does not even come to be
-    ready three times ends a run); it goes on by itself."""
+    """At most three of its rollout workers or engines, one at a time, once it samples; it goes on by itself. A third
+    one only when some conversation has come to its end since the first: what dies three times before it is ready ends
+    a run."""
     kills, process, begun, sampling = 0, run.start(), time.monotonic(), None
     moments = sorted(chance.uniform(0, usual_s / 4) for _ in range(3))
+    told, in_a_row = 0, 0
     while process.poll() is None:
         if time.monotonic() - begun > _LONGEST_S:
             process.kill()
@@ -152,10 +154,12 @@ def kill_helpers(run: Run, chance: random.Random, usual_s: float, who: str) -> i
         if sampling is None:
             sampling = time.monotonic() if (run.folder / prompt_log.FILE).exists() else None
         elif moments and time.monotonic() - sampling > moments[0]:
-            moments.pop(0)
-            if there := children(process.pid, _PROCESS[who]):
+            if (tells := (run.folder / prompt_log.FILE).stat().st_size) > told:
+                told, in_a_row = tells, 0
+            if in_a_row < 2 and (there := children(process.pid, _PROCESS[who])):
+                moments.pop(0)
                 os.killpg(chance.choice(there), signal.SIGKILL)
-                kills += 1
+                kills, in_a_row = kills + 1, in_a_row + 1
         time.sleep(_POLL_S)
     if process.returncode != 0:
         raise run.failed(f"failed with {process.returncode}")
