@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,7 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
         assert page.locator("svg .lane").count() == 16
         assert page.locator("svg .phase-tool").count() == 16
         assert page.locator("svg line.path").count() > 0
+        assert page.locator("svg .engine").count() == 0
         assert "What held this rollout" in page.locator("main").inner_text()
         page.select_option("#t-step", "2")
         page.wait_for_function("() => location.hash.endsWith('/2')")
@@ -265,28 +268,105 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
         page.wait_for_selector(".stream")
 
 
-def test_of_a_run_that_samples_ahead_the_timeline_shows_what_the_trainer_did_meanwhile(browser, tmp_path):
-    run = small_run(tmp_path / "ahead", steps=3)
-    run.config(max_staleness=1)
-    rows = (run.folder / "rollouts" / "step_000002.jsonl").read_text().splitlines()
-    spans = [span for row in rows for span in json.loads(row)["time_spans"]]
-    start, end = min(s["start_s"] for s in spans), max(s["end_s"] for s in spans)
-    third = (end - start) / 3
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+SECONDS = 3.13
+"""From the begin of a step's conversations to their end, where there are four prompts."""
+
+
+def ahead_run(folder: Path, *, replicas: Sequence[str] = ()) -> Lab:
+    """Step 1 is trained while step 2 is sampled, for which the trainer then waits. The engine samples for step 1, and
+    for a validation behind it, in the beginning, and for step 3 at the end.
+
+    Args:
+        replicas: which one sampled each turn.
+    """
+    lab = small_run(folder, steps=3)
+    lab.config(max_staleness=1)
+    lab.write(1, [lab.row(lab.trajectory(1, 0, 0), 1)], split="val")
+    start, third = 2000.0, SECONDS / 3
+    for name, begun in (("step_000001", -1.0), ("val_000001", 0.6), ("step_000002", 0.0), ("step_000003", 2.6)):
+        path = lab.folder / "rollouts" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row |= {"replicas": list(replicas)} if replicas else {}
+            for span in row["time_spans"]:
+                span |= {edge: span[edge] + start + begun - 1000.0 * int(name[-1]) for edge in ("start_s", "end_s")}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.loads(line) for line in (lab.folder / "metrics.jsonl").read_text().splitlines()]
     ahead = {"staleness/trainer_wait_s": third, "staleness/mean": 0.5, "staleness/max": 1.0}
     times = {"time/rollout_s": third, "time/update_s": third, "time/weights_s": third / 4, "time/step_s": 2.4 * third}
-    for line in lines:  # step 1 is trained while step 2 is sampled, for which the trainer then waits
+    for line in lines:
         line |= ahead | times | {"time/begun_s": start + (line["step"] - 1) * 2.5 * third}
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    main([str(run.folder), "--out", str(tmp_path / "ahead.html")])
-    with Opened(browser, (tmp_path / "ahead.html").as_uri() + "#/timeline/0/2") as page:
+    lines[0]["time/validate_s"] = lines[1]["time/checkpoint_s"] = 0.05 * third
+    (lab.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main([str(lab.folder)])
+    return lab
+
+
+def test_of_a_run_that_samples_ahead_the_timeline_shows_what_the_trainer_did_meanwhile(browser, tmp_path):
+    with Opened(browser, address(ahead_run(tmp_path / "ahead")) + "#/timeline/0/2") as page:
         page.wait_for_selector("svg.timeline")
-        assert page.locator("svg .trainer-waits").count() == 2 and page.locator("svg .trainer-works").count() == 3
+        bars = page.locator("svg [class^=trainer]")
+        did = [bar.get_attribute("data-about").split(": ")[1].split(", ")[0] for bar in bars.all()]
+        ended = ["update", "weights", "the rest", "waits for its validation", "checkpoint"]
+        assert did == ["waits for its rollout", *ended, "waits for its rollout"]
+        places = [float(bar.get_attribute("x")) for bar in bars.all()]
+        thirds = [place * 3 / 1000 for place in places]
+        assert thirds == pytest.approx([0, 1, 2, 2.25, 2.4, 2.45, 2.5], abs=1e-3)
+        assert page.locator("svg .trainer-waits").count() == 3
         text = page.locator("main").inner_text()
         assert "Sampled while earlier steps were trained" in text and "0.5 updates old on average, 1 at most" in text
         assert "critical path" not in text, "nobody waited for most of them"
         page.locator("svg .trainer-works").first.hover()
         assert "trainer, step 1: update" in page.locator(".about").inner_text()
+
+
+EARLIER, LATER, VALIDATION = ("others", "step 1"), ("others", "step 3"), ("others", "a validation")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rows"),
+    [
+        ([], {"engine": [
+            (0, *EARLIER), (0.1, "own", "this step and step 1 and a validation"),
+            (1.03, "others", "step 1 and a validation"), (1.5, "own", "this step and a validation"),
+            (2.13, *VALIDATION), (2.7, *LATER),
+        ]}),
+        (["rank 10", "rank 9"], {
+            "rank 9": [(0.5, *EARLIER), (1.5, "own", "this step and a validation"), (2.13, *VALIDATION)],
+            "rank 10": [
+                (0, *EARLIER), (0.1, "own", "this step and a validation"), (1.03, *VALIDATION), (2.7, *LATER),
+            ],
+        }),
+    ],
+)  # fmt: skip
+def test_each_engine_has_a_row_that_says_for_which_steps_it_sampled(browser, tmp_path, replicas, rows):
+    with Opened(browser, address(ahead_run(tmp_path / "ahead", replicas=replicas)) + "#/timeline/0/2") as page:
+        page.wait_for_selector("svg.timeline")
+        found = {}
+        for row in page.locator("svg .engine").all():
+            name = row.locator(".engine-back").get_attribute("data-about").removesuffix(": samples nothing")
+            found[name] = []
+            for bar in row.locator("rect:not(.engine-back)").all():
+                whose = re.fullmatch(f"{name}: samples for (.*), .*, from .* on", bar.get_attribute("data-about"))[1]
+                kind = bar.get_attribute("class").removeprefix("engine-")
+                found[name].append((round(float(bar.get_attribute("x")) * SECONDS / 1000, 3), kind, whose))
+        assert list(found.items()) == list(rows.items())
+        text = page.locator("main").inner_text()
+        assert (
+            "below it are the 2 engines (rank 9 and rank 10)" if replicas else "the one below it the engine"
+        ) in text
+        assert "engine samples for this step" in text and "for others only" in text and "is missing there" not in text
+        page.locator("svg .engine-others").last.hover()
+        assert "samples for step 3" in page.locator(".about").inner_text()
+
+
+def test_the_timeline_says_which_steps_the_rows_of_engines_know_nothing_of(browser, tmp_path):
+    run = ahead_run(tmp_path / "ahead")
+    (run.folder / "rollouts" / "step_000003.jsonl").unlink()
+    main([str(run.folder)])
+    with Opened(browser, address(run) + "#/timeline/0/2") as page:
+        page.wait_for_selector("svg.timeline")
+        assert "What engines sampled for step 3 is missing there" in page.locator("main").inner_text()
 
 
 def test_curves_of_two_runs_are_in_the_same_charts(browser, run, tmp_path):

@@ -66,6 +66,7 @@ class Contents:
                     dict.fromkeys([*run.problems, *problems, *(p for file in files for p in file.problems)])
                 ),
                 "total_steps": trainer.get("total_training_steps"),
+                "max_staleness": trainer.get("max_staleness"),
                 "model": model,
                 "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",
                 "metrics": self._block(pack(run.metrics)),

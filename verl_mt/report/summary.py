@@ -129,7 +129,7 @@ def _ending(text: str, limit: int) -> str:
 def _details(row: Mapping[str, Any]) -> dict[str, Any]:
     kept = (
         "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "source", "row_index", "reward_parts",
-        "tool_rewards", "turn_scores", "counters", "sanity", "error", "info",
+        "tool_rewards", "turn_scores", "counters", "sanity", "error", "info", "replicas",
     )  # fmt: skip
     details = {name: row[name] for name in kept if row.get(name) not in (None, {}, [], "")}
     if (truth := row.get("ground_truth")) is not None:

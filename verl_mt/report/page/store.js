@@ -5,6 +5,7 @@
 const Store = (() => {
   const state = { runs: [], rollouts: [], served: false };
   const opened = new Map(); // blob id -> promise of its decoded value
+  const turns = new Map(); // blob id -> promise of the spans and replicas of its rollouts
   const byId = new Map(); // "run/key of the rollout" -> number of the rollout
   let texts = []; // per rollout, lower-cased text for the search; filled by the first one
   let prompts = null; // key -> {key, question, truth, rollouts}; made when it is first asked for
@@ -57,6 +58,15 @@ const Store = (() => {
   }
 
   const details = async (rollout) => (await json(rollout.part.details))[rollout.at];
+
+  // When a rollout did what, and which replica of the engine sampled each turn. For steps that nobody has opened: what
+  // was said in them is not kept decoded.
+  async function spans(rollout) {
+    const id = rollout.part.details;
+    const times = ({ spans, replicas }) => ({ spans, replicas: replicas ?? [] });
+    if (!turns.has(id)) turns.set(id, bytesOf(id).then((bytes) => JSON.parse(Codec.text(bytes)).map(times)));
+    return (await turns.get(id))[rollout.at];
+  }
 
   // The tokens of one rollout, record by record: {id, text, sampled, trained, sampler, trainer, ratio, ...}.
   async function tokens(rollout) {
@@ -167,5 +177,5 @@ const Store = (() => {
       (a, b) => a.reward - b.reward || (a.advantage ?? 0) - (b.advantage ?? 0) || b.trained - a.trained)[0];
   }
 
-  return { state, load, details, tokens, search, find, group, worst, json, byPrompt, promptOf };
+  return { state, load, details, spans, tokens, search, find, group, worst, json, byPrompt, promptOf };
 })();

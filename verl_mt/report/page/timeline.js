@@ -1,4 +1,5 @@
-// The timeline of one step: what each conversation did when, and the chain that held the step.
+// The timeline of one step: what each conversation did when, and the chain that held the step; of a run that samples
+// ahead, what the trainer and each engine did meanwhile, for this step and for others.
 "use strict";
 
 const Timeline = (() => {
@@ -6,6 +7,8 @@ const Timeline = (() => {
   const PHASES = ["queue", "prefill", "decode", "tool", "interaction", "reward"];
   const ROW = 12;
   const TRAINER = ["rollout", "ref", "advantages", "update", "weights"];
+  const WAITS = ["rollout", "validation"]; // while others sample
+  const VALIDATION = "a validation";
   const view = { order: "end" };
 
   const stepsOf = (run) => [...new Set(Store.state.rollouts.filter((r) => r.run === run && r.split === "train").map((r) => r.step))];
@@ -18,14 +21,18 @@ const Timeline = (() => {
       return;
     }
     const step = steps.includes(stepNumber) ? stepNumber : steps.at(-1);
+    const asked = location.hash;
     Dom.replace(node, el("p", { class: "quiet" }, "opening…"));
     const rollouts = Store.state.rollouts.filter((r) => r.run === run.number && r.split === "train" && r.step === step);
     const all = await Promise.all(rollouts.map((r) => Store.details(r)));
     const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((lane) => lane.spans.length);
+    const engines = lanes.length ? await sampled(run, step) : new Map();
+    if (location.hash !== asked) return; // the reader has gone on
     const critical = run.critical[step] ?? null;
     const measured = run.metrics.find((m) => m.step === step) ?? {};
     Dom.replace(node, el("h2", {}, "Timeline"), controls(run, steps, step),
-      lanes.length ? [words(critical, measured), beside(run, measured), phases(run), chart(lanes, critical, run)]
+      lanes.length ? [words(critical, measured), beside(run, measured, engines, unknown(run, steps, step)), phases(run, engines),
+        chart(lanes, critical, run, step, engines)]
         : el("p", { class: "quiet" }, "The rows of this step hold no time spans."));
   }
 
@@ -60,39 +67,131 @@ const Timeline = (() => {
   // Steps that were sampled while earlier ones were trained say when they began, on the conversations' clock.
   const timed = (run) => run.metrics.filter((m) => Number.isFinite(m["time/begun_s"]));
 
-  function beside(run, measured) {
+  // How many steps are sampled ahead; 0 where nobody says.
+  const ahead = (run) => (timed(run).length && Number(run.max_staleness)) || 0;
+
+  // The rollouts that engines may have sampled beside a step's: of as many steps before and behind it as are sampled
+  // ahead, and of the validations since its first one could begin.
+  function near(run, step) {
+    const k = ahead(run);
+    return Store.state.rollouts.filter((r) => r.run === run.number
+      && (r.split === "train" ? Math.abs(r.step - step) <= k : r.step >= step - k - 1 && r.step < step));
+  }
+
+  // The steps among them whose rollouts are not here: not trained yet, or left out of the report.
+  function unknown(run, steps, step) {
+    const last = run.finished ? run.metrics.at(-1)?.step : Number(run.total_steps) || Infinity;
+    const found = [];
+    for (let s = Math.max(1, step - ahead(run)); s <= Math.min(step + ahead(run), last); s++) if (!steps.includes(s)) found.push(s);
+    return found;
+  }
+
+  // What each engine sampled: name ("" where there is one) -> [from, to, step] of every turn.
+  async function sampled(run, step) {
+    const engines = new Map();
+    if (!ahead(run)) return engines;
+    for (const r of near(run, step)) {
+      const { spans, replicas } = await Store.spans(r);
+      for (const [phase, from, to, turn] of spans) {
+        if (phase !== "prefill" && phase !== "decode") continue;
+        const name = replicas[turn - 1] ?? "";
+        if (!engines.has(name)) engines.set(name, []);
+        engines.get(name).push([from, to, r.split === "train" ? r.step : VALIDATION]);
+      }
+    }
+    return new Map([...engines].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true })));
+  }
+
+  // One engine's turns as pieces that do not overlap: when it sampled for the same steps, in [start, end].
+  function pieces(turns, step, start, end) {
+    const edges = turns.filter(([from, to]) => from < end && to > start)
+      .flatMap(([from, to, s]) => [[Math.max(from, start), 1, s], [Math.min(to, end), -1, s]]).sort((a, b) => a[0] - b[0]);
+    const running = new Map(); // step -> how many of its turns
+    const found = [];
+    let since = start;
+    for (const [at, change, s] of edges) {
+      if (at > since && running.size) {
+        const own = running.has(step);
+        if (found.at(-1)?.to !== since || found.at(-1).own !== own) found.push({ from: since, own, steps: new Set() });
+        found.at(-1).to = at;
+        for (const one of running.keys()) found.at(-1).steps.add(one);
+      }
+      running.set(s, (running.get(s) ?? 0) + change);
+      if (!running.get(s)) running.delete(s);
+      since = at;
+    }
+    return found;
+  }
+
+  const nameOf = (engine, engines) => engine || (engines.size === 1 ? "engine" : "an engine without a name");
+  const listed = (words) => [words.slice(0, -1).join(", "), ...words.slice(-1)].filter((part) => part !== "").join(" and ");
+  const stepWords = (numbers) => `${numbers.length === 1 ? "step" : "steps"} ${listed(numbers)}`;
+
+  function whose(steps, own) {
+    const others = [...steps].filter((s) => s !== own && s !== VALIDATION).sort((a, b) => a - b);
+    return [steps.has(own) && "this step", others.length && stepWords(others), steps.has(VALIDATION) && VALIDATION].filter(Boolean).join(" and ");
+  }
+
+  function rowsAbove(engines) {
+    if (!engines.size) return "The uppermost row is the trainer.";
+    const names = [...engines.keys()].map((engine) => nameOf(engine, engines));
+    const several = `below it are the ${names.length} engines${names.length > 4 ? "" : ` (${listed(names)})`}`;
+    const below = names.length === 1 ? "the one below it the engine" : several;
+    return `The uppermost row is the trainer, ${below}. Where an engine's row is blank, it had nothing to sample.`;
+  }
+
+  function beside(run, measured, engines, missing) {
     if (!timed(run).length) return null;
     return el("div", { class: "note" }, el("p", {}, el("strong", {}, "Sampled while earlier steps were trained. "),
       `For this step the trainer waited ${seconds(measured["staleness/trainer_wait_s"])} of ${seconds(measured["time/step_s"])}; `
       + `its tokens are ${number(measured["staleness/mean"], 2)} updates old on average, ${number(measured["staleness/max"], 2)} at most. `
-      + "The uppermost row is the trainer."));
+      + rowsAbove(engines)),
+      engines.size > 0 && missing.length > 0 && el("p", {}, `What engines sampled for ${stepWords(missing)} is missing there: this report has no rollouts of ${missing.length === 1 ? "it" : "them"}.`));
   }
 
-  function phases(run) {
-    const trainer = timed(run).length && ["works", "waits"].map((what) =>
-      el("span", { class: "sign" }, el("span", { class: `swatch trainer-${what}` }), `trainer ${what}`));
-    return el("div", { class: "legend" }, PHASES.map((p) =>
-      el("span", { class: "sign" }, el("span", { class: `swatch phase-${p}` }), p)),
-      trainer || el("span", { class: "sign" }, el("span", { class: "swatch path" }), "critical path"));
+  function phases(run, engines) {
+    const sign = (swatch, text) => el("span", { class: "sign" }, el("span", { class: `swatch ${swatch}` }), text);
+    const trainer = timed(run).length && [sign("trainer-works", "trainer works"), sign("trainer-waits", "trainer waits"),
+      engines.size > 0 && [sign("engine-own", "engine samples for this step"), sign("engine-others", "engine samples for others only")]];
+    return el("div", { class: "legend" }, PHASES.map((p) => sign(`phase-${p}`, p)), trainer || sign("path", "critical path"));
   }
 
   // What the trainer did meanwhile, for this step and for others: [step, what, from, to].
   function trainer(run, start, end) {
     const found = [];
-    for (const m of timed(run)) {
+    const lines = timed(run);
+    for (const [k, m] of lines.entries()) {
       let at = m["time/begun_s"];
-      for (const name of TRAINER) {
-        const took = m[`time/${name}_s`] ?? 0;
+      const spend = (name, took) => {
         if (took > 0 && at < end && at + took > start) found.push([m.step, name, Math.max(at, start), Math.min(at + took, end)]);
-        at += took;
-      }
-      const rest = m["time/begun_s"] + m["time/step_s"];
-      if (rest > at && at < end && rest > start) found.push([m.step, "the rest", Math.max(at, start), Math.min(rest, end)]);
+        if (took > 0) at += took;
+      };
+      for (const name of TRAINER) spend(name, m[`time/${name}_s`]);
+      spend("the rest", m["time/begun_s"] + m["time/step_s"] - at);
+      spend("validation", m["time/validate_s"]);
+      // It is written when the step's line is, too: its time is in the next one.
+      if (lines[k + 1]?.step === m.step + 1) spend("checkpoint", lines[k + 1]["time/checkpoint_s"]);
     }
     return found;
   }
 
-  function chart(lanes, critical, run) {
+  const bar = (cls, scale, from, to, y, height, about) => svg("rect",
+    { x: scale(from), y, width: Math.max(scale(to) - scale(from), 0.8), height, class: cls, "data-about": about });
+
+  // The rows above the conversations: the trainer's, and one per engine.
+  function above(busy, engines, step, scale, start, end) {
+    const span = (from, to) => `${seconds(to - from)}, from ${seconds(from - start)} on`;
+    const trainer = busy.map(([of, name, from, to]) => bar(WAITS.includes(name) ? "trainer-waits" : "trainer-works", scale, from, to, 2, ROW + 4,
+      `trainer, step ${of}: ${WAITS.includes(name) ? `waits for its ${name}` : name}, ${span(from, to)}`));
+    return [...trainer, ...[...engines].map(([engine, turns], k) => {
+      const [name, y] = [nameOf(engine, engines), (2 + k) * ROW];
+      return svg("g", { class: "engine" }, bar("engine-back", scale, start, end, y, ROW, `${name}: samples nothing`),
+        pieces(turns, step, start, end).map((p) => bar(`engine-${p.own ? "own" : "others"}`, scale, p.from, p.to, y + 1, ROW - 2,
+          `${name}: samples for ${whose(p.steps, step)}, ${span(p.from, p.to)}`)));
+    })];
+  }
+
+  function chart(lanes, critical, run, step, engines) {
     const start = Math.min(...lanes.flatMap((lane) => lane.spans.map((s) => s[1])));
     const end = Math.max(...lanes.flatMap((lane) => lane.spans.map((s) => s[2])));
     const on = new Set((critical?.segments ?? []).map((s) => s.trajectory_id));
@@ -101,7 +200,7 @@ const Timeline = (() => {
     const width = 1000;
     const scale = (t) => (width * (t - start)) / Math.max(end - start, 1e-9);
     const busy = trainer(run, start, end);
-    const top = busy.length ? 2 * ROW : 0;
+    const top = timed(run).length ? (2.5 + engines.size) * ROW : 0;
     const height = lanes.length * ROW + top + 24;
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", class: "timeline",
       style: `height:${height}px`, role: "img",
@@ -110,17 +209,13 @@ const Timeline = (() => {
     for (let k = 0; k <= 4; k++) {
       drawing.append(svg("line", { x1: (width * k) / 4, x2: (width * k) / 4, y1: 0, y2: height - 20, class: "grid" }));
     }
-    for (const [step, name, a, b] of busy) {
-      const what = name === "rollout" ? "waits for its rollout" : name;
-      drawing.append(svg("rect", { x: scale(a), y: 2, width: Math.max(scale(b) - scale(a), 0.8), height: ROW + 4,
-        class: `trainer-${name === "rollout" ? "waits" : "works"}`, "data-about": `trainer, step ${step}: ${what}, ${seconds(b - a)}, from ${seconds(a - start)} on` }));
-    }
+    drawing.append(...above(busy, engines, step, scale, start, end));
     lanes.forEach((lane, k) => {
       const row = svg("g", { class: "lane", "data-n": lane.rollout.number });
       row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "lane-back" }));
       for (const [phase, a, b, turn, name] of lane.spans) {
-        row.append(svg("rect", { x: scale(a), y: top + k * ROW + 2, width: Math.max(scale(b) - scale(a), 0.8), height: ROW - 4,
-          class: `phase-${phase}`, "data-about": `${lane.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on` }));
+        row.append(bar(`phase-${phase}`, scale, a, b, top + k * ROW + 2, ROW - 4,
+          `${lane.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on`));
       }
       row.addEventListener("click", () => { location.hash = App.linkTo(lane.rollout); });
       drawing.append(row);
