@@ -141,12 +141,10 @@ def kill_trainer(run: Run, chance: random.Random, usual_s: float) -> int:
 
 
 def kill_helpers(run: Run, chance: random.Random, usual_s: float, who: str) -> int:
-    """At most three of its rollout workers or engines, one at a time, once it samples; it goes on by itself. A third
-    one only when some conversation has come to its end since the first: what dies three times before it is ready ends
-    a run."""
+    """At most three of its rollout workers, or two engines (the third one that dies without having served ends a run),
+    one at a time, once it samples; it goes on by itself."""
     kills, process, begun, sampling = 0, run.start(), time.monotonic(), None
-    moments = sorted(chance.uniform(0, usual_s / 4) for _ in range(3))
-    told, in_a_row = 0, 0
+    moments = sorted(chance.uniform(0, usual_s / 4) for _ in range(2 if who == "engine" else 3))
     while process.poll() is None:
         if time.monotonic() - begun > _LONGEST_S:
             process.kill()
@@ -154,12 +152,10 @@ def kill_helpers(run: Run, chance: random.Random, usual_s: float, who: str) -> i
         if sampling is None:
             sampling = time.monotonic() if (run.folder / prompt_log.FILE).exists() else None
         elif moments and time.monotonic() - sampling > moments[0]:
-            if (tells := (run.folder / prompt_log.FILE).stat().st_size) > told:
-                told, in_a_row = tells, 0
-            if in_a_row < 2 and (there := children(process.pid, _PROCESS[who])):
-                moments.pop(0)
+            moments.pop(0)
+            if there := children(process.pid, _PROCESS[who]):
                 os.killpg(chance.choice(there), signal.SIGKILL)
-                kills, in_a_row = kills + 1, in_a_row + 1
+                kills += 1
         time.sleep(_POLL_S)
     if process.returncode != 0:
         raise run.failed(f"failed with {process.returncode}")
