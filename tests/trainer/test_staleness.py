@@ -22,9 +22,10 @@ from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.weights import named_weights
 from verl_mt.trainer import build
 from verl_mt.trainer.build import build_trainer
-from verl_mt.trainer.in_flight import require_bound, staleness_metrics
+from verl_mt.trainer.in_flight import add_ages, require_bound, staleness_metrics
 
 AHEAD = "trainer.max_staleness=2"
+INTERPOLATED = "actor_rollout_ref.actor.use_sampler_log_probs=interpolated"
 STEPS = 6
 RUN = (
     "data.train_batch_size=2",
@@ -182,6 +183,12 @@ def test_ages_are_of_trained_tokens():
     assert [found[f"staleness/age_{age}/clip_fraction"] for age in (0, 1, 2)] == [0, 0, 1]
 
 
+def test_ages_are_a_column_for_the_update():
+    batch = a_batch([[-1, 5, 3, -1], [-1, 4, 2, 5]], [[0, 1, 1, 0], [0, 1, 1, 1]])
+    add_ages(batch, version=5)
+    assert batch[columns.AGES].tolist() == [[0, 0, 2, 0], [0, 1, 3, 0]]
+
+
 def test_an_update_of_the_critic_alone_knows_no_log_probs_of_the_policy():
     batch = a_batch([[-1, 5, 3]], [[0, 1, 1]])
     del batch[columns.OLD_LOG_PROBS], batch[columns.CLIPPED]
@@ -301,9 +308,12 @@ def test_the_limit_of_conversations_is_one_for_all_steps_and_older_ones_come_fir
         ("algorithm.adv_estimator=remax",),
         ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.filter_overlong=True"),
         ("actor_rollout_ref.actor.use_sampler_log_probs=always", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
+        (INTERPOLATED, "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
+        (INTERPOLATED, "actor_rollout_ref.actor.ppo_epochs=2", "algorithm.rollout_correction={rollout_is: null}"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=1",),
         ("actor_rollout_ref.rollout.num_workers=2", "actor_rollout_ref.rollout.max_concurrent=3"),
     ],
-    ids=["critic", "remax", "kl", "sampler's log-probs", "workers"],
+    ids=["critic", "remax", "kl", "sampler's log-probs", "interpolated", "epochs", "mini-batches", "workers"],
 )
 def test_everything_that_a_step_does_goes_with_it(tmp_path, words):
     run = tmp_path / "run"
@@ -340,6 +350,7 @@ def test_the_sanity_checks_numbers_are_of_the_steps_own_conversations(tmp_path, 
         (("algorithm.rollout_correction={rollout_is: null}",), {"rollout_is": None}),
         (("algorithm.rollout_correction={rollout_rs: token}",), {"rollout_rs": "token"}),
         (("actor_rollout_ref.actor.use_sampler_log_probs=always",), {}),
+        ((INTERPOLATED,), {"rollout_is": "token"}),
         (("actor_rollout_ref.actor.policy_loss={loss_mode: gspo}",), {}),
         (("actor_rollout_ref.actor.policy_loss={loss_mode: cispo}",), {"rollout_is": "token"}),
     ],
@@ -355,6 +366,33 @@ def test_old_tokens_are_weighed_in_a_run_and_the_weights_are_told(tmp_path):
     assert any(line.get("rollout_corr/rollout_is_max", 1) > 1.01 for line in lines), sorted(lines[-1])
     off = fit(tmp_path / "off", *RUN, AHEAD, "algorithm.rollout_correction={rollout_is: null}")
     assert not any("rollout_corr/rollout_is_mean" in line for line in off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["interpolated", "auto"])
+def test_an_update_is_told_how_old_each_token_is_and_interpolation_passes_no_row_twice(tmp_path, mode):
+    actor = {"use_sampler_log_probs": mode, "ppo_mini_batch_size": 1, "skip_zero_advantage": False}
+    trainer = small_trainer(
+        tmp_path / "run", *RUN, AHEAD, *(f"actor_rollout_ref.actor.{k}={v}" for k, v in actor.items())
+    )
+    update, told, passes, found = trainer.workers.update, set(), [], []
+
+    def look(batch):
+        sampled = batch[columns.SAMPLED]
+        ages_of_tokens = (trainer.step_number - batch[columns.POLICY_VERSIONS])[sampled]
+        assert torch.equal(batch[columns.AGES][sampled].long(), ages_of_tokens)
+        told.update(ages_of_tokens.tolist())
+        passes.clear()
+        metrics = update(batch)
+        found.append((len(passes), metrics["actor/num_updates"]))
+        return metrics
+
+    trainer.workers.policy_module.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    trainer.workers.update = look
+    trainer.fit()
+    assert told == {0, 1, 2}
+    # In its first step a policy tries out what its model can.
+    assert found[1:] == [(2 if mode == "interpolated" else 3, 2)] * (STEPS - 1)
 
 
 @pytest.mark.slow

@@ -118,8 +118,18 @@ class RolloutCorrectionOptions(Section):
     @property
     def of_batch(self) -> bool:
         """Such a decision looks at more than its own token, so that it is taken over the whole batch at once."""
-        more = self.rollout_is in ("sequence", "geometric") or self.rollout_is_batch_normalize
-        return more or self.rejection not in (None, "token") or self.rollout_token_veto_threshold is not None
+        return bool(self.over_batch)
+
+    @property
+    def over_batch(self) -> list[str]:
+        """What asks for such decisions, as `key=value`."""
+        found = {
+            "rollout_is": self.rollout_is in ("sequence", "geometric"),
+            "rollout_is_batch_normalize": self.rollout_is_batch_normalize,
+            "rollout_rs": self.rejection not in (None, "token"),
+            "rollout_token_veto_threshold": self.rollout_token_veto_threshold is not None,
+        }
+        return [f"{RC}.{name}={getattr(self, name)}" for name, of_batch in found.items() if of_batch]
 
     @property
     def rejection(self) -> str | None:

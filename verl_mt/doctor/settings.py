@@ -91,10 +91,11 @@ def ratios(subject: Subject) -> Iterator[Finding]:
             f"the engine samples with {', '.join(changed)}: another policy than the one that is trained",
             "add algorithm.rollout_correction.rollout_is=token, or leave it out",
         )
-    if actor.use_sampler_log_probs == "always" and changed:
+    of_sampler = {"always": "first", "interpolated": "second"}.get(actor.use_sampler_log_probs)
+    if of_sampler and changed:
         yield error(
-            f"{_ACTOR}.use_sampler_log_probs=always with {', '.join(changed)}: the ratios of the first update are "
-            "the engine's error",
+            f"{_ACTOR}.use_sampler_log_probs={actor.use_sampler_log_probs} with {', '.join(changed)}: the ratios of "
+            f"the {of_sampler} update are the engine's error",
             "set use_sampler_log_probs=auto",
         )
     if not 0.3 <= rollout.temperature <= 1.5 and not subject.config.trainer.val_only:

@@ -345,6 +345,16 @@ def require_bound(batch: TensorDict, version: int, max_staleness: int) -> None:
         )
 
 
+def add_ages(batch: TensorDict, version: int) -> None:
+    """Fill in the batch's `ages`.
+
+    Args:
+        batch: as built; [B, T].
+        version: of the weights that it trains.
+    """
+    batch[columns.AGES] = _ages(batch, version).masked_fill(~batch[columns.SAMPLED], 0).to(torch.int32)
+
+
 def staleness_metrics(batch: TensorDict, version: int) -> dict[str, float]:
     """`staleness/mean` and `/max` over trained tokens; by age the share of them, the mean |difference| of the
     trainer's and the sampler's log-probs before the update, and the share that the policy loss gave no gradient.

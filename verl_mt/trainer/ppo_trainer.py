@@ -39,6 +39,7 @@ from verl_mt.trainer.in_flight import (
     TRAINING,
     BatchPlan,
     PromptsInFlight,
+    add_ages,
     plan_name,
     require_bound,
     staleness_metrics,
@@ -154,6 +155,7 @@ class PPOTrainer:
             else:
                 if self.plan.several_steps:
                     require_bound(batch, self.step_number, self.plan.max_staleness)
+                    add_ages(batch, self.step_number)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 with self._timed(timing, "advantages"):

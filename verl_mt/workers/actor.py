@@ -73,7 +73,9 @@ class ActorWorker(Trainable):
 
         With one mini-batch and one epoch the policy that is updated is the one that sampled: the old log-probs are
         the current ones, detached (ratio exactly 1), and one forward pass does everything. Otherwise the old
-        log-probs are computed once, before the first change of the weights.
+        log-probs are computed once, before the first change of the weights. With `use_sampler_log_probs=interpolated`
+        they are not: rows that pass before that change have those of that pass, and tokens of the others some between
+        the sampler's and the current ones (`interpolated_log_probs`).
 
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. A last
         mini-batch of fewer prompts weighs as much less (`_token_weights`).
@@ -124,12 +126,13 @@ class ActorWorker(Trainable):
                 continue
             # Until the weights change, a ratio to them is 1 but for the rounding between two passes. Of that rounding a
             # loss with a kink at 1 would make a gradient of full size: it gets exactly 1.
-            exactly_one = self.loss.record.kinked and metrics.num_updates == 0
+            unchanged = metrics.num_updates == 0
+            exactly_one = self.loss.record.kinked and unchanged
             self.optimizer.zero_grad(set_to_none=True)
             loss, seen_bT = self._forward_backward(
                 share, rows, active, self._asked_old(here) if exactly_one else old_bT, metrics
             )
-            if number == 0:  # these are log-probs of before the first change too
+            if unchanged:  # these are log-probs of before the first change too
                 before_bT = here[columns.OLD_LOG_PROBS]
                 before_bT.copy_(torch.where(torch.isnan(seen_bT), before_bT, seen_bT))
             metrics.updated(self._step(self.ranks.sum(loss)))
@@ -206,7 +209,14 @@ class ActorWorker(Trainable):
             everything = WholeMiniBatch.of(share, torch.arange(len(census)), here[columns.OLD_LOG_PROBS])
             factors = correction.factors(everything.old_NT, everything.batch)
             here[columns.CORRECTION] = share.back(factors, everything.numbers)
+        if self._interpolates and not on_policy:
+            return here[columns.OLD_LOG_PROBS]  # itself: what passes before the first change fills it in
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
+
+    @property
+    def _interpolates(self) -> bool:
+        """Where a pass of its own would be needed for old log-probs, they are taken from between two others."""
+        return self.config.use_sampler_log_probs == "interpolated"
 
     def _asked_old(self, here: TensorDict) -> Tensor:
         """[b, T]: the sampler's log-probs where ratios are to be taken to it; NaN elsewhere."""
@@ -217,9 +227,9 @@ class ActorWorker(Trainable):
         return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
     def _lacks_old(self, census: Census) -> Tensor:
-        """bool [B]: rows of the loss with a token for which `_asked_old` has nothing."""
+        """bool [B]: rows of the loss with a token whose old log-prob takes a pass of its own."""
         by_sampler_B = census.num_sampled_B * census.has_log_probs_B
-        if self.config.use_sampler_log_probs != "always":
+        if self.config.use_sampler_log_probs != "always" and not self._interpolates:
             by_sampler_B = torch.zeros_like(by_sampler_B)
         return census.num_in_loss_B > by_sampler_B
 
@@ -264,6 +274,8 @@ class ActorWorker(Trainable):
         if config.top_entropy_quantile < 1:
             entropies_bT = self._compute_log_probs(share, rows, entropy=True)
             mini = replace(mini, share_BT=self.loss.uncertain(whole, entropies_bT))
+        if self._interpolates and metrics.num_updates:
+            mini = replace(mini, age_BT=here.get(columns.AGES, torch.zeros_like(old_bT)))
         loss, seen_bT = torch.zeros((), device=self.device), torch.full_like(old_bT, math.nan)
         parts = micro_batches(
             share,
