@@ -4,9 +4,9 @@
                                [--out runs/kills.jsonl]
 
 A trial has a seed. It trains the default task, small, to its end: once in peace, and once killed (SIGKILL, up to three
-times, at moments that the seed draws from the time that the run in peace took): the trainer, whose command is then
-given again, or one of two rollout workers (`worker`), or an engine of SGLang (`engine`, where it is installed), without
-which the run goes on by itself. Of both:
+times, engines twice, at moments that the seed draws from the time that the run in peace took): the trainer, whose
+command is then given again, or one of two rollout workers (`worker`), or an engine of SGLang (`engine`, where it is
+installed), without which the run goes on by itself. Of both:
 
 - the log of prompts agrees with rollout rows and checkpoint (`python -m verl_mt.prompt_log`), none missing or double;
 - the same rows of the data were trained, in the same steps (with `--over-sample`, for bounds above 0, in any);

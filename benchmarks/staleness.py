@@ -1,8 +1,8 @@
 """What `trainer.max_staleness` costs in accuracy, and what it saves where tools are waited for.
 
-    python benchmarks/staleness.py curve [--bounds 0 1 2 4 8] [--seeds 0 1 2] [--out runs/staleness.jsonl]
+    python benchmarks/staleness.py curve [--bounds 0 1 2 4 8] [--seeds 0 1 2] [--out runs/staleness.jsonl] [--draw FILE]
     python benchmarks/staleness.py waiting [--bounds 2] [--over 2:1.5] [--seeds 0 1 2] [--out runs/waiting.jsonl]
-    python benchmarks/staleness.py tune [--scales 0.02] [--steps 20] [--out runs/tune.jsonl]
+    python benchmarks/staleness.py tune [--scales 0.02] [--seeds 0] [--steps 20] [--out runs/tune.jsonl]
 
 `curve` trains the default task by each bound, without a correction, with weights per token of the trainer's policy over
 the sampler's (decoupled PPO, truncated importance sampling), and with ratios to the sampler.
@@ -229,11 +229,13 @@ def main() -> None:
     parser.add_argument("--over", nargs="*", default=["2:1.5"], help="max_staleness:over_sample, of waiting")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--scales", type=float, nargs="+", default=[0.02, 0.07], help="seconds, of waiting")
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.02, 0.07], help="seconds, of waiting and tune")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="the curve as a picture (needs matplotlib)")
     args = parser.parse_args()
     is_curve = args.what == "curve"
+    if args.draw is not None and not is_curve:
+        parser.error("--draw is of curve")
     args.bounds = args.bounds or ([0, 1, 2, 4, 8] if is_curve else [2])
     args.out = args.out or Path("runs") / ("staleness.jsonl" if is_curve else f"{args.what}.jsonl")
     {"curve": curve, "waiting": waiting, "tune": tune}[args.what](args)

@@ -40,6 +40,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-staleness", type=int, default=0, help="steps that are sampled ahead of their own")
     parser.add_argument("--one-device", action="store_true", help="engine and trainer compute on the same one")
     args = parser.parse_args(argv)
+    if (args.fit or args.run) and (args.max_staleness or args.one_device):
+        parser.error(
+            "--max-staleness and --one-device are of a run that does not exist yet; of one that does: "
+            "python -m verl_mt.doctor --ahead RUN"
+        )
     if args.fit:
         machine = fit([step for run in args.fit for step in observe_run(run)])
         save_machine(machine, args.machine)

@@ -329,7 +329,8 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
     assert all(row["time_spans"] == [] for row in rows if row["prompt_id"] in seen), "nothing was sampled again"
     assert any(row["time_spans"] for row in rows) and not (run / "spool").exists() and prompt_log.main([str(run)]) == 0
     starts = {p.prompt_id: p.starts for p in read_prompt_log(run).prompts.values()}
-    assert {starts[name] for name in seen} == {1} and set(starts.values()) == {1, 2}, "kept, and begun again"
+    assert {starts[name] for name in seen} == {1}, "kept, not begun again"
+    assert 2 in starts.values() or not more, "with steps ahead others were on their way"
 
 
 @pytest.mark.slow

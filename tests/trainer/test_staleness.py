@@ -140,7 +140,7 @@ def test_a_mixture_of_experts_cannot_be_copied_for_sampling_which_is_said_before
             True,
             "gets its weights by tensor_buckets",
         ),
-        ({"overlaps_training": True, "returns_token_ids": False}, False, "returns text: by which weights"),
+        ({"overlaps_training": True, "returns_token_ids": False}, False, "returns text: how probable"),
     ],
 )
 def test_an_engine_that_cannot_sample_while_the_policy_is_trained_is_refused(can, samples_from_policy, says):

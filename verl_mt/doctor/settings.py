@@ -91,7 +91,9 @@ def ratios(subject: Subject) -> Iterator[Finding]:
             f"the engine samples with {', '.join(changed)}: another policy than the one that is trained",
             "add algorithm.rollout_correction.rollout_is=token, or leave it out",
         )
-    of_sampler = {"always": "first", "interpolated": "second"}.get(actor.use_sampler_log_probs)
+    prompts = subject.config.data.train_batch_size
+    several = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
+    of_sampler = {"always": "first", "interpolated": "second" if several else None}.get(actor.use_sampler_log_probs)
     if of_sampler and changed:
         yield error(
             f"{_ACTOR}.use_sampler_log_probs={actor.use_sampler_log_probs} with {', '.join(changed)}: the ratios of "

@@ -139,9 +139,9 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
         )
     if can.overlaps_training and not can.returns_token_ids:
         raise ConfigError(
-            f"trainer.max_staleness={max_staleness}, but {_KEY}={name} returns text: by which weights its tokens were "
-            "sampled, and how probable they were, would not be known; use an engine that returns token ids (sglang, "
-            "local), or set max_staleness=0"
+            f"trainer.max_staleness={max_staleness}, but {_KEY}={name} returns text: how probable its tokens were to "
+            "the weights that sampled them is not known; use an engine that returns token ids (sglang, local), or set "
+            "max_staleness=0"
         )
     if can.overlaps_training and not can.frees_memory:
         return

@@ -164,7 +164,12 @@ def _require_copyable(config: Config) -> None:
     if sees(resolve_model_path(model.path), model.revision):
         why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
     else:
-        empty = meta_causal_lm(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        empty = meta_causal_lm(
+            model.path,
+            revision=model.revision,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
         if others := {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys():
             why = (
                 f"the checkpoint of {model.path} has weights that the model keeps in another shape ({min(others)}, as "

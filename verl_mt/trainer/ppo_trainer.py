@@ -155,9 +155,10 @@ class PPOTrainer:
             else:
                 if self.plan.several_steps:
                     require_bound(batch, self.step_number, self.plan.max_staleness)
-                    add_ages(batch, self.step_number)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
+                if self.plan.max_staleness:
+                    add_ages(batch, self.step_number)
                 with self._timed(timing, "advantages"):
                     metrics |= self.estimate_advantages(batch)
                     metrics |= self.selection.mask_overlong(batch, groups)

@@ -94,7 +94,8 @@ const Timeline = (() => {
       const { spans, replicas } = await Store.spans(r);
       for (const [phase, from, to, turn] of spans) {
         if (phase !== "prefill" && phase !== "decode") continue;
-        const name = replicas[turn - 1] ?? "";
+        const name = replicas.length ? replicas[turn - 1] : "";
+        if (name === undefined) continue; // a turn of another part of the conversation, whose row knows who sampled it
         if (!engines.has(name)) engines.set(name, []);
         engines.get(name).push([from, to, r.split === "train" ? r.step : VALIDATION]);
       }
@@ -137,7 +138,7 @@ const Timeline = (() => {
     const names = [...engines.keys()].map((engine) => nameOf(engine, engines));
     const several = `below it are the ${names.length} engines${names.length > 4 ? "" : ` (${listed(names)})`}`;
     const below = names.length === 1 ? "the one below it the engine" : several;
-    return `The uppermost row is the trainer, ${below}. Where an engine's row is blank, it had nothing to sample.`;
+    return `The uppermost row is the trainer, ${below}. Where an engine's row is blank, it sampled nothing that came to these rows.`;
   }
 
   function beside(run, measured, engines, missing) {
@@ -185,7 +186,7 @@ const Timeline = (() => {
       `trainer, step ${of}: ${WAITS.includes(name) ? `waits for its ${name}` : name}, ${span(from, to)}`));
     return [...trainer, ...[...engines].map(([engine, turns], k) => {
       const [name, y] = [nameOf(engine, engines), (2 + k) * ROW];
-      return svg("g", { class: "engine" }, bar("engine-back", scale, start, end, y, ROW, `${name}: samples nothing`),
+      return svg("g", { class: "engine" }, bar("engine-back", scale, start, end, y, ROW, `${name}: nothing that came to these rows`),
         pieces(turns, step, start, end).map((p) => bar(`engine-${p.own ? "own" : "others"}`, scale, p.from, p.to, y + 1, ROW - 2,
           `${name}: samples for ${whose(p.steps, step)}, ${span(p.from, p.to)}`)));
     })];
