@@ -344,7 +344,11 @@ def test_each_engine_has_a_row_that_says_for_which_steps_it_sampled(browser, tmp
         page.wait_for_selector("svg.timeline")
         found = {}
         for row in page.locator("svg .engine").all():
-            name = row.locator(".engine-back").get_attribute("data-about").removesuffix(": samples nothing")
+            name = (
+                row.locator(".engine-back")
+                .get_attribute("data-about")
+                .removesuffix(": nothing that came to these rows")
+            )
             found[name] = []
             for bar in row.locator("rect:not(.engine-back)").all():
                 whose = re.fullmatch(f"{name}: samples for (.*), .*, from .* on", bar.get_attribute("data-about"))[1]

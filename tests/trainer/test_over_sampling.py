@@ -354,9 +354,8 @@ def test_groups_by_weights_that_went_with_the_process_are_sampled_again(tmp_path
         trainer.fit()
     again = small_trainer(run, *words)
     assert again.step_number == 2
-    assert all(
-        max(r.policy_versions) <= 2 for g in again.spool._ready.values() for t in g.trajectories for r in t.records
-    )
+    of_kept = [t for kept in again.spool._ready.values() for t in kept.group.trajectories]
+    assert all(max(r.policy_versions) <= 2 for t in of_kept for r in t.records)
     left = {path.stem for path in (run / "spool").glob("*.pickle")}
     assert left == set(again.spool._ready)
     again.fit()
