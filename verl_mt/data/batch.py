@@ -40,7 +40,7 @@ POLICY_VERSIONS = "policy_versions"
 """int64 [B, T]; version of the weights that sampled the token, -1 elsewhere."""
 AGES = "ages"
 """int32 [B, T]; steps between the weights that sampled the token and those that the batch trains, 0 where nothing was
-sampled; only where prompts of several steps are in flight."""
+sampled; only with `trainer.max_staleness` above 0."""
 CORRECTION = "rollout_correction"
 """float32 [B, T]; factor of each token's loss, where one was decided over the whole batch."""
 CLIPPED = "clipped"
