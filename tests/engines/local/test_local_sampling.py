@@ -91,6 +91,29 @@ def test_rows_are_independent_of_their_company():
         assert (token[0], log_prob[0]) == (tokens[i], log_probs[i])
 
 
+@pytest.mark.parametrize("vocabulary", [255, 256, 257, 1000])
+@pytest.mark.parametrize("shape", ["smooth", "holes", "one block", "equal"])
+def test_the_token_is_where_running_sums_over_the_whole_vocabulary_exceed_the_uniform_number(vocabulary, shape):
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
+    if shape == "equal":
+        logits = torch.zeros(1, vocabulary)
+    elif shape == "holes":
+        logits[:, torch.arange(vocabulary) % 3 > 0] = -torch.inf
+    elif shape == "one block":
+        logits[:, : vocabulary - vocabulary // 4], logits[:, -1] = -torch.inf, -torch.inf
+    sums = torch.log_softmax(logits, -1)[0].exp().double().cumsum(0).numpy()
+    ends = sums[[0, vocabulary // 2, vocabulary - 1]] / sums[-1]
+    draws = np.concatenate([np.linspace(0, 1, 1999, endpoint=False), ends * (1 - 1e-9), [0.0, np.nextafter(1.0, 0.0)]])
+    tokens, _ = sample(logits.expand(len(draws), -1), rows(len(draws), uniform=draws))
+    last = np.flatnonzero(np.diff(sums)).max() + 1
+    expected = np.minimum(np.searchsorted(sums, draws * sums[-1], side="right"), last)
+    # At the edge between two tokens the last bit of a sum decides.
+    unclear = np.abs(sums[:, None] - draws * sums[-1]).min(0) < 1e-13
+    assert unclear.sum() < 20
+    assert np.array_equal(tokens[~unclear], expected[~unclear])
+    assert np.isfinite(logits[0, tokens].numpy()).all()
+
+
 def test_large_vocabularies_are_drawn_in_pieces(monkeypatch):
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(2))
     whole = sample(logits, rows(9))

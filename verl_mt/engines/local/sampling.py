@@ -15,6 +15,7 @@ import torch
 BLOCK = 64
 """Uniform numbers are drawn this many at a time; a multiple of the 4 that one Philox counter yields."""
 _CHUNK_ELEMENTS = 1 << 23
+_BLOCK_TOKENS = 256
 
 
 def uniforms(key: int, block: int) -> np.ndarray:
@@ -76,7 +77,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_chunked(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Bounds the float64 temporaries for large vocabularies."""
+    """Bounds the temporaries for large vocabularies."""
     size = max(1, _CHUNK_ELEMENTS // log_probs.shape[1])
     if size >= len(log_probs):
         return _draw(log_probs, rows)
@@ -91,18 +92,33 @@ def _draw_chunked(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _draw(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    probs = log_probs.exp().double()
+    probs = log_probs.exp()
     filtered = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     if len(filtered):
+        probs = probs.double()
         index = torch.from_numpy(filtered).to(probs.device)
         probs[index] = keep_support(probs[index], rows.top_k[filtered], rows.top_p[filtered], rows.min_p[filtered])
-    total = probs.cumsum(dim=1)
+    # First which block of the vocabulary, then which token of it: running sums in float64, which float32 is too coarse
+    # for, over all of a large vocabulary would take longer than everything else of sampling.
+    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _BLOCK_TOKENS)).unflatten(1, (-1, _BLOCK_TOKENS))
+    total = blocks.sum(2, dtype=torch.float64).cumsum(1)
+    target = torch.from_numpy(rows.uniform).to(probs.device)[:, None] * total[:, -1:]
+    block, before = _find(total, target)
+    inside = blocks[torch.arange(len(blocks), device=probs.device), block[:, 0]].double().cumsum(1)
+    token, _ = _find(inside, target - before)
+    return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def _find(total: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where running sums [n, m] first exceed a target [n, 1], and the sum before that place; both [n, 1].
+
+    What is found adds something to the sum: the target is kept below the last one, and of equal sums the right end
+    counts.
+    """
     last = total[:, -1:]
-    target = torch.from_numpy(rows.uniform).to(probs.device)[:, None] * last
-    # Strictly below the total, so that a token of positive probability is always found.
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    # On the right of equal sums: a token of probability 0 adds nothing, and must not be found.
-    return torch.searchsorted(total, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+    place = torch.searchsorted(total, target, right=True).clamp_(max=total.shape[1] - 1)
+    return place, torch.where(place > 0, total.gather(1, (place - 1).clamp(min=0)), 0.0)
 
 
 def keep_support(probs: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> torch.Tensor:
