@@ -24,7 +24,7 @@ def _load(name: str):
     return module
 
 
-demonstrations, fetch_model = _load("demonstrations"), _load("fetch_model")
+demonstrations, fetch_model, compare = _load("demonstrations"), _load("fetch_model"), _load("compare")
 
 QUESTION = "Ana has 12 boxes of 7 pens and gives 9 pens away. How many are left?"
 SOLUTION = "She has 12*7 = <<12*7=84>>84 pens.\nShe keeps 84-9 = <<84-9=75>>75 of them.\n#### 75"
@@ -144,3 +144,42 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     differences = [row["rollout/logprob_diff_mean"] for row in steps if "rollout/logprob_diff_mean" in row]
     assert len(differences) == 2 and max(differences) < 0.1  # bfloat16
+
+
+def _evaluated(folder: Path, rewards: dict[str, list[float | None]]) -> str:
+    folder.mkdir()
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": question}], "reward": reward}
+        for question, of in rewards.items()
+        for reward in of
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_models_are_compared_question_by_question(tmp_path, capsys):
+    old = _evaluated(tmp_path / "old", {"a": [0, 0], "b": [1, 0], "c": [0, None], "d": [1, 1]})
+    first = _evaluated(tmp_path / "new_1", {"a": [1, 0], "b": [1, 0]})
+    second = _evaluated(tmp_path / "new_2", {"c": [1, 0], "d": [1, 1]})
+    assert compare.main([f"old={old}", f"new={first},{second}"]) == 0
+    head, _, was, now = capsys.readouterr().out.splitlines()
+    assert head.startswith("| model | questions | pass@1 (95 %) | pass@2 (95 %) | pass@1 - old | pass@2 - old |")
+    assert was.startswith("| old | 4 | 37.5% (") and " | 50.0% (" in was and was.endswith(" |  |  |")
+    # Differences of pass@1 are .5, 0, .5, 0: mean .25, standard deviation .2887, its half interval 1.96 x .1443.
+    assert now.startswith("| new | 4 | 62.5% (") and now.endswith("| +25.0% ± 28.3% | +50.0% ± 56.6% |")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{old}"], "give NAME=FOLDER"),
+        (["old={old}", "--against", "new"], "--against new: not one of old"),
+        (["old={old}", "new=nowhere"], "nowhere/rollouts.jsonl is not there"),
+        (["old={old}", "new={other}"], "2 question(s) were put to one of two models only"),
+        (["old={old},{old}"], "1 question(s) are in another folder of this model too"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(words, said, tmp_path, capsys):
+    made = {"old": _evaluated(tmp_path / "old", {"a": [0]}), "other": _evaluated(tmp_path / "other", {"b": [0]})}
+    assert compare.main([word.format(**made) for word in words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""Evaluations of several models on the same questions, side by side, with what their difference is worth.
+
+    python recipes/gsm8k/smollm2/compare.py base=eval/base cold=eval/cold_1,eval/cold_2 grpo=eval/grpo --against cold
+
+Each folder is one that `python -m verl_mt.evaluate --out` wrote; several of one model (parts of the data) are joined.
+Shown are pass@1 and pass@k for the largest k that every question has samples for, with 95 % intervals over the
+questions. Differences are paired: of each question the one model's rate minus the other's, whose mean has a smaller
+interval than two means have, for what is hard for one model is hard for the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+from verl_mt.diagnostics.step_metrics import interval_95, pass_at_k
+from verl_mt.errors import DataError, VerlMTError
+
+Rewards = dict[str, list[float]]
+"""Question -> reward of each of its samples; a conversation that failed counts 0."""
+
+
+def read(folders: str) -> Rewards:
+    """The samples of one model.
+
+    Raises:
+        DataError: a folder has no rollouts, or a question is in two of them.
+    """
+    found: Rewards = {}
+    for folder in folders.split(","):
+        part: Rewards = defaultdict(list)
+        path = Path(folder) / "rollouts.jsonl"
+        if not path.is_file():
+            raise DataError(f"{path} is not there: give folders that `python -m verl_mt.evaluate --out` wrote")
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line)
+                question = next(m["content"] for m in row["messages"] if m["role"] == "user")
+                part[question].append(row["reward"] or 0.0)
+        if twice := found.keys() & part.keys():
+            raise DataError(f"{path}: {len(twice)} question(s) are in another folder of this model too")
+        found |= part
+    return found
+
+
+def rates(samples: Rewards, k: int) -> dict[str, float]:
+    """Question -> chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    return {q: pass_at_k(len(of), sum(r >= 1 for r in of), k) for q, of in samples.items()}
+
+
+def difference(new: dict[str, float], old: dict[str, float]) -> tuple[float, float]:
+    """Mean of the questions' differences, and half of its 95 % interval.
+
+    Raises:
+        DataError: not the same questions, or only one.
+    """
+    if new.keys() != old.keys():
+        raise DataError(f"{len(new.keys() ^ old.keys())} question(s) were put to one of two models only")
+    if len(old) < 2:
+        raise DataError("one question alone has no interval")
+    apart = [new[q] - old[q] for q in old]
+    return fmean(apart), 1.96 * stdev(apart) / sqrt(len(apart))
+
+
+def table(models: dict[str, Rewards], against: str) -> str:
+    """Markdown: a row per model, and the differences to one of them."""
+    most = min(len(of) for samples in models.values() for of in samples.values())
+    ks = [1] if most == 1 else [1, most]
+    head = ["model", "questions", *(f"pass@{k} (95 %)" for k in ks), *(f"pass@{k} - {against}" for k in ks)]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    base = {k: rates(models[against], k) for k in ks}
+    for name, samples in models.items():
+        cells = [name, str(len(samples))]
+        for k in ks:
+            of = list(rates(samples, k).values())
+            low, high = interval_95(of) or (float("nan"), float("nan"))
+            cells.append(f"{fmean(of):.1%} ({low:.1%} to {high:.1%})")
+        for k in ks:
+            apart = None if name == against else difference(rates(samples, k), base[k])
+            cells.append("" if apart is None else f"{apart[0]:+.1%} ± {apart[1]:.1%}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER]")
+    parser.add_argument("--against", help="the model that the others are compared with; default: the first")
+    args = parser.parse_args(argv)
+    try:
+        if unnamed := [word for word in args.models if "=" not in word]:
+            raise DataError(f"{unnamed[0]}: give NAME=FOLDER")
+        models = {name: read(folders) for name, folders in (word.split("=", 1) for word in args.models)}
+        against = args.against or next(iter(models))
+        if against not in models:
+            raise DataError(f"--against {against}: not one of {', '.join(models)}")
+        print(table(models, against))
+    except VerlMTError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
