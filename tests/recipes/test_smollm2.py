@@ -95,6 +95,22 @@ def test_what_measures_the_cold_start_is_not_trained_on(tmp_path, capsys):
     assert "--held-out 10: the training file has 10 problems" in capsys.readouterr().err
 
 
+def test_training_questions_may_be_those_with_short_demonstrations(tmp_path, capsys):
+    one = "She has 12*7 = <<12*7=84>>84 pens.\n#### 84"
+    solutions = [one, SOLUTION, "She has 84.\n#### 84", one, SOLUTION]
+    problems = [{"question": f"{k}", "answer": solution} for k, solution in enumerate(solutions)]
+    (tmp_path / "source.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    source, out = str(tmp_path / "source.jsonl"), tmp_path / "out"
+    given = ["--train", source, "--test", source, "--held-out", "1", "--out", str(out)]
+    assert demonstrations.main([*given, "--max-calls", "1"]) == 0
+    assert "2 training questions, 5 test questions" in capsys.readouterr().out
+    rows = load_rows(str(out / "train.parquet"), split="train")[0].rows
+    assert [row.prompt[1]["content"] for row in rows] == ["0", "3"]
+    assert len((out / "demos.jsonl").read_text().splitlines()) == 3
+    assert demonstrations.main([*given, "--max-calls", "0"]) == 2
+    assert "--max-calls 0: no demonstration has so few" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     assert fetch_model.main(["--source", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
     assert f"--source {tmp_path / 'none'}" in capsys.readouterr().err

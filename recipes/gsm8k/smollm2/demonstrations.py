@@ -6,7 +6,8 @@ The solutions carry calculator annotations (`48/2 = <<48/2=24>>24 clips`; Cobbe 
 one call of the calculator with its left side, the tool's answer is the calculator's own, and what follows continues
 the sentence. Written are `demos.jsonl` (training solutions), `held_out.jsonl` (the last `--held-out` of them, not in
 the former), and the questions with their final answers alone: `train.parquet` and `held_out.parquet` of the same
-problems, `test.parquet`.
+problems, `test.parquet`. With `--max-calls` the training questions are those whose demonstration has at most as many
+calls: what a weak model solves now and then, which is what it learns from.
 """
 
 from __future__ import annotations
@@ -92,8 +93,19 @@ def row(question: str, solution: str, *, split: str, index: int) -> dict[str, An
     }
 
 
-def write(problems: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], held_out: int, out: Path) -> str:
-    """Write the five files; returns one line about them."""
+def write(
+    problems: Sequence[dict[str, Any]],
+    test: Sequence[dict[str, Any]],
+    held_out: int,
+    out: Path,
+    *,
+    max_calls: int | None = None,
+) -> str:
+    """Write the five files; returns one line about them.
+
+    Raises:
+        DataError: no training question is left.
+    """
     made = [demonstration(p["question"], p["answer"]) for p in problems]
     first = len(problems) - held_out
     out.mkdir(parents=True, exist_ok=True)
@@ -103,14 +115,23 @@ def write(problems: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], he
         text = "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in kept)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
         counts.append(len(kept))
-    for split, some in (("train", problems[:first]), ("held_out", problems[first:]), ("test", test)):
+    train = problems[:first]
+    if max_calls is not None:
+        train = [p for p, m in zip(train, made) if m is not None and _num_calls(m) <= max_calls]
+        if not train:
+            raise DataError(f"--max-calls {max_calls}: no demonstration has so few")
+    for split, some in (("train", train), ("held_out", problems[first:]), ("test", test)):
         rows = [row(p["question"], p["answer"], split=split, index=k) for k, p in enumerate(some)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
     left = len(problems) - sum(counts)
     return (
         f"{counts[0]} demonstrations, {counts[1]} held out ({left} solutions left out: no annotation, or one that the "
-        f"calculator does not confirm), {first} training questions, {len(test)} test questions -> {out}"
+        f"calculator does not confirm), {len(train)} training questions, {len(test)} test questions -> {out}"
     )
+
+
+def _num_calls(messages: Sequence[dict[str, Any]]) -> int:
+    return sum(len(message.get("tool_calls", ())) for message in messages)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train", default=DATA_SOURCE, help="JSONL file, or a name on the hub")
     parser.add_argument("--test", default=DATA_SOURCE, help="the same")
     parser.add_argument("--held-out", type=int, default=256, help="training solutions that measure the cold start")
+    parser.add_argument("--max-calls", type=int, help="training questions: only those with a demonstration this short")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
     try:
@@ -126,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         test = [problem for _, problem in read_source(args.test, "test")]
         if not 0 < args.held_out < len(problems):
             raise DataError(f"--held-out {args.held_out}: the training file has {len(problems)} problems")
-        print(write(problems, test, args.held_out, args.out))
+        print(write(problems, test, args.held_out, args.out, max_calls=args.max_calls))
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
