@@ -1,6 +1,7 @@
 """The local engine against transformers' `generate`, in one process, on the same model.
 
     python benchmarks/local_engine.py [--threads 1] [--sequences 128] [--repetitions 3] [--group-size 8]
+    python benchmarks/local_engine.py --model FOLDER --dtype bfloat16 --threads 2 --sequences 64    # of a real size
 
 (a) One batch of different prompts of equal length, equal numbers of new tokens: nothing to share, nothing to keep.
 (b) Multi-turn work: groups of samples per prompt, three turns of uneven length, an observation after each. `generate`
@@ -36,21 +37,23 @@ class Conversation:
     turns: list[tuple[int, list[int]]]
 
 
-def equal_work(count: int) -> list[Conversation]:
+def equal_work(count: int, vocabulary: int = VOCAB) -> list[Conversation]:
     """(a)"""
     rng = random.Random(1)
-    return [Conversation(rng.choices(range(VOCAB), k=PROMPT_TOKENS), [(NEW_TOKENS, [])]) for _ in range(count)]
+    return [Conversation(rng.choices(range(vocabulary), k=PROMPT_TOKENS), [(NEW_TOKENS, [])]) for _ in range(count)]
 
 
-def multi_turn_work(count: int, group_size: int) -> list[Conversation]:
+def multi_turn_work(count: int, group_size: int, vocabulary: int = VOCAB) -> list[Conversation]:
     """(b): one system prompt, questions of 20-50 tokens, 1-3 turns of 8-48 tokens, observations of 8-30."""
     rng = random.Random(2)
-    system, work = rng.choices(range(VOCAB), k=90), []
+    system, work = rng.choices(range(vocabulary), k=90), []
     for index in range(count):
         if index % group_size == 0:
-            prompt = system + rng.choices(range(VOCAB), k=rng.randint(20, 50))
+            prompt = system + rng.choices(range(vocabulary), k=rng.randint(20, 50))
         sizes = [rng.randint(8, 48) for _ in range(rng.randint(NUM_TURNS - 1, NUM_TURNS))]
-        work.append(Conversation(prompt, [(size, rng.choices(range(VOCAB), k=rng.randint(8, 30))) for size in sizes]))
+        work.append(
+            Conversation(prompt, [(size, rng.choices(range(vocabulary), k=rng.randint(8, 30))) for size in sizes])
+        )
     return work
 
 
@@ -104,6 +107,17 @@ def run_generate(model: Any, work: list[Conversation], temperature: float = 1.0)
     return time.perf_counter() - start, streams
 
 
+def load_model(folder: str, dtype: str) -> Any:
+    """A model that never ends a turn by itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = None, 0
+    return model
+
+
 def compare(title: str, model: Any, work: list[Conversation], repetitions: int) -> float:
     """Interleaved repetitions, medians; returns how many times faster ours is."""
     count = sum(size for c in work for size, _ in c.turns)
@@ -128,6 +142,8 @@ def compare(title: str, model: Any, work: list[Conversation], repetitions: int) 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder with a model; default: a random one of the shipped model's size")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of --model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sequences", type=int, default=128)
@@ -138,12 +154,15 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    model = make_model().to(args.device)
+    model = (load_model(args.model, args.dtype) if args.model else make_model()).to(args.device)
+    vocabulary = model.config.vocab_size
     print(
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    equal = compare("(a) one equal-length batch", model, equal_work(args.sequences), args.repetitions)
-    turns = compare("(b) multi-turn", model, multi_turn_work(args.sequences, args.group_size), args.repetitions)
+    equal = compare("(a) one equal-length batch", model, equal_work(args.sequences, vocabulary), args.repetitions)
+    turns = compare(
+        "(b) multi-turn", model, multi_turn_work(args.sequences, args.group_size, vocabulary), args.repetitions
+    )
     print(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
     print(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
 
