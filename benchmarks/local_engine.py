@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
     args = parser.parse_args()
+    if args.dtype != "float32" and not args.model:
+        parser.error("--dtype is of --model; the random model is float32")
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     import torch
 

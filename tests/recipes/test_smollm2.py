@@ -175,12 +175,16 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     assert len(differences) == 2 and max(differences) < 0.1  # bfloat16
 
 
-def _evaluated(folder: Path, rewards: dict[str, list[float | None]]) -> str:
+def _evaluated(folder: Path, scores: dict[str, list[float | None]]) -> str:
     folder.mkdir()
     rows = [
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": question}], "reward": reward}
-        for question, of in rewards.items()
-        for reward in of
+        {
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": question}],
+            "reward": 7.0,  # with what shapes it
+            "reward_parts": {} if score is None else {"score": score},
+        }
+        for question, of in scores.items()
+        for score in of
     ]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)

@@ -21,19 +21,19 @@ from statistics import fmean, stdev
 from verl_mt.diagnostics.step_metrics import interval_95, pass_at_k
 from verl_mt.errors import DataError, VerlMTError
 
-Rewards = dict[str, list[float]]
-"""Question -> reward of each of its samples; a conversation that failed counts 0."""
+Scores = dict[str, list[float]]
+"""Question -> score of each of its samples, as `val/accuracy` counts them; a conversation that failed counts 0."""
 
 
-def read(folders: str) -> Rewards:
+def read(folders: str) -> Scores:
     """The samples of one model.
 
     Raises:
         DataError: a folder has no rollouts, or a question is in two of them.
     """
-    found: Rewards = {}
+    found: Scores = {}
     for folder in folders.split(","):
-        part: Rewards = defaultdict(list)
+        part: Scores = defaultdict(list)
         path = Path(folder) / "rollouts.jsonl"
         if not path.is_file():
             raise DataError(f"{path} is not there: give folders that `python -m verl_mt.evaluate --out` wrote")
@@ -41,16 +41,17 @@ def read(folders: str) -> Rewards:
             for line in file:
                 row = json.loads(line)
                 question = next(m["content"] for m in row["messages"] if m["role"] == "user")
-                part[question].append(row["reward"] or 0.0)
+                parts = row["reward_parts"]
+                part[question].append(parts.get("first_answer", parts.get("score", 0.0)))
         if twice := found.keys() & part.keys():
             raise DataError(f"{path}: {len(twice)} question(s) are in another folder of this model too")
         found |= part
     return found
 
 
-def rates(samples: Rewards, k: int) -> dict[str, float]:
+def rates(samples: Scores, k: int) -> dict[str, float]:
     """Question -> chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
-    return {q: pass_at_k(len(of), sum(r >= 1 for r in of), k) for q, of in samples.items()}
+    return {q: pass_at_k(len(of), sum(score >= 1 for score in of), k) for q, of in samples.items()}
 
 
 def difference(new: dict[str, float], old: dict[str, float]) -> tuple[float, float]:
@@ -67,7 +68,7 @@ def difference(new: dict[str, float], old: dict[str, float]) -> tuple[float, flo
     return fmean(apart), 1.96 * stdev(apart) / sqrt(len(apart))
 
 
-def table(models: dict[str, Rewards], against: str) -> str:
+def table(models: dict[str, Scores], against: str) -> str:
     """Markdown: a row per model, and the differences to one of them."""
     most = min(len(of) for samples in models.values() for of in samples.values())
     ks = [1] if most == 1 else [1, most]
@@ -75,13 +76,13 @@ def table(models: dict[str, Rewards], against: str) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     base = {k: rates(models[against], k) for k in ks}
     for name, samples in models.items():
-        cells = [name, str(len(samples))]
+        cells, own = [name, str(len(samples))], {k: rates(samples, k) for k in ks}
         for k in ks:
-            of = list(rates(samples, k).values())
+            of = list(own[k].values())
             low, high = interval_95(of) or (float("nan"), float("nan"))
             cells.append(f"{fmean(of):.1%} ({low:.1%} to {high:.1%})")
         for k in ks:
-            apart = None if name == against else difference(rates(samples, k), base[k])
+            apart = None if name == against else difference(own[k], base[k])
             cells.append("" if apart is None else f"{apart[0]:+.1%} ± {apart[1]:.1%}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -108,6 +108,11 @@ def write(
     """
     made = [demonstration(p["question"], p["answer"]) for p in problems]
     first = len(problems) - held_out
+    train = problems[:first]
+    if max_calls is not None:
+        train = [p for p, m in zip(train, made) if m is not None and _num_calls(m) <= max_calls]
+        if not train:
+            raise DataError(f"--max-calls {max_calls}: no demonstration has so few")
     out.mkdir(parents=True, exist_ok=True)
     counts = []
     for name, some in (("demos", made[:first]), ("held_out", made[first:])):
@@ -115,11 +120,6 @@ def write(
         text = "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in kept)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
         counts.append(len(kept))
-    train = problems[:first]
-    if max_calls is not None:
-        train = [p for p, m in zip(train, made) if m is not None and _num_calls(m) <= max_calls]
-        if not train:
-            raise DataError(f"--max-calls {max_calls}: no demonstration has so few")
     for split, some in (("train", train), ("held_out", problems[first:]), ("test", test)):
         rows = [row(p["question"], p["answer"], split=split, index=k) for k, p in enumerate(some)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
