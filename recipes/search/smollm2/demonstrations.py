@@ -5,8 +5,8 @@
 Questions and passages are read as by `recipes/search/prepare.py`. The first `--demonstrations` questions become
 conversations: the question is the query, the passage is what the retrieval server's own index finds first, and the
 answer follows; a question whose answer does not stand in that passage is left out. The last `--test` questions measure,
-those between train, without their solutions. Questions stay in their order: neighbours are often about one text, so that
-few texts are on two sides. Written are `demos.jsonl`, `train.parquet`, `test.parquet` and `corpus.jsonl`.
+those between train, without their solutions. Questions stay in their order: neighbours are often about one text, so
+that few texts are on two sides. Written are `demos.jsonl`, `train.parquet`, `test.parquet` and `corpus.jsonl`.
 """
 
 from __future__ import annotations
