@@ -128,7 +128,8 @@ def test_every_tool_of_a_server_is_found_with_its_schema(tools):
 
 @pytest.mark.cap("C53")
 def test_calls_run_at_once_and_are_answered_in_order(tools):
-    results, counters = run(tools, ("wait", {"seconds": 0.5}), *[("wait", {"seconds": 0.2})] * 3, ("add", {"a": 1}))
+    first, *others = [("wait", {"seconds": s, "others": 3}) for s in (0.3, 0, 0, 0)]
+    results, counters = run(tools, first, *others, ("add", {"a": 1}))
     assert [r.text for r in results] == ["4 at once"] * 4 + ["2"]
     assert counters["tools/wait/calls"] == 4 and connection(tools).num_connects == 1
 
