@@ -107,10 +107,11 @@ class Run:
     def oldest(self) -> int:
         """Age of the oldest trained token, by the rollout rows."""
         return max(
-            f.step - 1 - version
+            row["trained_version"] - version
             for f in row_files(self.folder)
             if f.split == "train"
             for row in read_rows(f.path)
+            if row["trained_version"] is not None
             for record in row["records"]
             for version, trained in zip(record["policy_versions"], record["loss_mask"])
             if trained

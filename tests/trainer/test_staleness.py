@@ -18,6 +18,7 @@ from verl_mt.data import batch as columns
 from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.base import Capabilities
+from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.weights import named_weights
 from verl_mt.trainer import build
@@ -62,8 +63,9 @@ def slow_tool(tmp_path) -> str:
 def ages(run: Path, step: int) -> list[int]:
     """Of every trained token of a step, by its rollout rows alone: updates that its weights were older."""
     return [
-        step - 1 - version
+        row["trained_version"] - version
         for row in rows_of(run, step)
+        if row["trained_version"] is not None
         for record in row["records"]
         for sampled, trained, version in zip(record["sampled"], record["loss_mask"], record["policy_versions"])
         if sampled and trained
@@ -148,6 +150,30 @@ def test_an_engine_that_cannot_sample_while_the_policy_is_trained_is_refused(can
     engine = SimpleNamespace(capabilities=capabilities, samples_from_policy=samples_from_policy)
     with pytest.raises(ConfigError, match=re.escape(says)):
         engines.check_overlap(engine, compose([AHEAD]))
+
+
+@pytest.mark.parametrize("made_by", ["Mine", "make"])
+def test_an_engine_of_ones_own_that_does_not_say_that_it_can_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, made_by
+):
+    text = "from verl_mt.engines.base import InferenceEngine as E\n\nclass Mine(E): pass\n\nmake = lambda s: 1\n"
+    (tmp_path / "mine.py").write_text(text)
+    name = f"actor_rollout_ref.rollout.name={tmp_path / 'mine.py'}:{made_by}"
+    for slow in ("build_fitting_chat", "build_workers"):
+        monkeypatch.setattr(build, slow, lambda *args, **kwargs: pytest.fail("something was loaded"))
+    with pytest.raises(ConfigError, match=r"max_staleness=2, .*mine\.py.* does not say .*overlaps_training = True.*=0"):
+        build_trainer(compose([AHEAD, name]))
+    (tmp_path / "says.py").write_text(f"{text}Mine.overlaps_training = make.overlaps_training = True\n")
+    with pytest.raises(pytest.fail.Exception, match="something was loaded"):
+        build_trainer(compose([AHEAD, name.replace("mine.py", "says.py")]))
+
+
+def test_so_is_one_that_is_given(monkeypatch):
+    monkeypatch.setattr(build, "build_fitting_chat", lambda *args, **kwargs: pytest.fail("something was loaded"))
+    engine = ScriptedEngine([])
+    engine.capabilities = Capabilities(frozenset({"disk"}), deterministic=False)
+    with pytest.raises(ConfigError, match="does not sample while the policy is trained"):
+        build_trainer(compose([AHEAD]), engine=engine)
 
 
 @pytest.mark.slow

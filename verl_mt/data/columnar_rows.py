@@ -222,7 +222,7 @@ def _late(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
 
 def _late_values(row: Mapping[str, Any]) -> dict[str, Any]:
     values = {"step": row["step"], "reward": row["reward"]}
-    values["late_details"] = json_text({name: row[name] for name in LATE_FIELDS if name not in values})
+    values["late_details"] = json_text({name: row[name] for name in LATE_FIELDS if name in row and name not in values})
     return values | {name: [record.get(name) for record in row["records"]] for name in UPDATE_COLUMNS}
 
 

@@ -1,12 +1,12 @@
 """What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
 
 Row schema, version 2: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
-`step`, the ids (`trajectory_id`, `prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`),
-`status`, `stop_reason`, `num_turns`, `reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`,
-`counters`, where there are some `tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward),
-`ground_truth` (what the data row says is right; cut, and said so, beyond `TRUTH_CHARACTERS`),
-`greedy_reward`, `replicas` (of the engine: which sampled each turn), `execution_id` (rows that share it weigh in the
-loss as one) and `media` (images as data URIs, where a
+`step`, `trained_version` (of the weights that were updated with it; null where none were), the ids (`trajectory_id`,
+`prompt_id`, `group_id`, `episode_id`, `data_source`, `source`, `row_index`), `status`, `stop_reason`, `num_turns`,
+`reward`, `reward_parts`, `tool_rewards`, `turn_scores`, `messages`, `tools`, `counters`, where there are some
+`tool_calls`, `tool_reward_turns`, `turn_rewards` (turn -> its part of the reward), `ground_truth` (what the data row
+says is right; cut, and said so, beyond `TRUTH_CHARACTERS`), `greedy_reward`, `replicas` (of the engine: which sampled
+each turn), `execution_id` (rows that share it weigh in the loss as one) and `media` (images as data URIs, where a
 plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic clock, turn, name), `sanity`, `error`,
 `info`, and `records`: per record, of equal length, `token_ids`, `sampled`, `loss_mask`, `rollout_log_probs`,
 `policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
@@ -54,7 +54,7 @@ TOKEN_COLUMNS = ("token_ids", "sampled", "loss_mask", "rollout_log_probs", "poli
 """Of a record, per token, known when it was sampled."""
 UPDATE_COLUMNS = ("advantages", "old_log_probs", "clipped")
 """Of a record, per token, known once the step has trained it; the first two stand there as null until then."""
-LATE_FIELDS = ("step", "reward", "reward_parts", "counters")
+LATE_FIELDS = ("step", "trained_version", "reward", "reward_parts", "counters")
 """Of a row: what the trainer still decides, or changes, when a group has come to it. All else is as it was sampled."""
 _PLAIN = (
     "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "row_index", "num_turns", "reward",
@@ -63,8 +63,8 @@ _PLAIN = (
 )  # fmt: skip
 _WHERE_KNOWN = ("greedy_reward", "tool_calls", "tool_reward_turns", "turn_rewards", "execution_id", "replicas")
 ROW_ORDER = (
-    "schema_version", "step", *_PLAIN, *_WHERE_KNOWN, "ground_truth", "status", "stop_reason", "media", "time_spans",
-    "records",
+    "schema_version", "step", "trained_version", *_PLAIN, *_WHERE_KNOWN, "ground_truth", "status", "stop_reason",
+    "media", "time_spans", "records",
 )  # fmt: skip
 RECORD_ORDER = (*TOKEN_COLUMNS, *UPDATE_COLUMNS, "has_log_probs", "messages", "tools", "turns")
 """How `plain_row` orders them: rows that come from columns are the same JSON, byte for byte."""
@@ -107,6 +107,7 @@ def plain_row(
         late: `update_columns` of each record; None where they are not known yet, and not part of the row then.
     """
     row: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "step": step}
+    row["trained_version"] = trajectory.trained_version
     row |= {name: getattr(trajectory, name) for name in _PLAIN}
     row |= {name: getattr(trajectory, name) for name in _WHERE_KNOWN if getattr(trajectory, name) not in (None, {}, [])}
     if trajectory.ground_truth is not None:
@@ -143,8 +144,9 @@ def update_columns(
 
 
 def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
-    """Back from a row. What belongs to the step and not to the trajectory (`step`, `advantages`, `old_log_probs`) and
-    keys that a later minor change may have added are left aside. A log-prob that was not finite comes back as NaN.
+    """Back from a row. What belongs to the step and not to the trajectory (`step`, `trained_version`, `advantages`,
+    `old_log_probs`) and keys that a later minor change may have added are left aside. A log-prob that was not finite
+    comes back as NaN.
 
     Raises:
         DataError: another schema version, or a missing key.

@@ -137,6 +137,9 @@ class Trajectory:
     """What the interaction scored, one per interaction turn."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Assistant turn -> the part of `reward` that it earned itself; empty where `reward` belongs to the whole."""
+    trained_version: int | None = None
+    """Of the weights that were updated with it: a token is older than they by what its own version is less. None where
+    none were."""
     greedy_reward: float | None = None
     """Reward of the greedy answer to the same prompt, where one was sampled; NaN if that one failed."""
     stop_reason: StopReason | None = None

@@ -19,6 +19,7 @@ from verl_mt.plugins import listing, load_object
 __all__ = ["build", "check", "check_overlap", "lives_beside_ranks", "packages_on_machines", "samples_from_policy"]
 
 _KEY = "actor_rollout_ref.rollout.name"
+_INSTEAD = "use an engine that can (sglang, or local with a model of text)"
 
 
 def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
@@ -54,6 +55,11 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
             )
     if getattr(engine, "lives_beside_ranks", False):
         _check_devices(config.rollout, trainer)
+    if trainer.steps_ahead and not getattr(engine, "overlaps_training", False):
+        raise ConfigError(
+            f"trainer.max_staleness={trainer.max_staleness}, but {_KEY}={name} does not say that it samples while the "
+            f"policy is trained (overlaps_training = True, engines/base.py); {_INSTEAD}, or set max_staleness=0"
+        )
     if isinstance(engine, type) and issubclass(engine, InferenceEngine):
         engine.check_config(config, trainer)
 
@@ -145,7 +151,7 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
         )
     if can.overlaps_training and not can.frees_memory:
         return
-    why, instead = "", "use an engine that can (sglang, or local with a model of text)"
+    why, instead = "", _INSTEAD
     if can.frees_memory:
         why = ": it gives its memory to training meanwhile"
         instead = (

@@ -294,6 +294,9 @@ class InferenceEngine(abc.ABC):
     """It samples from the actor's own module, in the trainer's process. Others load the model and are sent weights."""
     lives_beside_ranks: ClassVar[bool] = False
     """Where the worker group is spread over devices, so is this engine: it takes `EngineSetup.hosts`."""
+    overlaps_training: ClassVar[bool] = False
+    """It can sample while the policy is trained: without this `trainer.max_staleness` is refused before anything loads.
+    Whether an engine as configured does, its capabilities say."""
     say: Callable[[Any], None] | None = None
     """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
     packages: ClassVar[tuple[str, ...]] = ()

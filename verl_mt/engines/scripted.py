@@ -60,6 +60,8 @@ class ScriptedEngine(InferenceEngine):
         version: of the weights, until `apply`.
     """
 
+    overlaps_training = True
+
     @classmethod
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         raise ConfigError(

@@ -147,6 +147,8 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     if engine is None and config.trainer.debug_mode != "train_only":
         engines.check(config.actor_rollout_ref, config.trainer)
         _require_copyable(config)
+    if engine is not None and config.trainer.steps_ahead:
+        engines.check_overlap(engine, config)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
 
@@ -187,8 +189,8 @@ def _spool(config: Config, run: RunDirectory, state: dict[str, Any] | None) -> G
     trainer = config.trainer
     if trainer.deterministic or trainer.debug_mode != "save":
         return None
-    step = 0 if state is None else state["step"]
-    return GroupSpool(run.path / "spool", None if trainer.resume_mode == "other_data" else step)
+    version = 0 if state is None else checkpoint.version_of(state)
+    return GroupSpool(run.path / "spool", None if trainer.resume_mode == "other_data" else version)
 
 
 def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:

@@ -22,7 +22,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +248,11 @@ def _offer(path: Path, way_out: str) -> str:
 
 def _digest_of(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def version_of(state: Mapping[str, Any]) -> int:
+    """Of a checkpoint's weights. In those of before versions counted rollbacks it is the step's number."""
+    return state.get("version", state["step"])
 
 
 def random_state() -> dict[str, Any]:

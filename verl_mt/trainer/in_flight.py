@@ -75,16 +75,16 @@ class OverSampling:
         """Steps after the first one that can train a prompt, in which it is trained at the latest."""
         return max(1, self.max_staleness)
 
-    def room(self, in_flight: int, *, version: int, next_step: int, steps_left: int) -> int:
+    def room(self, in_flight: int, *, begun: int, next_step: int, steps_left: int) -> int:
         """How many prompts to start now.
 
         Args:
             in_flight: prompts that were started and are in no batch yet.
-            version: of the weights that they are begun under.
+            begun: finished steps, whose weights they are begun under.
             next_step: finished steps before the batch that they can be in first.
             steps_left: batches to come, that one included.
         """
-        in_time = version + self.patience - next_step + 1
+        in_time = begun + self.patience - next_step + 1
         most = min(math.ceil(self.factor * self.num_prompts), in_time * self.num_prompts, steps_left * self.num_prompts)
         return max(0, most - in_flight)
 
@@ -187,7 +187,7 @@ class PromptsInFlight:
         self._reopen(step)
         plan = self.plan
         if plan.over is not None:
-            self._top_up(plan.over, plan_name(step), version=step, next_step=step)
+            self._top_up(plan.over, plan_name(step), begun=step, next_step=step)
             return
         last = max(step, plan.total_steps - 1)
         for number in range(step, min(step + plan.max_staleness, last) + 1):
@@ -198,7 +198,7 @@ class PromptsInFlight:
         """The batch after `step` finished steps is there: what may be started before its update. Steps ahead have all
         begun."""
         if self.plan.over is not None and self.plan.max_staleness:
-            self._top_up(self.plan.over, f"{plan_name(step)}.001", version=step, next_step=step + 1)
+            self._top_up(self.plan.over, f"{plan_name(step)}.001", begun=step, next_step=step + 1)
 
     def collect(self, step: int) -> list[TrajectoryGroup]:
         """The groups of the batch after `step` finished steps."""
@@ -275,17 +275,17 @@ class PromptsInFlight:
             )  # fmt: skip
             self.log.ended(state["step"], {known.prompt_id: "in flight, other steps" for known in left})
 
-    def _top_up(self, over: OverSampling, name: str, *, version: int, next_step: int) -> None:
-        """Start as many prompts as may be in flight under the weights after `version` updates, where `next_step`
-        finished steps come before the next batch."""
-        in_training = self.plan.num_prompts if next_step > version else 0  # which the log has open until it ends
+    def _top_up(self, over: OverSampling, name: str, *, begun: int, next_step: int) -> None:
+        """Start as many prompts as may be in flight after `begun` finished steps, where `next_step` of them come before
+        the next batch."""
+        in_training = self.plan.num_prompts if next_step > begun else 0  # which the log has open until it ends
         in_flight = len(self.log.open) - in_training
         steps_left = self.plan.total_steps - next_step
-        wanted = over.room(in_flight, version=version, next_step=next_step, steps_left=steps_left)
+        wanted = over.room(in_flight, begun=begun, next_step=next_step, steps_left=steps_left)
         if wanted:
             taken = {known.plan for known in self.log.open}
             further = (f"{name}.{number:03d}" for number in count(2))
-            self._start(name if name not in taken else next(n for n in further if n not in taken), wanted, version)
+            self._start(name if name not in taken else next(n for n in further if n not in taken), wanted, begun)
 
     def _reopen(self, step: int) -> None:
         """What is in flight and does not run begins again, under the names that it had: after a kill, and where its

@@ -83,6 +83,8 @@ class PPOTrainer:
     rows: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of the rows, for the same purpose."""
     step_number: int = 0
+    version: int = 0
+    """Of the policy's weights: one more with each step, and with each rollback, so that no two are called alike."""
     interrupts: Interrupts = field(default_factory=lambda: Interrupts())
     exit_status: int = 0
     """Of a command that ends with this run: 130 after Ctrl-C, 143 after SIGTERM."""
@@ -154,21 +156,23 @@ class PPOTrainer:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
                 if self.plan.several_steps:
-                    require_bound(batch, self.step_number, self.plan.max_staleness)
+                    require_bound(batch, self.version, self.plan.max_staleness)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
                 if self.plan.max_staleness:
-                    add_ages(batch, self.step_number)
+                    add_ages(batch, self.version)
                 with self._timed(timing, "advantages"):
                     metrics |= self.estimate_advantages(batch)
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
+                for trajectory in trained:
+                    trajectory.trained_version = self.version
                 if self.config.steps_ahead:
-                    metrics |= staleness_metrics(batch, self.step_number)
+                    metrics |= staleness_metrics(batch, self.version)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
             with self._timed(timing, "weights"):
-                self.weights.push(self.step_number + 1)
+                self.weights.push(self.version + 1)
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
@@ -199,6 +203,7 @@ class PPOTrainer:
         """Everything a resumed run needs to go on as if nothing had happened."""
         return {
             "step": self.step_number,
+            "version": self.version,
             "score": self._score,
             "unlogged": self._unlogged,
             "model": self.model,
@@ -217,6 +222,7 @@ class PPOTrainer:
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
+        self.version = checkpoint.version_of(state)
         self.weights.make_room()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
@@ -225,7 +231,7 @@ class PPOTrainer:
         if not self.config.val_only:
             self.flight.load_state_dict(state, other_rows=self._has_other_rows(state))
         checkpoint.set_random_state(state["random"])
-        self.weights.push(self.step_number)
+        self.weights.push(self.version)
 
     def _has_other_rows(self, state: dict[str, Any]) -> bool:
         """Whether the position of a checkpoint counts in rows that are gone."""
@@ -253,7 +259,7 @@ class PPOTrainer:
             # or the checkpoint that follow saves `_unlogged`, and the resumed run concludes the step first.
             self._unlogged = self.step()
             self._at_boundary = {}
-            self.step_number += 1
+            self.step_number, self.version = self.step_number + 1, self.version + 1
             self._score = None
             if self.config.steps_ahead and self.step_number < self.plan.total_steps:
                 self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
@@ -277,7 +283,8 @@ class PPOTrainer:
             self._save()
 
     def _roll_back(self, folder: Path) -> None:
-        """The policy of an older checkpoint, its optimizer and controllers; steps, rows and random numbers go on.
+        """The policy of an older checkpoint, its optimizer and controllers; steps, rows, random numbers and versions of
+        weights go on.
 
         Going back with the generators and the rows as well would draw the same prompts with the same seeds, and most
         likely collapse again in the same step.
@@ -287,7 +294,8 @@ class PPOTrainer:
         self.weights.make_room()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
-        self.weights.push(self.step_number)
+        self.version += 1
+        self.weights.push(self.version)
         self._score = None
 
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
@@ -389,7 +397,7 @@ class PPOTrainer:
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.workers.put_away()
         if made_room and overrides is None:  # else the run ends here
-            self.weights.push(self.step_number)
+            self.weights.push(self.version)
         self.log.saved(time.monotonic() - begun)
 
 

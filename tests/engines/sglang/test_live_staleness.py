@@ -78,8 +78,10 @@ def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp
         if turn["kind"] == "assistant"
     ]
     assert all(len(of_turn) == 1 for of_turn in versions), "no turn is by two versions"
-    of_rows = [(step, {v for r in row["records"] for v in r["policy_versions"] if v >= 0}) for step, row in rows]
-    assert all(0 <= step - 1 - v <= bound for step, found in of_rows for v in found)
+    of_rows = [
+        (row["trained_version"], {v for r in row["records"] for v in r["policy_versions"] if v >= 0}) for _, row in rows
+    ]
+    assert all(0 <= trained - v <= bound for trained, found in of_rows for v in found)
     if on_update == "restart" or not bound:
         assert all(len(found) == 1 for _, found in of_rows), "no conversation is by two versions"
     prompts = read_prompt_log(run).prompts.values()

@@ -53,6 +53,7 @@ class LocalEngine(InferenceEngine):
     """
 
     samples_from_policy = True
+    overlaps_training = True
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:

@@ -85,6 +85,7 @@ class SGLangEngine(InferenceEngine):
     """
 
     lives_beside_ranks = True
+    overlaps_training = True
     packages = ("sglang",)
 
     @classmethod
