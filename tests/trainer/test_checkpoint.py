@@ -245,3 +245,7 @@ def test_random_numbers_of_a_gpu_go_on_where_two_were_saved():
     assert len(state["cuda"]) == torch.cuda.device_count()
     checkpoint.set_random_state(state | {"cuda": [*state["cuda"], state["cuda"][0]]})
     assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+def test_before_versions_counted_rollbacks_they_were_the_steps_number():
+    assert checkpoint.version_of({"step": 7}) == 7 and checkpoint.version_of({"step": 7, "version": 9}) == 9
