@@ -111,7 +111,7 @@ class Run:
             for f in row_files(self.folder)
             if f.split == "train"
             for row in read_rows(f.path)
-            if row["trained_version"] is not None
+            if row.get("trained_version") is not None
             for record in row["records"]
             for version, trained in zip(record["policy_versions"], record["loss_mask"])
             if trained

@@ -133,8 +133,16 @@ def test_what_the_trainer_still_decides_is_not_part_of_what_was_sealed():
     trajectory.reward = 1.0
     sealed = seal([trajectory])
     trajectory.reward, trajectory.reward_parts, trajectory.counters = 0.5, {"overlong": -0.5}, {"filtered": 1.0}
+    trajectory.trained_version = 3
     (row,) = to_rows(table_of([sealed], [late_of(trajectory, {"a": [None], "b": [None], "c": [None]}, 2)]))
-    assert row == trajectory_to_row(trajectory, step=2)
+    assert row == trajectory_to_row(trajectory, step=2) and row["trained_version"] == 3
+
+
+def test_rows_of_before_they_knew_what_they_had_trained_stand_in_columns_too():
+    row = trajectory_to_row(one_record(), step=1)
+    del row["trained_version"]
+    table = to_table([row])
+    assert list(to_rows(table)) == [row] and table["other"].to_pylist() == [None]
 
 
 def test_a_record_of_arrays_seals_to_the_same_bytes():

@@ -104,6 +104,8 @@ class TestARun:
         for row in rows:
             trajectory = row_to_trajectory(row)
             written = {k: v for k, v in row.items() if k != "records"}
+            assert row["trained_version"] == step - 1
+            trajectory.trained_version = row["trained_version"]
             again = trajectory_to_row(trajectory, step=step)
             assert {k: v for k, v in again.items() if k != "records"} == written
             for record, stored in zip(trajectory.records, row["records"], strict=True):

@@ -21,7 +21,7 @@ from verl_mt.engines.base import Capabilities
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.weights import named_weights
-from verl_mt.trainer import build
+from verl_mt.trainer import build, build_rollout
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.in_flight import add_ages, require_bound, staleness_metrics
 
@@ -174,6 +174,15 @@ def test_so_is_one_that_is_given(monkeypatch):
     engine.capabilities = Capabilities(frozenset({"disk"}), deterministic=False)
     with pytest.raises(ConfigError, match="does not sample while the policy is trained"):
         build_trainer(compose([AHEAD]), engine=engine)
+
+
+def test_where_no_training_goes_on_nothing_is_asked_of_it(tmp_path, monkeypatch):
+    from verl_mt.trainer.inference import Inference
+
+    (tmp_path / "own.py").write_text("from verl_mt.engines.base import InferenceEngine as E\n\nclass Mine(E): pass\n")
+    monkeypatch.setattr(build_rollout, "build_fitting_chat", lambda *args, **kwargs: pytest.fail("it goes on"))
+    with pytest.raises(pytest.fail.Exception, match="it goes on"):
+        Inference(compose([AHEAD, f"actor_rollout_ref.rollout.name={tmp_path / 'own.py'}:Mine"]))
 
 
 @pytest.mark.slow

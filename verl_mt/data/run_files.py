@@ -12,7 +12,8 @@ plug-in replaced the row's), `time_spans` (phase, start_s, end_s on a monotonic 
 `policy_versions`, and where the update computed them `advantages` and `old_log_probs` (else null), and `clipped`, the
 places of the tokens that its policy loss did not move though they have an advantage; besides `has_log_probs` and
 `turns` (kind, start, end, turn), and `messages` and `tools` where these were changed after the record.
-NaN and infinities are written as null. Version 1 had no `ground_truth`; it is still read.
+NaN and infinities are written as null. Version 1 had no `ground_truth`; it is still read. The first rows of version 2
+had no `trained_version`.
 
 Beside the rows, `token_texts.jsonl` holds the text of every token id that occurs in them: lines of objects, id -> text.
 """

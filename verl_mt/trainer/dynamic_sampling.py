@@ -172,8 +172,7 @@ class Selection:
 
 def why_left_out(groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> dict[str, str | None]:
     """Of the prompt of each group, why none of its tokens was trained; None where some were."""
-    rows = [] if batch is None else batch[columns.LOSS_MASK].any(1).tolist()
-    trained = {name for name, is_in in zip([] if batch is None else batch[columns.TRAJECTORY_ID], rows) if is_in}
+    trained = set() if batch is None else trained_ids(batch)
     found: dict[str, str | None] = {}
     for group in groups:
         if any(t.trajectory_id in trained for t in group.trajectories):
@@ -186,6 +185,12 @@ def why_left_out(groups: Sequence[TrajectoryGroup], batch: TensorDict | None) ->
             reasons = {t.stop_reason.value for t in group.trajectories if t.stop_reason is not None}
             found[group.prompt_id] = f"nothing to train: {', '.join(sorted(reasons))}"
     return found
+
+
+def trained_ids(batch: TensorDict) -> set[str]:
+    """Of the trajectories of a batch, those with tokens in the loss."""
+    rows = batch[columns.LOSS_MASK].any(1).tolist()
+    return {name for name, is_in in zip(batch[columns.TRAJECTORY_ID], rows) if is_in}
 
 
 def response_length(trajectory: Trajectory) -> int:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -73,7 +73,8 @@ class Inference(AbstractContextManager["Inference"]):
         check_once(config)
         import_plugins(config.external_plugins)
         if engine is None:
-            engines.check(config.actor_rollout_ref, config.trainer)
+            # No training goes on meanwhile, whatever the file of a run says of it.
+            engines.check(config.actor_rollout_ref, replace(config.trainer, max_staleness=0))
         build.prepare_process(config)
         self.config = config
         self.num_filtered = 0

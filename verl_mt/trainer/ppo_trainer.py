@@ -12,13 +12,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from tensordict import TensorDict
+
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
 from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
-from verl_mt.data.trajectory import StopReason, TrajectoryGroup
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import (
     prefix_cache_by_turn,
     rollout_metrics,
@@ -34,7 +36,7 @@ from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
-from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
+from verl_mt.trainer.dynamic_sampling import Selection, trained_ids, why_left_out
 from verl_mt.trainer.in_flight import (
     TRAINING,
     BatchPlan,
@@ -84,7 +86,7 @@ class PPOTrainer:
     """Fingerprints of the rows, for the same purpose."""
     step_number: int = 0
     version: int = 0
-    """Of the policy's weights: one more with each step, and with each rollback, so that no two are called alike."""
+    """Of the policy's weights: one more with each step, and with each rollback."""
     interrupts: Interrupts = field(default_factory=lambda: Interrupts())
     exit_status: int = 0
     """Of a command that ends with this run: 130 after Ctrl-C, 143 after SIGTERM."""
@@ -103,6 +105,10 @@ class PPOTrainer:
     def sampler(self) -> RowSampler:
         """In which order rows are drawn."""
         return self.draws.sampler
+
+    @property
+    def _replays(self) -> bool:
+        return self.log.debug is not None and self.log.debug.replays
 
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
@@ -166,8 +172,7 @@ class PPOTrainer:
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
-                for trajectory in trained:
-                    trajectory.trained_version = self.version
+                self._note_version(trained, batch)
                 if self.config.steps_ahead:
                     metrics |= staleness_metrics(batch, self.version)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
@@ -298,6 +303,13 @@ class PPOTrainer:
         self.weights.push(self.version)
         self._score = None
 
+    def _note_version(self, trajectories: list[Trajectory], batch: TensorDict) -> None:
+        """Of the weights that a batch has updated, in the rows; of a replay not, whose tokens have another run's."""
+        if not self._replays:
+            ids = trained_ids(batch)
+            for trajectory in trajectories:
+                trajectory.trained_version = self.version if trajectory.trajectory_id in ids else None
+
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
@@ -313,7 +325,7 @@ class PPOTrainer:
             found = {"rollout/tokens_per_s": sampled / timing["time/step_s"]}
             return found | {"staleness/trainer_wait_s": timing["time/rollout_s"]} | prefix_cache_by_turn(trajectories)
         found = {"rollout/tokens_per_s": sampled / timing["time/rollout_s"]}
-        if self.log.debug is None or not self.log.debug.replays:
+        if not self._replays:
             found |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
         return found
 
@@ -328,7 +340,7 @@ class PPOTrainer:
 
     def _rollout(self) -> list[TrajectoryGroup]:
         """Collect this step's rollout. Or read what another run saved."""
-        if self.log.debug is not None and self.log.debug.replays:
+        if self.log.debug is not None and self._replays:
             return self.log.debug.load(self.step_number)
         self.flight.admit(self.step_number)
         groups = self.flight.collect(self.step_number)
