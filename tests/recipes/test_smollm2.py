@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_mt.check_template import main as check_template
 from verl_mt.data.dataset import load_rows
@@ -34,8 +35,8 @@ def _load(file: Path):
     return module
 
 
-demonstrations, fetch_model, compare = (
-    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare")
+demonstrations, fetch_model, compare, controls = (
+    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare", "controls")
 )
 search_demonstrations = _load(SEARCH / "demonstrations.py")
 
@@ -219,6 +220,16 @@ def test_what_cannot_be_compared_is_said(words, said, tmp_path, capsys):
 
 
 PASSAGE = '"Lakes"\nThe lake of Orta is 18 km long, and 143 m deep at most.'
+
+
+def test_shuffled_rewards_stay_in_their_group_and_go_to_anybody_in_it():
+    groups = torch.tensor([4, 9, 4, 9, 4, 4, 2])
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    found = torch.stack([controls.shuffled_rewards(rewards, groups, norm_by_std=False) for _ in range(200)])
+    assert (found[:, [1, 3, 6]] == 0).all(), "a group without signal gets none of another's"
+    of_group = found[:, groups == 4]
+    assert (of_group.sort(1).values == torch.tensor([-0.25, -0.25, -0.25, 0.75])).all()
+    assert of_group.argmax(1).bincount(minlength=4).min() > 20
 
 
 def test_a_demonstration_of_search_asks_the_question_and_answers_with_words_of_what_is_found():
