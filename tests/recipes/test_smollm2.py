@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -35,8 +37,8 @@ def _load(file: Path):
     return module
 
 
-demonstrations, fetch_model, compare, controls = (
-    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare", "controls")
+demonstrations, fetch_model, compare, controls, pick_questions = (
+    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare", "controls", "pick_questions")
 )
 search_demonstrations = _load(SEARCH / "demonstrations.py")
 
@@ -217,6 +219,30 @@ def test_what_cannot_be_compared_is_said(words, said, tmp_path, capsys):
     made = {"old": _evaluated(tmp_path / "old", {"a": [0]}), "other": _evaluated(tmp_path / "other", {"b": [0]})}
     assert compare.main([word.format(**made) for word in words]) == 2
     assert said in capsys.readouterr().err
+
+
+def _rows_to_pick_from(file: Path, questions: str) -> Path:
+    rows = [{"prompt": demonstrations.prompt(q), "extra_info": {"index": k}} for k, q in enumerate(questions)]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def test_questions_that_are_now_solved_and_now_not_are_picked(tmp_path, capsys):
+    rows, out = _rows_to_pick_from(tmp_path / "all.parquet", "abcde"), tmp_path / "new" / "mixed.parquet"
+    first = _evaluated(tmp_path / "1", {"a": [0, 0, 0], "b": [1, 0, 0], "c": [1, 1, 1]})
+    second = _evaluated(tmp_path / "2", {"e": [0, 0, 1], "x": [0, 1, 0]})
+    words = ["--rows", str(rows), "--out", str(out), "--evaluated"]
+    assert pick_questions.main([*words, f"{first},{second}"]) == 0
+    assert "2 of 4 questions have samples that differ" in capsys.readouterr().out
+    assert [row["extra_info"]["index"] for row in pq.read_table(out).to_pylist()] == [1, 4]
+    for samples, said in (
+        ({"x": [0, 1]}, "no question of these rows was sampled"),
+        ({"a": [0, 0]}, "1 questions, all"),
+    ):
+        evaluated = _evaluated(tmp_path / said[:2], samples)
+        assert pick_questions.main([*words, str(evaluated)]) == 2 and said in capsys.readouterr().err
+    assert pick_questions.main(["--rows", "no.parquet", "--out", str(out), "--evaluated", str(first)]) == 2
+    assert "demonstrations.py writes it" in capsys.readouterr().err
 
 
 PASSAGE = '"Lakes"\nThe lake of Orta is 18 km long, and 143 m deep at most.'
