@@ -174,9 +174,10 @@ def _beginning_on(base: Any, device: str | torch.device | None) -> Iterator[None
 def _probe(base: Any) -> str | None:
     """Three rows behind a common prefix, packed with and without it, against one plain pass."""
     device = next(base.parameters()).device
-    common = torch.arange(packing.MIN_SHARED) % 5 + 1
-    ends = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 0, 0]])
-    ids_BT = torch.cat([common.expand(3, -1), ends], 1).to(device)
+    # All over the vocabulary: of a few repeated tokens, some models see hidden states of which rounding decides.
+    common = torch.arange(packing.MIN_SHARED) * 997
+    ends = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 0, 0]]) * 7919
+    ids_BT = (torch.cat([common.expand(3, -1), ends], 1) % base.get_input_embeddings().num_embeddings).to(device)
     length_B = torch.tensor([4, 4, 2]) + len(common)
     row_N, position_N = (torch.arange(ids_BT.shape[1]) < length_B[:, None]).nonzero(as_tuple=True)
     row_N, position_N = row_N.to(device), position_N.to(device)

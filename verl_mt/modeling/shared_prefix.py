@@ -211,6 +211,7 @@ def _probe(base: Any) -> bool:
     """Compare with a plain pass: two prompts of different length behind two common tokens, three rows."""
     device = next(base.parameters()).device
     ids_BT = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 6, 5], [1, 2, 4, 6, 3, 0]], device=device)
+    ids_BT = ids_BT * 997 % base.get_input_embeddings().num_embeddings
     ends, start = torch.tensor([4, 3], device=device), torch.tensor([4, 4, 3], device=device)
     prompts, prompt_of = torch.tensor([0, 2], device=device), torch.tensor([0, 0, 1], device=device)
     plan = PrefixPlan(2, prompts, prompt_of, ends, start, rest_B=torch.full_like(start, 2))
