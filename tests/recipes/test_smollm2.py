@@ -216,6 +216,18 @@ def test_models_are_compared_question_by_question(tmp_path, capsys):
     assert now.startswith("| new | 4 | 62.5% (") and now.endswith("| +25.0% ± 28.3% | +50.0% ± 56.6% |")
 
 
+def test_what_models_solved_is_kept_without_the_questions_and_compared_later(tmp_path, capsys):
+    old = _evaluated(tmp_path / "old", {"a": [0, 0], "b": [1, 0], "c": [0, None], "d": [1, 1]})
+    new = _evaluated(tmp_path / "new", {"a": [1, 0], "b": [1, 0], "c": [1, 0], "d": [1, 1]})
+    kept = tmp_path / "kept"
+    assert compare.main([f"old={old}", f"new={new}", "--keep", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    assert compare.main([f"old={kept}/old.json", f"new={new}"]) == 0
+    assert capsys.readouterr().out == shown
+    assert sorted(json.loads((kept / "old.json").read_text()).values()) == [[0, 0], [0, 0], [1, 0], [1, 1]]
+    assert not {"a", "b", "c", "d"} & json.loads((kept / "old.json").read_text()).keys()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -223,11 +235,15 @@ def test_models_are_compared_question_by_question(tmp_path, capsys):
         (["old={old}", "--against", "new"], "--against new: not one of old"),
         (["old={old}", "new=nowhere"], "nowhere/rollouts.jsonl is not there"),
         (["old={old}", "new={other}"], "2 question(s) were put to one of two models only"),
+        (["old={old}", "new=none.json"], "none.json: [Errno 2] No such file or directory"),
+        (["old={old}", "new={listed}"], "give a file that `compare.py --keep` wrote"),
         (["old={old},{old}"], "1 question(s) are in another folder of this model too"),
     ],
 )
 def test_what_cannot_be_compared_is_said(words, said, tmp_path, capsys):
     made = {"old": _evaluated(tmp_path / "old", {"a": [0]}), "other": _evaluated(tmp_path / "other", {"b": [0]})}
+    made["listed"] = str(tmp_path / "listed.json")
+    Path(made["listed"]).write_text("[1]")
     assert compare.main([word.format(**made) for word in words]) == 2
     assert said in capsys.readouterr().err
 

@@ -6,11 +6,15 @@ Each folder is one that `python -m verl_mt.evaluate --out` wrote; several of one
 Shown are pass@1 and pass@k for the largest k that every question has samples for, with 95 % intervals over the
 questions. Differences are paired: of each question the one model's rate minus the other's, whose mean has a smaller
 interval than two means have, for what is hard for one model is hard for the other.
+
+`--keep FOLDER` writes what each model solved to `FOLDER/NAME.json`, without the questions' text; such a file stands in
+place of the folders later. Those of the [measured runs](README.md) are in `measured/`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections import defaultdict
@@ -22,15 +26,22 @@ from verl_mt.diagnostics.step_metrics import interval_95, pass_at_k
 from verl_mt.errors import DataError, VerlMTError
 
 Scores = dict[str, list[float]]
-"""Question -> score of each of its samples, as `val/accuracy` counts them; a conversation that failed counts 0."""
+"""Question (`key`) -> score of each of its samples, as `val/accuracy` counts them; a failed conversation counts 0."""
+
+
+def key(question: str) -> str:
+    """What a question is kept under."""
+    return hashlib.sha256(question.encode()).hexdigest()[:12]
 
 
 def read(folders: str) -> Scores:
-    """The samples of one model.
+    """The samples of one model: folders of `evaluate`, or one file that `--keep` wrote.
 
     Raises:
-        DataError: a folder has no rollouts, or a question is in two of them.
+        DataError: a folder has no rollouts, or a question is in two of them; the file is none of ours.
     """
+    if folders.endswith(".json"):
+        return _kept(Path(folders))
     found: Scores = {}
     for folder in folders.split(","):
         part: Scores = defaultdict(list)
@@ -42,11 +53,20 @@ def read(folders: str) -> Scores:
                 row = json.loads(line)
                 question = next(m["content"] for m in row["messages"] if m["role"] == "user")
                 parts = row["reward_parts"]
-                part[question].append(parts.get("first_answer", parts.get("score", 0.0)))
+                part[key(question)].append(parts.get("first_answer", parts.get("score", 0.0)))
         if twice := found.keys() & part.keys():
             raise DataError(f"{path}: {len(twice)} question(s) are in another folder of this model too")
         found |= part
     return found
+
+
+def _kept(path: Path) -> Scores:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {question: [float(score) for score in scores] for question, scores in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        what = "give a file that `compare.py --keep` wrote, or folders of evaluate"
+        raise DataError(f"{path}: {error}; {what}") from error
 
 
 def rates(samples: Scores, k: int) -> dict[str, float]:
@@ -91,8 +111,9 @@ def table(models: dict[str, Scores], against: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER]")
+    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER] or NAME=FILE.json")
     parser.add_argument("--against", help="the model that the others are compared with; default: the first")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write what each model solved to FOLDER/NAME.json")
     args = parser.parse_args(argv)
     try:
         if unnamed := [word for word in args.models if "=" not in word]:
@@ -102,6 +123,10 @@ def main(argv: list[str] | None = None) -> int:
         if against not in models:
             raise DataError(f"--against {against}: not one of {', '.join(models)}")
         print(table(models, against))
+        for name, samples in models.items() if args.keep else ():
+            args.keep.mkdir(parents=True, exist_ok=True)
+            solved = {question: [int(score >= 1) for score in of] for question, of in samples.items()}
+            (args.keep / f"{name}.json").write_text(json.dumps(solved, separators=(",", ":")) + "\n", encoding="utf-8")
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compare import read
+from compare import key, read
 
 from verl_mt.errors import DataError, VerlMTError
 
@@ -35,7 +35,7 @@ def pick(rows: pa.Table, evaluated: str) -> tuple[pa.Table, int]:
     """
     scores = read(evaluated)
     questions = [next(m["content"] for m in prompt if m["role"] == "user") for prompt in rows["prompt"].to_pylist()]
-    known = [scores.get(question, []) for question in questions]
+    known = [scores.get(key(question), []) for question in questions]
     mixed = [place for place, of in enumerate(known) if len({score >= 1 for score in of}) == 2]
     sampled = sum(map(bool, known))
     if not mixed:
