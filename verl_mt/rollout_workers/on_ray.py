@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from verl_mt.errors import WorkerError, error_text
 from verl_mt.rollout_workers.links import Link, WorkerGone
 from verl_mt.rollout_workers.worker import live, sendable
-from verl_mt.workers.engine_hosts import Answers
+from verl_mt.workers.engine_hosts import Answers, how_it_ended
 from verl_mt.workers.ray_group import forwarded_environment
 
 _CALLS_AT_ONCE = 1000
@@ -101,7 +101,7 @@ class RayLink(Link):
             try:
                 self._heard = await asyncio.shield(self._call("hear"))
             except RayError as error:
-                reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+                reason = how_it_ended(error) or error_text(error, named=True)
                 raise WorkerGone(f"its Ray actor ended: {reason}") from error
         return pickle.loads(self._heard.pop(0))
 

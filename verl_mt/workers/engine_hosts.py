@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
@@ -156,10 +156,17 @@ class Ask:
             raise as_engine_error(error) from error
 
 
+def how_it_ended(error: Exception) -> str | None:
+    """What Ray knows of a process that is gone; None where the error is another. What it suggests then is left out."""
+    if isinstance(error, RayActorError):
+        return str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+    # Ray ends processes before a machine has no memory left at all, and has an error of its own for their callers.
+    return str(error).partition("\n")[0] if isinstance(error, OutOfMemoryError) else None
+
+
 def as_engine_error(error: RayError) -> VerlMTError:
     """An error of ours as it was raised there; the process's end as the engine's."""
-    if isinstance(error, RayActorError):
-        reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+    if (reason := how_it_ended(error)) is not None:
         return EngineGoneError(f"the process that holds the engine ended: {reason}")
     cause = error.cause if isinstance(error, RayTaskError) else error
     return cause if isinstance(cause, VerlMTError) else EngineError(error_text(cause, named=True))

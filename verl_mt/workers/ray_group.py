@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tensordict import TensorDict
@@ -29,7 +29,7 @@ from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerErro
 from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.actor import against_sampler
 from verl_mt.workers.critic import value_metrics
-from verl_mt.workers.engine_hosts import RayHost
+from verl_mt.workers.engine_hosts import RayHost, how_it_ended
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ray_cluster import (
     bundle,
@@ -386,7 +386,7 @@ class RayWorkerGroup(WorkerGroup):
             failure = _not_come(missing, self._names, doing, limit)
         else:
             failure = self._explain(rank, error, doing)
-            if missing and isinstance(error, RayActorError) and time.monotonic() > begun + limit:
+            if missing and how_it_ended(error) is not None and time.monotonic() > begun + limit:
                 # With NCCL it is those who wait that end, by its watchdog, once their time is up.
                 first, _, rest = str(failure).partition("\n")
                 hang = f"or was it ended because it had waited too long? {' and '.join(missing)} did not answer"
@@ -404,10 +404,14 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError):
             return error.cause
         name, total = self._names[rank], len(self._names)
-        if isinstance(error, RayActorError):
-            # Ray's guesses at what the user may have done follow in its text.
-            reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
-            what = f"{name} of {total} died while {doing}; killed, or out of memory? {reason}"
+        if (reason := how_it_ended(error)) is not None:
+            why = "killed, or out of memory?"
+            if isinstance(error, OutOfMemoryError):
+                why = (
+                    "its machine ran out of memory (fewer tokens at once by actor_rollout_ref.actor.ppo_max_token_len, "
+                    "gradient checkpointing or fewer ranks on a machine need less):"
+                )
+            what = f"{name} of {total} died while {doing}; {why} {reason}"
         else:
             cause = error.cause if isinstance(error, RayTaskError) else error
             what = f"{name} of {total} failed while {doing}: {type(cause).__name__}: {cause}"
@@ -441,7 +445,7 @@ def _failed(ref: Any) -> bool:
 
 def _seriousness(error: Exception) -> int:
     """0 = the cause, as a rule; higher = a consequence, such as a connection that the dead rank closed."""
-    if isinstance(error, RayActorError):
+    if how_it_ended(error) is not None:
         return 0
     return 1 if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError) else 2
 

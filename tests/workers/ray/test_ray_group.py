@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from actor_toys import REWARDS, make_batch, tiny_policy
+from ray.exceptions import OutOfMemoryError, RayTaskError
 from test_loss import drifting
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
@@ -19,7 +20,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import ConfigError, DataError, EngineGoneError, WorkerError
 from verl_mt.workers import ray_group
-from verl_mt.workers.engine_hosts import RayHost
+from verl_mt.workers.engine_hosts import RayHost, as_engine_error
 from verl_mt.workers.setup import Placement
 from verl_mt.workers.worker_group import build_worker_group
 
@@ -162,6 +163,33 @@ def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(group
     with pytest.raises(WorkerError, match="rank 1"):
         on_ray.state_dict()
     on_ray.close()
+
+
+def test_a_rank_that_ray_killed_for_memory_is_named_and_not_the_one_whose_connection_it_closed(monkeypatch):
+    said = (
+        "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 769b) "
+        "was 22.41GB used / 23.59GB limit (0.950171)\nOOM kill reason: Memory usage 24063172608B exceeded threshold"
+    )  # as Ray 2.60 said it
+    closed = RuntimeError("Read error [127.0.0.1]:60640: Connection reset by peer")
+    errors = {"a": RayTaskError("update", "Traceback", closed), "b": OutOfMemoryError(said)}
+
+    def get(ref):
+        raise errors[ref]
+
+    monkeypatch.setattr(ray_group.ray, "get", get)
+    monkeypatch.setattr(
+        ray_group.ray, "wait", lambda refs, num_returns, timeout: (refs[:num_returns], refs[num_returns:])
+    )
+    group = object.__new__(ray_group.RayWorkerGroup)
+    group._names, group._patience_s, group._broken = ["rank 0", "rank 1"], 1.0, None
+    group._order, group._end_processes = threading.RLock(), lambda: None
+    with pytest.raises(WorkerError) as raised:
+        group._wait(["a", "b"], "updating the policy")
+    assert str(raised.value).startswith("rank 1 of 2 died while updating the policy; its machine ran out of memory (")
+    assert "22.41GB used / 23.59GB limit" in str(raised.value) and "OOM kill reason" not in str(raised.value)
+    assert "ppo_max_token_len" in str(raised.value) and "last checkpoint" in str(raised.value)
+    engine = as_engine_error(errors["b"])
+    assert isinstance(engine, EngineGoneError) and "22.41GB used" in str(engine) and "OOM kill" not in str(engine)
 
 
 def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, config, monkeypatch):
