@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ def test_an_export_loads_back_with_the_same_weights(tmp_path, tied):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values()))
     assert load_causal_lm(str(folder), dtype="bfloat16").dtype == torch.bfloat16
     assert load_causal_lm(str(folder), attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, empty_causal_lm])
+def test_a_process_that_loads_a_model_keeps_few_compiled_kernels_unless_told_how_many(tmp_path, monkeypatch, load):
+    folder = str(export_hf(tiny(), None, tmp_path / "export"))
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    load(folder)
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7" and os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -17,6 +17,10 @@ from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.lora import Adapter, without_adapters
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KERNELS_KEPT = 128
+"""Of each of two caches in which torch and oneDNN keep what they compiled for a CPU, one for each shape of a product. By
+default they hold 1,024: gigabytes after some dozen steps in bfloat16 on rows of all lengths, whose shapes do not come
+again (benchmarks/kernel_caches.py). A forward pass has some dozen shapes."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -46,6 +50,7 @@ def load_causal_lm(
         ConfigError: no such folder or hub model, no weights in it, weights that do not fill the model, an unknown
             dtype or attention.
     """
+    _keep_few_kernels()
     if dtype not in _DTYPES:
         raise ConfigError(f"model dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}")
     source = resolve_model_path(path)
@@ -117,6 +122,7 @@ def meta_causal_lm(
     """
     from transformers import AutoConfig
 
+    _keep_few_kernels()
     source = resolve_model_path(path)
     if _is_local(source):
         _check_folder(path, Path(source))
@@ -157,6 +163,12 @@ def check_vocabulary(
             "tokenizer_path), or repair vocab_size in its config.json"
         )
     return rows
+
+
+def _keep_few_kernels() -> None:
+    """Unless the environment says how many. Both are read once in a process, at the first product."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_KERNELS_KEPT))
 
 
 def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:

@@ -451,6 +451,7 @@ def _seriousness(error: Exception) -> int:
 
 
 _FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "VERL_MT_")
+_FORWARDED += ("ONEDNN_", "LRU_CACHE_CAPACITY")
 """Beginnings of the names of environment variables that workers get from the process that starts them."""
 
 
