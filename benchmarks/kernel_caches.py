@@ -1,11 +1,11 @@
-"""Memory of a process that trains in bfloat16 on a CPU on rows of all lengths, by how many kernels torch and oneDNN keep.
+"""Memory of a process that trains in bfloat16 on a CPU on rows of all lengths, by how many compiled kernels are kept.
 
     python benchmarks/kernel_caches.py [--model FOLDER] [--passes 30] [--threads 1]
 
 Each setting in a process of its own, on the same rows: forward and backward passes over three rows of 80 to 260 tokens,
 packed. Memory is the resident set after `malloc_trim`, so without what the allocator merely has not given back (Linux).
-The last line is the growth from the third pass on, 1,024 kernels (the default of both libraries) to what `load_causal_lm`
-sets (above 1: less grows).
+The last line is the growth from the third pass on, 1,024 kernels (the default of torch and oneDNN) to what
+`load_causal_lm` sets (above 1: less grows).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return train(args.model, args.passes, args.threads)
+        train(args.model, args.passes, args.threads)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             make_model().save_pretrained(folder)

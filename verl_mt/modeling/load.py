@@ -18,9 +18,9 @@ from verl_mt.modeling.lora import Adapter, without_adapters
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KERNELS_KEPT = 128
-"""Of each of two caches in which torch and oneDNN keep what they compiled for a CPU, one for each shape of a product. By
-default they hold 1,024: gigabytes after some dozen steps in bfloat16 on rows of all lengths, whose shapes do not come
-again (benchmarks/kernel_caches.py). A forward pass has some dozen shapes."""
+"""Of each of two caches in which torch and oneDNN keep what they compiled for a CPU, one for each shape of a product.
+By default they hold 1,024: gigabytes after some dozen steps in bfloat16 on rows of all lengths, whose shapes do not
+come again (benchmarks/kernel_caches.py). A forward pass has some dozen shapes."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
