@@ -117,6 +117,24 @@ def test_the_least_recently_used_waiting_session_loses_its_row(qwen3):
     assert_exact(qwen3, ask.input_ids, result)
 
 
+def test_conversations_that_have_begun_come_before_those_that_have_not(qwen3):
+    """Behind them, each would wait for everybody in every turn, and compute its history again."""
+    driver, names = Driver(qwen3, max_num_seqs=2), "abcdefgh"
+    said = {name: ids(20, ord(name)) for name in names}
+    turn_of = {driver.submit(request(said[name], name)).request_id: name for name in names}
+    ended: list[str] = []
+    while turn_of:
+        for request_id, output in driver.run(steps=1).items():
+            name = turn_of.pop(request_id)
+            ended.append(name)
+            if ended.count(name) < 3:  # the tool's answer, and the next turn
+                said[name] = [*said[name], *output.token_ids, *ids(5, len(ended))]
+                turn_of[driver.submit(request(said[name], name)).request_id] = name
+    assert [ended.index(name) // 6 for name in names] == [0, 0, 1, 1, 2, 2, 3, 3]  # two at a time, three turns each
+    # Of 20 + 2 x 5 tokens given and 3 x 8 sampled none is computed twice, and the last one not at all.
+    assert driver.num_computed == len(names) * (20 + 2 * 5 + 3 * 8 - 1)
+
+
 def test_a_long_prompt_is_prefilled_in_chunks_with_the_same_result(qwen3):
     driver, prompt = Driver(qwen3, max_prefill_tokens=7), ids(100, 5)
     ask = driver.submit(request(prompt))

@@ -214,8 +214,12 @@ class Batcher:
     def _admit(self) -> None:
         if not self._queue:
             return
-        deterministic = self.options.deterministic
-        self._queue.sort(key=lambda s: (s.session.order, s.ticket) if deterministic else (s.ticket, 0))
+        if self.options.deterministic:
+            self._queue.sort(key=lambda s: (s.session.order, s.ticket))
+        else:
+            # Conversations that have begun come first: behind all that have not, each would wait so long in every turn
+            # that its deadline ends it, and its keys and values would be gone by then.
+            self._queue.sort(key=lambda s: (s.session.turns == 1 and not s.admitted, s.ticket))
         num_following = sum(len(s.followers) for s in self._running)
         room = self.options.max_num_seqs - len(self._running) - num_following
         held = sum(s.row >= 0 for s in self.sessions.values())
