@@ -18,11 +18,11 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.diagnostics.step_metrics import rollout_metrics
-from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import DeadlineError, EngineGoneError
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward, RewardFailure, load_reward
-from verl_mt.rollout.context import Limits
+from verl_mt.rollout.context import Limits, warn_of_deadline
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -354,6 +354,16 @@ def test_a_trajectory_out_of_time_is_truncated_and_an_error_where_bits_are_promi
     assert group.trajectories[0].stop_reason is StopReason.TIME_LIMIT
     with pytest.raises(DeadlineError, match="max_seconds"):
         roll_out(deterministic(make_runner(engine_saying(script), limits=limits, timeout_s=0.2)), prompts_of(["q"]))
+
+
+def test_the_first_conversation_that_an_engine_is_too_slow_for_is_said(caplog):
+    warn_of_deadline.cache_clear()
+    limits = Limits(response_length=2000, max_model_len=4000, request_timeout_s=0.2)
+    engine = ScriptedEngine(lambda asked: ScriptedTurn([1, 2], latency_s=5.0))
+    (one, other) = roll_out(make_runner(engine, limits=limits), prompts_of(["a", "b"]))
+    assert {g.trajectories[0].stop_reason for g in (one, other)} == {StopReason.TIME_LIMIT}
+    (said,) = [r.getMessage() for r in caplog.records if "request_timeout_s" in r.getMessage()]
+    assert "within 0.2 s" in said and "rollout.max_concurrent" in said
 
 
 def test_a_stop_string_of_a_text_engine_gets_no_end_of_turn():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMonitor
@@ -15,6 +17,7 @@ from verl_mt.errors import DeadlineError, VerlMTError, error_text
 from verl_mt.rollout.loss_scale import LossScale
 from verl_mt.tools.results import Keep
 
+_log = logging.getLogger(__name__)
 _TURNS_OF_TIME = 10
 """Without `rollout.max_seconds`, user code that drives a conversation may take as long as so many requests may."""
 
@@ -112,6 +115,17 @@ def is_multi_turn(rollout: RolloutConfig) -> bool:
         or rollout.agent_function_path
         or rollout.custom_generate_function_path
         or rollout.multi_turn.scheduler
+    )
+
+
+@cache
+def warn_of_deadline(deadline_s: float) -> None:
+    """Once in a process: on a machine that is slow most conversations may end so, and the scores say nothing."""
+    _log.warning(
+        "the engine did not finish a turn within %g s (actor_rollout_ref.rollout.request_timeout_s), and its "
+        "conversation ends there, truncated; `stop/time_limit` counts such, and their rows have that stop_reason. "
+        "Raise it where the engine is slow but well, or have fewer conversations at once (rollout.max_concurrent)",
+        deadline_s,
     )
 
 

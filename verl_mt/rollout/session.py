@@ -29,7 +29,7 @@ from verl_mt.data.media import has_media
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.errors import EngineGoneError, LedgerError
-from verl_mt.rollout.context import SessionContext, deadline_error, session_error
+from verl_mt.rollout.context import SessionContext, deadline_error, session_error, warn_of_deadline
 from verl_mt.rollout.loss_scale import apply_loss_scale, train_prompt_assistants
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
@@ -401,6 +401,8 @@ class RolloutSession:
                 raise EngineGoneError(f"{request.request_id}: the engine aborted the request")
             self._refuse_if_deterministic(f"the request's deadline of {deadline_s:.1f} s")
             self.count("deadlines", 1)
+            if deadline_s == context.limits.request_timeout_s:
+                warn_of_deadline(deadline_s)
         return output
 
     def _take_turn(self, turn: int, output: GenerationOutput, cut_reason: StopReason) -> AssistantTurn:
