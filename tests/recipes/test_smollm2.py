@@ -115,6 +115,12 @@ def test_training_questions_may_be_those_with_short_demonstrations(tmp_path, cap
     assert len((out / "demos.jsonl").read_text().splitlines()) == 3
     assert demonstrations.main([*given, "--max-calls", "0"]) == 2
     assert "--max-calls 0: no demonstration has so few" in capsys.readouterr().err
+    assert demonstrations.main([*given, "--demo-max-calls", "1"]) == 0
+    assert "2 demonstrations, 1 held out (1 solutions left out" in capsys.readouterr().out
+    said = [json.loads(line)["messages"][1]["content"] for line in (out / "demos.jsonl").open()]
+    assert said == ["0", "3"] and len(load_rows(str(out / "train.parquet"), split="train")[0].rows) == 4
+    assert demonstrations.main([*given, "--demo-max-calls", "0"]) == 2
+    assert "--demo-max-calls 0: no demonstration has so few" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -7,7 +7,8 @@ one call of the calculator with its left side, the tool's answer is the calculat
 the sentence. Written are `demos.jsonl` (training solutions), `held_out.jsonl` (the last `--held-out` of them, not in
 the former), and the questions with their final answers alone: `train.parquet` and `held_out.parquet` of the same
 problems, `test.parquet`. With `--max-calls` the training questions are those whose demonstration has at most as many
-calls: what a weak model solves now and then, which is what it learns from.
+calls: what a weak model solves now and then, which is what it learns from. `--demo-max-calls` is the same for the
+demonstrations: short ones are more of them in the same time.
 """
 
 from __future__ import annotations
@@ -100,32 +101,33 @@ def write(
     out: Path,
     *,
     max_calls: int | None = None,
+    demo_max_calls: int | None = None,
 ) -> str:
     """Write the five files; returns one line about them.
 
     Raises:
-        DataError: no training question is left.
+        DataError: no training question or no demonstration is left.
     """
     made = [demonstration(p["question"], p["answer"]) for p in problems]
     first = len(problems) - held_out
-    train = problems[:first]
+    shown = [(p, m) for p, m in zip(problems[:first], made) if m is not None]
+    train, demos = problems[:first], [m for _, m in shown if demo_max_calls is None or _num_calls(m) <= demo_max_calls]
     if max_calls is not None:
-        train = [p for p, m in zip(train, made) if m is not None and _num_calls(m) <= max_calls]
-        if not train:
-            raise DataError(f"--max-calls {max_calls}: no demonstration has so few")
+        train = [p for p, m in shown if _num_calls(m) <= max_calls]
+    for name, most, kept in (("max-calls", max_calls, train), ("demo-max-calls", demo_max_calls, demos)):
+        if most is not None and not kept:
+            raise DataError(f"--{name} {most}: no demonstration has so few")
     out.mkdir(parents=True, exist_ok=True)
-    counts = []
-    for name, some in (("demos", made[:first]), ("held_out", made[first:])):
-        kept = [m for m in some if m is not None]
-        text = "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in kept)
+    held = [m for m in made[first:] if m is not None]
+    for name, some in (("demos", demos), ("held_out", held)):
+        text = "".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in some)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        counts.append(len(kept))
     for split, some in (("train", train), ("held_out", problems[first:]), ("test", test)):
         rows = [row(p["question"], p["answer"], split=split, index=k) for k, p in enumerate(some)]
         pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
-    left = len(problems) - sum(counts)
+    left = sum(m is None for m in made)
     return (
-        f"{counts[0]} demonstrations, {counts[1]} held out ({left} solutions left out: no annotation, or one that the "
+        f"{len(demos)} demonstrations, {len(held)} held out ({left} solutions left out: no annotation, or one that the "
         f"calculator does not confirm), {len(train)} training questions, {len(test)} test questions -> {out}"
     )
 
@@ -141,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--test", default=DATA_SOURCE, help="the same")
     parser.add_argument("--held-out", type=int, default=256, help="training solutions that measure the cold start")
     parser.add_argument("--max-calls", type=int, help="training questions: only those with a demonstration this short")
+    parser.add_argument("--demo-max-calls", type=int, help="demonstrations: only those with at most as many calls")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
     try:
@@ -148,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         test = [problem for _, problem in read_source(args.test, "test")]
         if not 0 < args.held_out < len(problems):
             raise DataError(f"--held-out {args.held_out}: the training file has {len(problems)} problems")
-        print(write(problems, test, args.held_out, args.out, max_calls=args.max_calls))
+        most = {"max_calls": args.max_calls, "demo_max_calls": args.demo_max_calls}
+        print(write(problems, test, args.held_out, args.out, **most))
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
