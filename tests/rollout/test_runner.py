@@ -300,7 +300,8 @@ def test_groups_share_a_prompt_and_every_trajectory_has_its_own_id():
     assert [t.reward for t in groups[0].trajectories] == [1.0] * 3
 
 
-def test_no_more_conversations_live_at_once_than_allowed():
+@pytest.mark.parametrize("limit", [{"max_concurrent": 2}, {"seats": 2}, {"seats": 99}])
+def test_no_more_conversations_live_at_once_than_allowed_or_have_a_seat_in_the_engine(limit):
     live = peak = 0
 
     class Counting(ScriptedEngine):
@@ -314,9 +315,9 @@ def test_no_more_conversations_live_at_once_than_allowed():
             live -= 1
 
     engine = Counting(lambda request: _next(iter(["yes"])))
-    roll_out(make_runner(engine, max_concurrent=2), prompts_of(["q"] * 4), n=2)
+    roll_out(make_runner(engine, **limit), prompts_of(["q"] * 4), n=2)
     # A new session is opened before the one it replaces is closed.
-    assert peak <= 3
+    assert peak == (8 if limit == {"seats": 99} else 3)
     assert live == 0
 
 

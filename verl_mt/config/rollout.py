@@ -209,7 +209,11 @@ class RolloutConfig(Section):
     max_model_len: int | None = knob(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
     max_seconds: float | None = knob(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
     request_timeout_s: float = knob(600.0, "Deadline of one engine request in seconds.", min=0.001)
-    max_concurrent: int | None = knob(None, "Trajectories that live at once; null = all.", min=1)
+    max_concurrent: int | None = knob(
+        None,
+        "Trajectories that live at once; null = all, with the local engine as many of a step as `max_num_seqs`.",
+        min=1,
+    )
     num_workers: int | None = knob(
         None,
         "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "

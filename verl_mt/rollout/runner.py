@@ -122,6 +122,9 @@ class RolloutRunner:
     interactions: dict[str, BaseInteraction] = field(default_factory=dict)
     interaction_timeout_s: float = 60.0
     max_concurrent: int | None = None
+    seats: int | None = None
+    """Of a plan without that limit no more live at once, where more than the engine has room for would only wait in it:
+    for their requests' deadlines, with their keys and values lost to others."""
     max_retries: int = 2
     tool_reward_weight: float = 0.0
     turn_score_weight: float = 0.0
@@ -159,7 +162,7 @@ class RolloutRunner:
     def _gate_for(self, expected: int) -> Gate:
         """Of a plan of so many conversations that begins: that of the plans beside it, or a new one."""
         if self.max_concurrent is None:
-            return Gate(max(1, expected), expected)
+            return Gate(max(1, min(expected, self.seats or expected)), expected)
         if self._shared is None or not self.progress.num_plans:
             self._shared = Gate(self.max_concurrent, 0)
         self._shared.expect(expected)

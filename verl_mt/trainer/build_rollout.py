@@ -160,6 +160,7 @@ def build_runner(
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
         max_concurrent=rollout.max_concurrent,
+        seats=rollout.max_num_seqs if rollout.name == "local" else None,
         max_retries=rollout.max_retries,
         tool_reward_weight=scored.tool_reward_weight,
         turn_score_weight=scored.turn_score_weight,
