@@ -450,8 +450,10 @@ def _seriousness(error: Exception) -> int:
     return 1 if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError) else 2
 
 
-_FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "VERL_MT_")
-_FORWARDED += ("ONEDNN_", "LRU_CACHE_CAPACITY")
+_FORWARDED = (
+    "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "NCCL_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_",
+    "LRU_CACHE_CAPACITY", "VERL_MT_",
+)  # fmt: skip
 """Beginnings of the names of environment variables that workers get from the process that starts them."""
 
 
