@@ -275,6 +275,13 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Step], list[Step]]
             raise SystemExit(f"error: {torch.get_num_threads()} threads in TRL's step, {threads} in verl_mt's")
         theirs.append(step)
         ours.append(verl_mt_side.step())
+        # A step of a real size takes minutes: a run that is ended has said something.
+        times = f"verl_mt {ours[-1].wall_s:.1f} s, TRL {theirs[-1].wall_s:.1f} s"
+        print(
+            f"step {len(ours)}{', not timed' if len(ours) <= UNTIMED_STEPS else ''}: {times}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     turns = TakeTurns(after_trl)
     try:
