@@ -8,7 +8,7 @@ questions. Differences are paired: of each question the one model's rate minus t
 interval than two means have, for what is hard for one model is hard for the other.
 
 `--keep FOLDER` writes what each model solved to `FOLDER/NAME.json`, without the questions' text; such a file stands in
-place of the folders later. Those of the [measured runs](README.md) are in `measured/`.
+place of the folders later. Those of measured runs are in `measured/` (../README.md).
 """
 
 from __future__ import annotations
