@@ -107,8 +107,8 @@ def test_the_token_is_where_running_sums_over_the_whole_vocabulary_exceed_the_un
     tokens, _ = sample(logits.expand(len(draws), -1), rows(len(draws), uniform=draws))
     last = np.flatnonzero(np.diff(sums)).max() + 1
     expected = np.minimum(np.searchsorted(sums, draws * sums[-1], side="right"), last)
-    # At the edge between two tokens the last bit of a sum decides.
-    unclear = np.abs(sums[:, None] - draws * sums[-1]).min(0) < 1e-13
+    # At the edge between two tokens the last bits of a sum decide: of a block's sum in float32.
+    unclear = np.abs(sums[:, None] / sums[-1] - draws).min(0) < 3e-7
     assert unclear.sum() < 20
     assert np.array_equal(tokens[~unclear], expected[~unclear])
     assert np.isfinite(logits[0, tokens].numpy()).all()
@@ -117,7 +117,7 @@ def test_the_token_is_where_running_sums_over_the_whole_vocabulary_exceed_the_un
 def test_large_vocabularies_are_drawn_in_pieces(monkeypatch):
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(2))
     whole = sample(logits, rows(9))
-    monkeypatch.setattr("verl_mt.engines.local.sampling._CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("verl_mt.engines.local.sampling._CHUNK_ELEMENTS", (100, 100))
     pieces = sample(logits, rows(9))
     assert all(np.array_equal(a, b) for a, b in zip(whole, pieces))
 

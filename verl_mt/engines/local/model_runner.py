@@ -365,7 +365,7 @@ class PackedForward:
             wanted: [W] indices of the tokens whose next-token logits are wanted.
 
         Returns:
-            [W, V] logits in float32.
+            [W, V] logits, in the dtype that the model has them in.
 
         Raises:
             EngineError: the model did not call the attention function once per layer.
@@ -390,7 +390,7 @@ class PackedForward:
                 f"{type(self.module).__name__} called transformers' attention interface {step.layers_seen} times in a "
                 f"forward pass, expected {self.num_layers} (its number of layers): the local engine cannot cache it"
             )
-        return output.logits[0].float()
+        return output.logits[0]
 
 
 def check_architecture(module: torch.nn.Module, max_model_len: int) -> None:

@@ -7,14 +7,15 @@ distribution. Shapes: `n` rows, `V` vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 BLOCK = 64
 """Uniform numbers are drawn this many at a time; a multiple of the 4 that one Philox counter yields."""
-_CHUNK_ELEMENTS = 1 << 23
+_CHUNK_ELEMENTS = (1 << 24, 1 << 21)
+"""Logits that are computed with at once: bounds the temporaries; on a CPU (second), keeps them in its caches."""
 _BLOCK_TOKENS = 256
 
 
@@ -40,73 +41,75 @@ class SamplingRows:
     min_p: np.ndarray
     uniform: np.ndarray
 
+    def part(self, rows: slice) -> SamplingRows:
+        """Of some of the rows."""
+        return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
     """Pick one token per row.
 
     Args:
-        logits: [n, V] float32.
+        logits: [n, V], of any floating dtype; computed with in float32.
         rows: parameters and one uniform number per row.
 
     Returns:
         ids [n] int64, and log_softmax(logits / T) over the full vocabulary at those ids, [n] float32
         (T = 0 counts as 1). A row with non-finite logits has a NaN log-prob.
     """
+    size = max(1, _CHUNK_ELEMENTS[logits.device.type == "cpu"] // logits.shape[1])
+    parts = [
+        _sample(logits[start : start + size], rows.part(slice(start, start + size)))
+        for start in range(0, len(logits), size)
+    ]
+    ids, log_probs = zip(*parts)
+    return torch.cat(ids).cpu().numpy(), torch.cat(log_probs).cpu().numpy()
+
+
+def _sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` of rows whose float32 copies are small."""
     greedy = rows.temperature == 0
     scale = np.where(greedy, 1.0, rows.temperature)
+    logits, vocabulary = logits.float(), logits.shape[1]
     if (scale != 1.0).any():
         logits = logits / torch.from_numpy(scale.astype(np.float32)).to(logits.device)[:, None]
-    log_probs = torch.log_softmax(logits, dim=-1)
+    best = logits.amax(dim=1, keepdim=True)
+    # Probabilities times one number per row, in blocks; the last one is filled up with zeros.
+    weights = logits.new_empty(len(logits), -(-vocabulary // _BLOCK_TOKENS) * _BLOCK_TOKENS)
+    weights[:, vocabulary:] = 0
+    torch.sub(logits, best, out=weights[:, :vocabulary]).exp_()
+    blocks = weights.unflatten(1, (-1, _BLOCK_TOKENS))
+    sums = blocks.sum(2)
     if greedy.all():
-        ids = _argmax(logits)
+        ids = logits.max(dim=1).indices  # of equal ones the first
     elif not greedy.any():
-        ids = _draw_chunked(log_probs, rows)
+        ids = _draw(blocks, sums, rows)
     else:
         mask = torch.from_numpy(greedy).to(logits.device)
-        ids = torch.where(mask, _argmax(logits), _draw_chunked(log_probs, rows))
-    chosen = log_probs.gather(1, ids[:, None])[:, 0]
-    return ids.cpu().numpy(), chosen.cpu().numpy()
+        ids = torch.where(mask, logits.max(dim=1).indices, _draw(blocks, sums, rows))
+    ids = ids.clamp(max=vocabulary - 1)
+    log_probs = (logits.gather(1, ids[:, None]) - best)[:, 0] - sums.double().sum(1).log().float()
+    return ids, log_probs
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest id among the largest logits; torch.argmax does not promise which. [n, V] -> [n]"""
-    vocabulary = torch.arange(logits.shape[1], device=logits.device)
-    best = logits.amax(dim=1, keepdim=True)
-    # A row of NaN equals nothing: the last id stands in, and its NaN log-prob tells.
-    return torch.where(logits == best, vocabulary, logits.shape[1] - 1).amin(dim=1)
-
-
-def _draw_chunked(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Bounds the temporaries for large vocabularies."""
-    size = max(1, _CHUNK_ELEMENTS // log_probs.shape[1])
-    if size >= len(log_probs):
-        return _draw(log_probs, rows)
-    parts = []
-    for start in range(0, len(log_probs), size):
-        part = slice(start, start + size)
-        piece = SamplingRows(
-            rows.temperature[part], rows.top_k[part], rows.top_p[part], rows.min_p[part], rows.uniform[part]
-        )
-        parts.append(_draw(log_probs[part], piece))
-    return torch.cat(parts)
-
-
-def _draw(log_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    probs = log_probs.exp()
+def _draw(blocks: torch.Tensor, sums: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """One id per row, from weights [n, V / 256, 256] and the sum of each block -> [n]"""
     filtered = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     if len(filtered):
-        probs = probs.double()
-        index = torch.from_numpy(filtered).to(probs.device)
-        probs[index] = keep_support(probs[index], rows.top_k[filtered], rows.top_p[filtered], rows.min_p[filtered])
+        blocks = blocks.double()
+        index = torch.from_numpy(filtered).to(blocks.device)
+        kept = keep_support(blocks[index].flatten(1), rows.top_k[filtered], rows.top_p[filtered], rows.min_p[filtered])
+        blocks[index] = kept.unflatten(1, (-1, _BLOCK_TOKENS))
+        sums = blocks.sum(2)
     # First which block of the vocabulary, then which token of it: running sums in float64, which float32 is too coarse
-    # for, over all of a large vocabulary would take longer than everything else of sampling.
-    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _BLOCK_TOKENS)).unflatten(1, (-1, _BLOCK_TOKENS))
-    total = blocks.sum(2, dtype=torch.float64).cumsum(1)
-    target = torch.from_numpy(rows.uniform).to(probs.device)[:, None] * total[:, -1:]
+    # for, over all of a large vocabulary would take longer than everything else of sampling. The sum of one block in
+    # float32 is as exact as the weights in it.
+    total = sums.double().cumsum(1)
+    target = torch.from_numpy(rows.uniform).to(blocks.device)[:, None] * total[:, -1:]
     block, before = _find(total, target)
-    inside = blocks[torch.arange(len(blocks), device=probs.device), block[:, 0]].double().cumsum(1)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(1)
     token, _ = _find(inside, target - before)
-    return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=probs.shape[1] - 1)
+    return (block * _BLOCK_TOKENS + token)[:, 0]
 
 
 def _find(total: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +130,7 @@ def keep_support(probs: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_
     Equal probabilities rank by id, so exactly `top_k` tokens stay. At least the most probable one always stays.
 
     Args:
-        probs: [n, V] float64.
+        probs: [n, V] float64, up to a factor of each row.
         top_k: [n], -1 = off.
         top_p, min_p: [n].
 
