@@ -40,8 +40,9 @@ def _load(file: Path):
     return module
 
 
-demonstrations, fetch_model, compare, controls, pick_questions = (
-    _load(RECIPE / f"{name}.py") for name in ("demonstrations", "fetch_model", "compare", "controls", "pick_questions")
+demonstrations, fetch_model, compare, controls, pick_questions, curves = (
+    _load(RECIPE / f"{name}.py")
+    for name in ("demonstrations", "fetch_model", "compare", "controls", "pick_questions", "curves")
 )
 search_demonstrations = _load(SEARCH / "demonstrations.py")
 
@@ -185,6 +186,9 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     differences = [row["rollout/logprob_diff_mean"] for row in steps if "rollout/logprob_diff_mean" in row]
     assert len(differences) == 2 and max(differences) < 0.1  # bfloat16
+    capsys.readouterr()
+    assert curves.main([f"two={tmp_path / 'run'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("| two | 2 | ")
 
 
 @pytest.mark.slow
@@ -276,6 +280,48 @@ def test_questions_that_are_now_solved_and_now_not_are_picked(tmp_path, capsys):
         assert pick_questions.main([*words, str(evaluated)]) == 2 and said in capsys.readouterr().err
     assert pick_questions.main(["--rows", "no.parquet", "--out", str(out), "--evaluated", str(first)]) == 2
     assert "demonstrations.py writes it" in capsys.readouterr().err
+
+
+def _run_of(folder: Path, rewards: list[float]) -> str:
+    folder.mkdir()
+    rows = [
+        dict.fromkeys(curves.KEPT, 3.0)
+        | {"step": step, "reward/mean": reward, "rollout/logprob_diff_max": reward / 10, "time/step_s": 900.0}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    lines = [{"step": 0, "val/accuracy": 0.5}, *rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def test_runs_are_kept_and_shown_side_by_side_later(tmp_path, capsys):
+    one, two = _run_of(tmp_path / "one", [0.1, 0.3, 0.3, 0.5]), _run_of(tmp_path / "two", [0.0, 0.2])
+    kept = tmp_path / "kept"
+    assert curves.main([f"a={one}", f"b={two}", "--keep", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    # Of 0.1 and 0.3: mean 0.2, standard deviation 0.1414, its half interval 1.96 x 0.1.
+    assert "| a | 4 | 0.200 ± 0.196 | 0.400 ± 0.196 | 3.0e+00 | 5.0e-02 | 3 | 3.0 | 3.0 | 900.0 | 1.0 |" in shown
+    assert "| b | 2 | 0.000 ± nan | 0.200 ± nan | 3.0e+00 | 2.0e-02 |" in shown
+    assert curves.main([f"a={kept}/run_a.json", f"b={two}"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{run}"], "give NAME=FOLDER"),
+        (["a=nowhere"], "nowhere/metrics.jsonl is not there"),
+        (["a={torn}"], "step 1 has no rollout/logprob_diff_max"),
+        (["a={empty}"], "no step of training is in it"),
+    ],
+)
+def test_a_run_that_cannot_be_shown_is_said(words, said, tmp_path, capsys):
+    made = {"run": _run_of(tmp_path / "run", [0.1]), "torn": _run_of(tmp_path / "torn", [0.1])}
+    made["empty"] = _run_of(tmp_path / "empty", [])
+    lines = (tmp_path / "torn" / "metrics.jsonl").read_text().replace("rollout/logprob_diff_max", "other")
+    (tmp_path / "torn" / "metrics.jsonl").write_text(lines)
+    assert curves.main([word.format(**made) for word in words]) == 2
+    assert said in capsys.readouterr().err
 
 
 PASSAGE = '"Lakes"\nThe lake of Orta is 18 km long, and 143 m deep at most.'
