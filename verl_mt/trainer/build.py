@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import sys
 from contextlib import ExitStack, closing
@@ -67,6 +66,7 @@ from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
+from verl_mt.workers.cores import idle_cores
 from verl_mt.workers.loss import token_loss
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.trainable import updates_per_step
@@ -239,7 +239,7 @@ def prepare_process(config: Config) -> None:
     """Threads, seeds and determinism of this process; no progress bars of others."""
     transformers_logging.disable_progress_bar()
     # How many cores are idle is up to the moment, and the number of threads changes the last bits.
-    default = 1 if config.trainer.deterministic else _idle_cores()
+    default = 1 if config.trainer.deterministic else idle_cores()
     torch.set_num_threads(config.trainer.num_threads or default)
     seed = config.trainer.seed
     random.seed(seed)
@@ -453,10 +453,3 @@ def pad_token_id(chat: ChatTemplate) -> int:
 def device_of(name: str) -> str:
     """`trainer.device` with `auto` resolved."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def _idle_cores() -> int:
-    """Cores that nobody else is using, at most 4: on busy cores a second thread makes everything slower."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, min(4, round(cores - busy)))

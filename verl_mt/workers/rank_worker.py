@@ -25,9 +25,10 @@ from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.cores import cores_per_worker
 from verl_mt.workers.critic import CriticWorker, train_policy_and_critic
 from verl_mt.workers.ref import RefWorker
-from verl_mt.workers.setup import WorkerSetup, cores_per_worker, load_workers
+from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.shares import Share

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,16 +218,6 @@ def _source(setup: WorkerSetup) -> dict[str, Any]:
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": model.trust_remote_code,
     }
-
-
-def cores_per_worker(placement: Placement) -> int:
-    """CPU threads of one Ray worker."""
-    if placement.num_threads is not None:
-        return placement.num_threads
-    if placement.deterministic:
-        return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // placement.n_workers_per_node)
 
 
 def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = False) -> nn.Module:
