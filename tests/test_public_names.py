@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -45,6 +46,18 @@ def test_importing_costs_no_more_than_what_is_asked_for(words, absent):
     program = f"{words}; import sys; print([name for name in {absent!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="which OpenMP torch has, and what it says, differs elsewhere")
+@pytest.mark.parametrize(("given", "read"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_threads_of_torch_sleep_while_they_wait_unless_the_user_says_otherwise(given, read):
+    """What torch's own OpenMP says that it read."""
+    ours = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = {**ours, "OMP_DISPLAY_ENV": "true", **given}
+    command = [sys.executable, "-c", "import verl_mt; import torch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert f"OMP_WAIT_POLICY = '{read}'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,15 @@ What users import most stands here too: `from verl_mt import BaseTool, ToolRespo
 module when it is first asked for, so that `import verl_mt` costs neither torch nor transformers.
 """
 
+import os
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+
+# Read once, when torch is imported. Threads that spin while they wait for each other make everything many times slower
+# as soon as another process wants their core (benchmarks/busy_cores.py); those that sleep do not.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     # Write a tool, an interaction, a scheduler, a generate function, a reward, a tracker.
