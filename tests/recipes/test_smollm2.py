@@ -313,11 +313,14 @@ def test_runs_are_kept_and_shown_side_by_side_later(tmp_path, capsys):
         (["a=nowhere"], "nowhere/metrics.jsonl is not there"),
         (["a={torn}"], "step 1 has no rollout/logprob_diff_max"),
         (["a={empty}"], "no step of training is in it"),
+        (["a={other}"], "give a file that `curves.py --keep` wrote"),
     ],
 )
 def test_a_run_that_cannot_be_shown_is_said(words, said, tmp_path, capsys):
     made = {"run": _run_of(tmp_path / "run", [0.1]), "torn": _run_of(tmp_path / "torn", [0.1])}
     made["empty"] = _run_of(tmp_path / "empty", [])
+    made["other"] = str(tmp_path / "other.json")
+    Path(made["other"]).write_text('{"step": [1]}')
     lines = (tmp_path / "torn" / "metrics.jsonl").read_text().replace("rollout/logprob_diff_max", "other")
     (tmp_path / "torn" / "metrics.jsonl").write_text(lines)
     assert curves.main([word.format(**made) for word in words]) == 2

@@ -50,13 +50,17 @@ def read(place: str) -> Run:
     """A run's folder, or a file that `--keep` wrote.
 
     Raises:
-        DataError: there is no such run, it has no step, or a step lacks one of the metrics.
+        DataError: there is no such run, it has no step, or a step lacks one of the metrics; the file is none of ours.
     """
     path = Path(place) if place.endswith(".json") else Path(place) / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{path} is not there: give the folder of a run, or a file that `curves.py --keep` wrote")
     if place.endswith(".json"):
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return {name: [float(value) for value in kept[name]] for name in KEPT}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: {error!r}; give a file that `curves.py --keep` wrote") from error
     steps = [line for line in read_jsonl_tolerant(path) if "reward/mean" in line]
     if not steps:
         raise DataError(f"{path}: no step of training is in it")
