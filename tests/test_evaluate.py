@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from verl_mt import evaluate
 from verl_mt.config.compose import compose
+from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import pass_at_k
@@ -95,6 +99,82 @@ def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
     assert len(answers_in(tmp_path / "one")) == 4
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics_in(tmp_path / "one")["val/accuracy"] == line["val/accuracy_greedy"]
+
+
+def counted(data_source, solution_str, ground_truth, extra_info):
+    """Leaves a line for each conversation that it scores; its process ends at one of them, as `ENDED` says."""
+    scored, end = Path(os.environ["SCORED"]), os.environ["ENDED"]
+    with scored.open("a") as file:
+        file.write(f"{ground_truth}\n")
+    if end and len(scored.read_text().splitlines()) >= int(end.split()[1]) and not scored.with_name(end).exists():
+        scored.with_name(end).touch()
+        os.kill(os.getpid(), signal.Signals[end.split()[0]])
+    return float(len(solution_str) % 2)
+
+
+def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
+    out, scored = tmp_path / "out", tmp_path / "scored"
+    words = [
+        sys.executable, "-m", "verl_mt.evaluate", "--model", "verl_mt://tiny", "--data", str(data), "--n", "2",
+        "--out", str(out), f"reward.path={__file__}:counted", "actor_rollout_ref.rollout.max_concurrent=2", *QUICK,
+    ]  # fmt: skip
+
+    def command(*more: str, end: str = "") -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "SCORED": str(scored), "ENDED": end}
+        return subprocess.run([*words, *more], env=env, capture_output=True, text=True, timeout=240)
+
+    assert command(end="SIGKILL 7").returncode == -signal.SIGKILL
+    killed = len(list((out / "unfinished" / "spool").glob("*.pickle")))
+    assert 2 <= killed <= 3 and not (out / "metrics.json").exists()
+
+    interrupted = command(end="SIGINT 11")
+    kept = len(list((out / "unfinished" / "spool").glob("*.pickle")))
+    assert interrupted.returncode == 130 and killed < kept < 8
+    assert f"{kept} finished prompt(s) are kept in {out / 'unfinished'}" in interrupted.stderr
+
+    other = command("actor_rollout_ref.rollout.val_kwargs.temperature=0")
+    assert other.returncode == 2 and "+      temperature: 0.0" in other.stderr and "give another --out" in other.stderr
+    assert "Traceback" not in other.stderr
+
+    before = len(scored.read_text().splitlines())
+    assert command().returncode == 0
+    assert len(scored.read_text().splitlines()) - before == 2 * (8 - kept)
+    answers = answers_in(out)
+    assert [a["group_id"] for a in answers] == [f"inference.{k:05d}" for k in range(8) for _ in range(2)]
+    assert metrics_in(out)["val/accuracy"] == pytest.approx(fmean(a["reward"] for a in answers))
+    assert not (out / "unfinished").exists()
+
+
+def test_an_evaluation_does_not_go_on_with_other_weights_or_other_rows(tmp_path, capsys, monkeypatch):
+    """Files that keep their names: what is finished was of what they were."""
+    model, file, out = tmp_path / "model", tmp_path / "val.jsonl", tmp_path / "out"
+    shutil.copytree(resolve_model_path("verl_mt://tiny"), model)
+    made = rows(num_rows=2, seed=5, split="val")
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    words = ["--config", "tiny", "--model", str(model), "--data", str(file), "--out", str(out), *QUICK]
+
+    def interrupt(*counts: Any) -> None:
+        if list((out / "unfinished" / "spool").glob("*.pickle")):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("verl_mt.trainer.inference._Waiting.__call__", interrupt)
+        assert evaluate.main(words) == 130
+    assert list((out / "unfinished" / "spool").glob("*.pickle"))
+    capsys.readouterr()
+    for touched in (model / "model.safetensors", file):
+        before = touched.stat()
+        os.utime(touched, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        assert evaluate.main(words) == 2
+        assert f"+- '{touched}: " in capsys.readouterr().err
+        os.utime(touched, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert evaluate.main(words) == 0 and len(answers_in(out)) == 2
+
+
+def test_bad_input_leaves_nothing_in_the_folder_of_an_evaluation(tmp_path):
+    out = tmp_path / "out"
+    assert evaluate.main(["--model", "no/such/model", "--data", "verl_mt.tiny.problems:rows", "--out", str(out)]) == 2
+    assert not out.exists()
 
 
 def fails(data_source, solution_str, ground_truth, extra_info):

@@ -8,6 +8,9 @@
 
 The same tools, interactions, limits and reward as in training: what counts is the config, not this command. Validation
 sampling (`actor_rollout_ref.rollout.val_kwargs`) is used; `...val_kwargs.temperature=0` is greedy.
+
+With `--out`, an evaluation that was ended goes on where it was with the same command, unless the configuration or a
+file that it names has changed meanwhile, or it is deterministic (`trainer.deterministic`).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class RolloutStream:
     def __init__(self, runner: RolloutRunner):
         self.runner = runner
         self.keep: Callable[[RolloutPlan, TrajectoryGroup], object] | None = None
-        """Called in a thread with each finished group of a training plan, before it can be collected."""
+        """Called in a thread with each finished group of a plan, before it can be collected."""
         self.arrived: Callable[[TrajectoryGroup], object] = lambda group: None
         """Called by who collects with each group of any plan that has arrived meanwhile."""
         self.pool: Pool | None = None
@@ -218,7 +218,7 @@ class RolloutStream:
             return
         async with contextlib.aclosing((self.pool or self.runner).run(plan)) as groups:
             async for group in groups:
-                if self.keep is not None and not plan.evaluation:
+                if self.keep is not None:
                     await _uncut(asyncio.to_thread(self.keep, plan, group))
                 self._arrivals.put((running, group))
 

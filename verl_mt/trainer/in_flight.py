@@ -179,7 +179,7 @@ class PromptsInFlight:
 
     def __post_init__(self) -> None:
         self.stream.arrived = self.log.finished
-        self.stream.keep = None if self.spool is None else self.spool.keep
+        self.stream.keep = None if self.spool is None else self._keep
 
     def admit(self, step: int) -> None:
         """Start what may be started before the batch after `step` finished steps: its own rollout, and those that the
@@ -218,6 +218,11 @@ class PromptsInFlight:
         name = f"{plan_name(step)}.{number:03d}"
         self._start(name, num_prompts, step)
         return self.stream.collect(name, self.while_waiting)
+
+    def _keep(self, plan: RolloutPlan, group: TrajectoryGroup) -> None:
+        """Those of a validation are none of a step's."""
+        if self.spool is not None and not plan.evaluation:
+            self.spool.keep(plan, group)
 
     def give_up(self, but: Set[str] = frozenset()) -> None:
         """End what is in flight, and forget what of it is kept: no step may train on the weights that sampled it any

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,12 +19,14 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
 from verl_mt import engines
 from verl_mt.config.checks import check_once
+from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.conversation import Message
@@ -35,7 +41,7 @@ from verl_mt.diagnostics.step_metrics import (
     validation_metrics,
 )
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import ConfigError, DataError, UserCodeError
+from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
@@ -46,6 +52,8 @@ from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
 from verl_mt.trainer.display import terminal
+from verl_mt.trainer.run_directory import RunDirectory
+from verl_mt.trainer.spool import GroupSpool
 from verl_mt.workers.worker_group import WorkerGroup
 
 
@@ -57,6 +65,7 @@ class Inference(AbstractContextManager["Inference"]):
         tools: instead of those that the config's YAML declares.
         engine: samples instead of the one that `rollout.name` asks for; no model is loaded then.
         workers: that train the policy: the engine samples from their module, or lives where a trainer's would.
+        spool: keeps finished groups for the process after this one, and has those of the process before.
 
     Raises:
         VerlMTError: what `build_trainer` would refuse.
@@ -69,6 +78,7 @@ class Inference(AbstractContextManager["Inference"]):
         tools: ToolSet | None = None,
         engine: InferenceEngine | None = None,
         workers: WorkerGroup | None = None,
+        spool: GroupSpool | None = None,
     ):
         check_once(config)
         import_plugins(config.external_plugins)
@@ -88,6 +98,9 @@ class Inference(AbstractContextManager["Inference"]):
             place = (_load(config) if shares else None, engine, (), False)
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, *place)
         self.stream = RolloutStream(self.runner)
+        self._spool = spool
+        if spool is not None:
+            self.stream.keep = spool.keep
         try:
             self.stream.call(self.runner.context.engine.start())
             build_rollout.begin_workers(config, self.stream)
@@ -117,7 +130,8 @@ class Inference(AbstractContextManager["Inference"]):
             ConfigError: a row whose data source has no reward; named before anything is sampled.
         """
         self.check(prompts)
-        self.stream.start(RolloutPlan(prompts, n, name, sampling, evaluation=True))
+        plan = RolloutPlan(prompts, n, name, sampling, evaluation=True)
+        self.stream.start(plan, () if self._spool is None else self._spool.take(plan))
         return self.stream.collect(name, while_waiting)
 
     def check(self, prompts: list[Prompt]) -> None:
@@ -166,11 +180,16 @@ class Measured:
     """Of the accuracy and of each pass@k: 95 % confidence, over the prompts (`interval_95`)."""
 
 
-def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda done, of: None) -> Measured:
+def measure(
+    config: Config,
+    while_waiting: Callable[[int, int], None] = lambda done, of: None,
+    spool: GroupSpool | None = None,
+) -> Measured:
     """Sample every prompt of `data.val_files` as validation does.
 
     Args:
-        while_waiting: called a few times a second with the number of finished conversations, and of all.
+        while_waiting: called a few times a second with the number of finished conversations, and of all that are begun.
+        spool: see `Inference`.
 
     Raises:
         VerlMTError: bad input.
@@ -178,11 +197,11 @@ def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda d
     if config.data.val_files is None:
         raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
     n, sampling = config.actor_rollout_ref.rollout.val_kwargs.n, build_rollout.validation_sampling(config)
-    with Inference(config) as policy:
-        prompts, progress = policy.prompts(), policy.runner.progress
+    with Inference(config, spool=spool) as policy:
+        prompts, progress = policy.prompts(), policy.stream.progress
 
         def wait() -> None:
-            while_waiting(progress.num_finished, len(prompts) * n)
+            while_waiting(progress.num_finished, progress.num_trajectories)
 
         groups = policy.roll_out(prompts, n=n, sampling=sampling, while_waiting=wait)
     failure = total_failure(groups)
@@ -198,11 +217,19 @@ def measure(config: Config, while_waiting: Callable[[int, int], None] = lambda d
 def evaluate(config: Config, out: str | None) -> int:
     """Sample every prompt of `data.val_files`, print the numbers, write them and the rollouts into `out`. Returns 0.
 
+    What a process that was ended had finished lies in `out` until then, and is not sampled again.
+
     Raises:
         VerlMTError: bad input, or not one trajectory survived.
     """
-    with terminal(stderr=True).status("sampling") as status:
-        found = measure(config, lambda done, of: status.update(f"{done} of {of} conversations"))
+    run = None if out is None or config.trainer.deterministic else _unfinished(config, Path(out))
+    try:
+        with _Waiting() as waiting:
+            found = measure(config, waiting, None if run is None else GroupSpool(run.path / _SPOOL, version=0))
+    except BaseException:
+        if run is not None:
+            _leave(run)
+        raise
     if found.failure is None:
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         _show(found.metrics, f"{len(found.groups)} prompts x {n} samples", found.intervals)
@@ -214,9 +241,85 @@ def evaluate(config: Config, out: str | None) -> int:
     if out:
         write_measured(found, Path(out))
         print(f"written to {out}")
+    if run is not None:
+        shutil.rmtree(run.path)
+        run.close()
     if found.failure is not None:
         raise UserCodeError(f"nothing could be measured, all failed: {found.failure}")
     return 0
+
+
+_SPOOL = "spool"
+
+
+def _unfinished(config: Config, out: Path) -> RunDirectory:
+    """`out/unfinished`: what this evaluation keeps for a process that goes on, or what it goes on with.
+
+    Raises:
+        CheckpointError: an evaluation that was ended there had another configuration, or other files that it names.
+    """
+    wanted = out / "unfinished"
+    place = replace(config.trainer, default_local_dir=str(wanted), resume_mode="auto", resume_from_path=None)
+    snapshot = yaml.safe_load(config_to_yaml(config))
+    run = RunDirectory.open(place, snapshot | {"files": _files(snapshot)}, way_out="give another --out")
+    if run.path != wanted:
+        run.abandon()
+        raise CheckpointError(f"{wanted} is in use by another process; give another --out")
+    return run
+
+
+def _leave(run: RunDirectory) -> None:
+    """It ends before its numbers are there."""
+    if kept := len(list((run.path / _SPOOL).glob("*"))):
+        print(f"{kept} finished prompt(s) are kept in {run.path}: the same command goes on with them", file=sys.stderr)
+        run.close()
+    else:
+        run.abandon()
+        with contextlib.suppress(OSError):  # it was there, with something in it
+            run.path.parent.rmdir()
+
+
+def _files(value: Any) -> list[str]:
+    """Size and time of change of each file that a configuration names: data, a model's, code of the user's."""
+    if isinstance(value, dict | list):
+        return [state for of in (value.values() if isinstance(value, dict) else value) for state in _files(of)]
+    if not isinstance(value, str):
+        return []
+    named = os.path.expanduser(value.split(":")[0])
+    files = map(str, Path(named).glob("*")) if os.path.isfile(f"{named}/config.json") else (named,)
+    states = {file: os.stat(file) for file in sorted(files) if os.path.isfile(file)}  # a long text is none
+    return [f"{file}: {state.st_size} bytes of {state.st_mtime_ns} ns" for file, state in states.items()]
+
+
+class _Waiting(AbstractContextManager["_Waiting"]):
+    """How far it is: a moving line in a terminal, a line a minute in a file."""
+
+    _EVERY_S = 60.0
+
+    def __init__(self) -> None:
+        console = terminal(stderr=True)
+        self._status = console.status("sampling") if console.is_terminal else None
+        self._said_s = time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        """So many conversations are finished."""
+        text = f"{done} of {of} conversations"
+        if self._status is not None:
+            self._status.update(text)
+        elif time.monotonic() > self._said_s + self._EVERY_S:
+            self._said_s = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Waiting:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
 
 
 def write_measured(found: Measured, folder: Path) -> None:

@@ -31,6 +31,8 @@ _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 _LAYOUT = ("fsdp_size", "ulysses_sequence_parallel_size", "param_offload", "optimizer_offload")
 """The same of `actor_rollout_ref.actor`: how the ranks hold the policy and share rows."""
 _WAY_OUT = "start anew with trainer.experiment_name=<another name> or trainer.resume_mode=disable"
+_UNFOLDED = 10**6
+"""Columns of a difference that is shown: in the second line of a folded value nobody would see whose it is."""
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
 _BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
@@ -301,8 +303,8 @@ def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerC
         return
     go_on = ", go on in these rows with trainer.resume_mode=other_data" if same_but_rows else ""
     lines = difflib.unified_diff(
-        yaml.safe_dump(old).splitlines(),
-        yaml.safe_dump(new).splitlines(),
+        yaml.safe_dump(old, width=_UNFOLDED).splitlines(),
+        yaml.safe_dump(new, width=_UNFOLDED).splitlines(),
         "the unfinished run",
         "this command",
         lineterm="",
