@@ -327,6 +327,12 @@ def test_a_run_that_cannot_be_shown_is_said(words, said, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_picture_without_what_draws_it_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert curves.main([f"a={_run_of(tmp_path / 'run', [0.1])}", "--draw", str(tmp_path / "curve.svg")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
 PASSAGE = '"Lakes"\nThe lake of Orta is 18 km long, and 143 m deep at most.'
 
 

@@ -83,7 +83,7 @@ def ends(values: list[float]) -> tuple[str, str]:
 
 def table(runs: dict[str, Run]) -> str:
     """Markdown: a row per run. The mean difference of log-probs is that of the steps' means."""
-    head = ["run", "steps", f"reward, first {ENDS}", f"last {ENDS}", "log-prob difference, mean", "largest"]
+    head = ["run", "steps", f"reward, first {ENDS} (at most half)", "last", "log-prob difference, mean", "largest"]
     head += ["tokens/s", "rollouts, s", "update, s", "step, s", "hours"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, run in runs.items():
@@ -98,9 +98,15 @@ def table(runs: dict[str, Run]) -> str:
 
 
 def draw(runs: dict[str, Run], out: Path) -> None:
-    """The runs' training rewards, each point the mean of the steps before it."""
-    import matplotlib
+    """The runs' training rewards, each point the mean of the steps before it.
 
+    Raises:
+        DataError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise DataError(f"--draw {out}: {error}; pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
