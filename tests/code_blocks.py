@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 PAGES = [
     REPO / "README.md",
     *sorted(REPO.glob("docs/*.md")),
-    *sorted(REPO.glob("recipes/*/README.md")),
+    *sorted(REPO.glob("recipes/**/README.md")),
     *sorted(REPO.glob("benchmarks/*.md")),
 ]
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -51,7 +51,7 @@ def test_no_box_of_the_picture_covers_another_or_leaves_it():
 
 
 def test_every_page_is_in_the_navigation():
-    elsewhere = [REPO / "CONTRIBUTING.md", *REPO.glob("recipes/*/README.md"), *REPO.glob("benchmarks/*.md")]
+    elsewhere = [REPO / "CONTRIBUTING.md", *REPO.glob("recipes/**/README.md"), *REPO.glob("benchmarks/*.md")]
     pages = {page.name for page in (REPO / "docs").glob("*.md")} | {f"pages/{p.relative_to(REPO)}" for p in elsewhere}
     listed = set(re.findall(r": (\S+\.md)$", (REPO / "mkdocs.yml").read_text(), re.MULTILINE))
     assert pages <= listed, sorted(pages - listed)

@@ -226,6 +226,28 @@ def test_models_are_compared_question_by_question(tmp_path, capsys):
     assert now.startswith("| new | 4 | 62.5% (") and now.endswith("| +25.0% ± 28.3% | +50.0% ± 56.6% |")
 
 
+def test_models_are_compared_on_short_and_on_long_problems(tmp_path, capsys):
+    old = _evaluated(tmp_path / "old", {"a": [0], "b": [1], "c": [0], "d": [1]})
+    new = _evaluated(tmp_path / "new", {"a": [1], "b": [1], "c": [1], "d": [0]})
+    answers = {
+        " a ": "1*1 = <<1*1=1>>1",
+        "b": "<<2*1=2>>2, <<2*2=4>>4",
+        "c": "3",
+        "d": "<<1+1=2>>2, <<2+1=3>>3, <<3+1=4>>4",
+    }
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "answer": f"{a}\n#### 1"}) + "\n" for q, a in answers.items()))
+    words = [f"old={old}", f"new={new}", "--problems", str(file)]
+    assert compare.main([*words, "--max-calls", "1"]) == 0
+    parts = capsys.readouterr().out.rstrip().split("\n\n")
+    assert [part.count("\n") for part in parts] == [3, 0, 3, 0, 3]
+    assert [parts[1], parts[3]] == ["at most 1 calculations:", "more than 1:"]
+    assert "| new | 2 | 100.0% (" in parts[2] and "| +100.0% ± 0.0% |" in parts[2]
+    assert "| new | 2 | 50.0% (" in parts[4] and "| -50.0% ± 98.0% |" in parts[4]
+    assert compare.main([*words, "--max-calls", "9"]) == 2
+    assert "no question with more than 9 was put to each of these models" in capsys.readouterr().err
+
+
 def test_what_models_solved_is_kept_without_the_questions_and_compared_later(tmp_path, capsys):
     old = _evaluated(tmp_path / "old", {"a": [0, 0], "b": [1, 0], "c": [0, None], "d": [1, 1]})
     new = _evaluated(tmp_path / "new", {"a": [1, 0], "b": [1, 0], "c": [1, 0], "d": [1, 1]})

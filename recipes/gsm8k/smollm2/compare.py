@@ -7,6 +7,9 @@ Shown are pass@1 and pass@k for the largest k that every question has samples fo
 questions. Differences are paired: of each question the one model's rate minus the other's, whose mean has a smaller
 interval than two means have, for what is hard for one model is hard for the other.
 
+`--problems gsm8k_test.jsonl` shows the table again for the questions whose solution needs at most `--max-calls`
+calculations, and for the others: a model trained on the former may forget the latter.
+
 `--keep FOLDER` writes what each model solved to `FOLDER/NAME.json`, without the questions' text; such a file stands in
 place of the folders later. Those of measured runs are in `measured/` (../README.md).
 """
@@ -21,6 +24,10 @@ from collections import defaultdict
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from prepare import read_source
 
 from verl_mt.diagnostics.step_metrics import interval_95, pass_at_k
 from verl_mt.errors import DataError, VerlMTError
@@ -108,11 +115,26 @@ def table(models: dict[str, Scores], against: str) -> str:
     return "\n".join(lines)
 
 
+def by_length(file: str, max_calls: int) -> dict[str, set[str]]:
+    """What the two parts of the problems of a file (JSONL, as published) are called -> their questions.
+
+    Raises:
+        DataError: the file is not there, or a row lacks a question or an answer.
+    """
+    short, long = f"at most {max_calls} calculations", f"more than {max_calls}"
+    parts: dict[str, set[str]] = {short: set(), long: set()}
+    for _, problem in read_source(file, "test"):
+        parts[short if problem["answer"].count("<<") <= max_calls else long].add(key(problem["question"].strip()))
+    return parts
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER] or NAME=FILE.json")
     parser.add_argument("--against", help="the model that the others are compared with; default: the first")
+    parser.add_argument("--problems", metavar="FILE", help="GSM8K's own test file: tables by number of calculations")
+    parser.add_argument("--max-calls", type=int, default=2, help="with --problems: where the parts meet; default 2")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write what each model solved to FOLDER/NAME.json")
     args = parser.parse_args(argv)
     try:
@@ -123,6 +145,11 @@ def main(argv: list[str] | None = None) -> int:
         if against not in models:
             raise DataError(f"--against {against}: not one of {', '.join(models)}")
         print(table(models, against))
+        for part, questions in by_length(args.problems, args.max_calls).items() if args.problems else ():
+            some = {name: {q: of for q, of in samples.items() if q in questions} for name, samples in models.items()}
+            if not all(some.values()):
+                raise DataError(f"{args.problems}: no question with {part} was put to each of these models")
+            print(f"\n{part}:\n\n{table(some, against)}")
         for name, samples in models.items() if args.keep else ():
             args.keep.mkdir(parents=True, exist_ok=True)
             solved = {question: [int(score >= 1) for score in of] for question, of in samples.items()}
