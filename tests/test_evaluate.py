@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -121,7 +122,9 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
 
     def command(*more: str, end: str = "") -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "SCORED": str(scored), "ENDED": end}
-        return subprocess.run([*words, *more], env=env, capture_output=True, text=True, timeout=240)
+        # Where the tests run in a shell's background they ignore Ctrl-C, and so would what they start.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.run([*words, *more], env=env, capture_output=True, text=True, timeout=240, preexec_fn=heard)
 
     assert command(end="SIGKILL 7").returncode == -signal.SIGKILL
     killed = len(list((out / "unfinished" / "spool").glob("*.pickle")))

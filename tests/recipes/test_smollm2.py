@@ -46,6 +46,9 @@ demonstrations, fetch_model, compare, controls, pick_questions, curves = (
 )
 search_demonstrations = _load(SEARCH / "demonstrations.py")
 
+FETCHED = pytest.mark.xdist_group("smollm2")
+"""One process fetches and converts the model."""
+
 QUESTION = "Ana has 12 boxes of 7 pens and gives 9 pens away. How many are left?"
 SOLUTION = "She has 12*7 = <<12*7=84>>84 pens.\nShe keeps 84-9 = <<84-9=75>>75 of them.\n#### 75"
 
@@ -161,6 +164,7 @@ def _run(*words: object, cwd: Path) -> str:
 
 
 @pytest.mark.slow
+@FETCHED
 @pytest.mark.timeout(1200)
 def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for_two_from_rewards(
     model, data, tmp_path, capsys
@@ -192,6 +196,7 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
 
 
 @pytest.mark.slow
+@FETCHED
 def test_the_model_of_the_wheel_is_trained_without_padding_in_bfloat16(model):
     """Of one token again and again it gives hidden states that rounding decides: a trial on such rows says nothing."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
@@ -402,6 +407,7 @@ def test_questions_of_search_are_split_in_their_order(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@FETCHED
 @pytest.mark.timeout(1200)
 def test_the_model_of_the_wheel_searches_real_passages_for_two_steps(model, shared_data, tmp_path, monkeypatch):
     tasks, rows = shared_data / "tasks", tmp_path / "rows"
