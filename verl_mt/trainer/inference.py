@@ -222,7 +222,8 @@ def evaluate(config: Config, out: str | None) -> int:
     Raises:
         VerlMTError: bad input, or not one trajectory survived.
     """
-    run = None if out is None or config.trainer.deterministic else _unfinished(config, Path(out))
+    folder = None if out is None else Path(out).expanduser()
+    run = None if folder is None or config.trainer.deterministic else _unfinished(config, folder)
     try:
         with _Waiting() as waiting:
             found = measure(config, waiting, None if run is None else GroupSpool(run.path / _SPOOL, version=0))
@@ -238,9 +239,9 @@ def evaluate(config: Config, out: str | None) -> int:
     if found.num_left_out:
         limit = config.data.max_prompt_length
         print(f"left out: {found.num_left_out} prompt(s) longer than data.max_prompt_length={limit} tokens")
-    if out:
-        write_measured(found, Path(out))
-        print(f"written to {out}")
+    if folder is not None:
+        write_measured(found, folder)
+        print(f"written to {folder}")
     if run is not None:
         shutil.rmtree(run.path)
         run.close()
@@ -259,7 +260,8 @@ def _unfinished(config: Config, out: Path) -> RunDirectory:
         CheckpointError: an evaluation that was ended there had another configuration, or other files that it names.
     """
     wanted = out / "unfinished"
-    place = replace(config.trainer, default_local_dir=str(wanted), resume_mode="auto", resume_from_path=None)
+    mode = "other_data" if config.trainer.resume_mode == "other_data" else "auto"
+    place = replace(config.trainer, default_local_dir=str(wanted), resume_mode=mode, resume_from_path=None)
     snapshot = yaml.safe_load(config_to_yaml(config))
     run = RunDirectory.open(place, snapshot | {"files": _files(snapshot)}, way_out="give another --out")
     if run.path != wanted:
