@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -225,8 +225,8 @@ def evaluate(config: Config, out: str | None) -> int:
     folder = None if out is None else Path(out).expanduser()
     run = None if folder is None or config.trainer.deterministic else _unfinished(config, folder)
     try:
-        with _Waiting() as waiting:
-            found = measure(config, waiting, None if run is None else GroupSpool(run.path / _SPOOL, version=0))
+        with _progress() as finished:
+            found = measure(config, finished, None if run is None else GroupSpool(run.path / _SPOOL, version=0))
     except BaseException:
         if run is not None:
             _leave(run)
@@ -293,35 +293,26 @@ def _files(value: Any) -> list[str]:
     return [f"{file}: {state.st_size} bytes of {state.st_mtime_ns} ns" for file, state in states.items()]
 
 
-class _Waiting(AbstractContextManager["_Waiting"]):
-    """How far it is: a moving line in a terminal, a line a minute in a file."""
+_PROGRESS_EVERY_S = 60.0
 
-    _EVERY_S = 60.0
 
-    def __init__(self) -> None:
-        console = terminal(stderr=True)
-        self._status = console.status("sampling") if console.is_terminal else None
-        self._said_s = time.monotonic()
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Takes how many conversations are finished, and of how many: a moving line in a terminal, a line a minute else."""
+    console = terminal(stderr=True)
+    said_s = time.monotonic()
 
-    def __call__(self, done: int, of: int) -> None:
-        """So many conversations are finished."""
+    def finished(done: int, of: int) -> None:
+        nonlocal said_s
         text = f"{done} of {of} conversations"
-        if self._status is not None:
-            self._status.update(text)
-        elif time.monotonic() > self._said_s + self._EVERY_S:
-            self._said_s = time.monotonic()
+        if status is not None:
+            status.update(text)
+        elif time.monotonic() > said_s + _PROGRESS_EVERY_S:
+            said_s = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
-    def __enter__(self) -> _Waiting:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
+    with console.status("sampling") if console.is_terminal else contextlib.nullcontext() as status:
+        yield finished
 
 
 def write_measured(found: Measured, folder: Path) -> None:
