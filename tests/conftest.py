@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -39,9 +40,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, cores) if whole else 0
 
 
+_text = functools.cache(Path.read_text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A limit ends what hangs and judges nobody's speed: machines that others use too are several times slower."""
+    """A limit ends what hangs and judges nobody's speed: machines that others use too are several times slower.
+
+    CI collects for Ray and for SGLang only files whose text has such a mark.
+    """
     for item in items:
+        for mark in ("ray", "sglang"):
+            if item.get_closest_marker(mark) and not re.search(rf"mark\.{mark}\b", _text(item.path)):
+                raise pytest.UsageError(f"{item.nodeid} is marked {mark}, but its file does not say mark.{mark}")
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "ray", "sglang"))):
             item.add_marker(pytest.mark.timeout(HANG_S))
 
