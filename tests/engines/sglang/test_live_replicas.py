@@ -86,6 +86,7 @@ def first_turns(rows: list[dict]) -> tuple[float, float]:
     return found, of_groups + sum((len(of_one) - 1) * common for of_one in prompts.values())
 
 
+@pytest.mark.release
 def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(trainer_on, tmp_path):
     trainer = trainer_on("trainer.total_training_steps=6", "actor_rollout_ref.actor.skip_zero_advantage=False")
     pids = trainer.engine.pids
