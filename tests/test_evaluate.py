@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +25,7 @@ from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import pass_at_k
 from verl_mt.tiny.problems import rows
+from verl_mt.trainer import inference
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import start_for_groups
 
@@ -161,7 +164,7 @@ def test_an_evaluation_does_not_go_on_with_other_weights_or_other_rows(tmp_path,
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("verl_mt.trainer.inference._Waiting.__call__", interrupt)
+        patched.setattr("verl_mt.trainer.inference._progress", lambda: nullcontext(interrupt))
         assert evaluate.main(words) == 130
     assert list((out / "unfinished" / "spool").glob("*.pickle"))
     capsys.readouterr()
@@ -259,6 +262,12 @@ def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_
     assert evaluate.main(["--model", "verl_mt://tiny", "--data", str(file), *QUICK]) == 2
     err = capsys.readouterr().err
     assert f"{file}, row 2" in err and "'somebody/else'" in err and "reward.path" in err
+
+
+def test_where_there_is_no_terminal_a_line_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(inference, "_PROGRESS_EVERY_S", -1.0)
+    assert evaluate.main(["--model", "verl_mt://tiny", *QUICK]) == 0
+    assert re.search(r"^\d+ of \d+ conversations$", capsys.readouterr().err, re.MULTILINE)
 
 
 QUESTION = "Ben has 12 bags with 7 pens each. How many pens does Ben have?"
