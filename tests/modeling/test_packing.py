@@ -216,7 +216,8 @@ def test_a_packed_model_still_computes_padded_and_cached_passes_and_exports_like
     assert packing.NAME not in (tmp_path / "config.json").read_text()
 
 
-def test_a_device_whose_kernels_take_no_mask_with_fewer_key_heads_gets_as_many(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_whose_kernels_take_no_mask_with_fewer_key_heads_gets_as_many(monkeypatch, dtype):
     """As on CUDA, where torch would fall back to holding all scores."""
     torch.manual_seed(0)
     ids = torch.tensor([[*range(1, 21), 1, 2, 3], [*range(1, 21), 3, 2, 1], [*range(1, 21), 2, 2, 2]])
@@ -224,7 +225,7 @@ def test_a_device_whose_kernels_take_no_mask_with_fewer_key_heads_gets_as_many(m
     rows = packing.PackedRows(ids, row_N, position_N + 20, share=True)
     assert any(group.mask is not None for group in rows._groups)
     size = rows.input_ids_1T.shape[1]
-    query, key, value = (torch.randn(1, heads, size, 8) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, size, 8, dtype=dtype) for heads in (4, 2, 2))
     expected = rows.attend(query, key, value, None, 0.0)
     seen = []
 
@@ -232,10 +233,11 @@ def test_a_device_whose_kernels_take_no_mask_with_fewer_key_heads_gets_as_many(m
         seen.append((q.shape[1], k.shape[1], options["attn_mask"] is not None, options["enable_gqa"]))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    monkeypatch.setattr(packing, "NO_GQA_UNDER_A_MASK", {"cpu"})
+    monkeypatch.setattr(packing, "GQA_BY_FLASH_ALONE", {"cpu"})
     monkeypatch.setattr(packing, "scaled_dot_product_attention", kernel)
     torch.testing.assert_close(rows.attend(query, key, value, None, 0.0), expected)
-    assert (4, 4, True, False) in seen and (4, 2, False, True) in seen
+    assert (4, 4, True, False) in seen
+    assert ((4, 2, False, True) if dtype == torch.bfloat16 else (4, 4, False, False)) in seen
 
 
 def test_the_trial_runs_where_the_model_is_going_to_with_its_first_layers_only():

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from actor_toys import REWARDS, make_batch, tiny_policy, worker
 
+from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.data import batch as col
 from verl_mt.modeling.passes import Passes, use_passes
+from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.sharded_checkpoint import load_shards, save_shards
 from verl_mt.workers.sharding import Ranks, ShardedPolicy, model_of, whole
 
@@ -36,10 +38,14 @@ def alone():
     dist.destroy_process_group()
 
 
-def sharded(ranks, device, *, dtype=torch.float32, offload=False, **options):
+def spread(ranks, device, dtype, **options):
     model = copy.deepcopy(tiny_policy()).to(dtype)
     use_passes(model, Passes(packed=True, share_prefixes=True))
-    return worker(ShardedPolicy(model, ranks, device_type=device, offload=offload), grad_clip=0.5, **options)
+    return ShardedPolicy(model, ranks, device_type=device, **options)
+
+
+def sharded(ranks, device, *, dtype=torch.float32, **options):
+    return worker(spread(ranks, device, dtype), grad_clip=0.5, **options)
 
 
 def plain(dtype=torch.float32, **options):
@@ -57,16 +63,22 @@ def close(found, expected, tolerance):
 
 
 @DEVICES
-@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "parameters in CPU memory"])
-def test_updates_are_those_of_a_plain_module(alone, device, offload):
-    if offload and device == "cpu":
-        pytest.skip("there is nothing to offload on a CPU")
-    ours, theirs = sharded(alone, device, offload=offload, lr=1e-3), plain(lr=1e-3)
+def test_updates_are_those_of_a_plain_module(alone, device):
+    ours, theirs = sharded(alone, device, lr=1e-3), plain(lr=1e-3)
     for seed in range(3):
         batch = make_batch(REWARDS, seed=seed)
         found, expected = ours.update(batch.clone()), theirs.update(batch.clone())
         assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
     close(weights(ours), weights(theirs), 1e-5 if device == "cpu" else 1e-4)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_reference_policy_in_cpu_memory_gives_the_log_probs_of_a_plain_one(alone, device):
+    policy = spread(alone, device, torch.float32, offload=True).requires_grad_(False)
+    assert {p.device.type for p in policy.parameters()} == {"cpu"}
+    ref = RefWorker(policy, RefConfig(offload=True), actor=ActorConfig(), temperature=1.0, device=device)
+    batch = make_batch(REWARDS)
+    torch.testing.assert_close(ref.compute_log_probs(batch), plain().compute_log_probs(batch), atol=1e-4, rtol=1e-4)
 
 
 @DEVICES

@@ -46,8 +46,9 @@ _MAX_MASK = 2**24
 """Elements of a group's mask."""
 _ALONE = 512
 """Segments as long as that are not padded to others' lengths for attention."""
-NO_GQA_UNDER_A_MASK = {"cuda"}
-"""Devices whose kernels take a mask, or fewer key heads than query heads, but not both: torch would hold all scores."""
+GQA_BY_FLASH_ALONE = {"cuda"}
+"""Devices where of torch's kernels only flash attention, which takes neither a mask nor float32, takes fewer key heads
+than query heads: else torch would hold all scores."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
@@ -219,7 +220,8 @@ class PackedRows:
         pieces = []
         for group in self._groups:
             k_bHKD, v_bHKD = _take(key, group.key), _take(value, group.key)
-            if group.mask is not None and query.device.type in NO_GQA_UNDER_A_MASK:
+            flash = group.mask is None and query.dtype != torch.float32
+            if not flash and query.device.type in GQA_BY_FLASH_ALONE:
                 k_bHKD, v_bHKD = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (k_bHKD, v_bHKD))
             out_bHSD = scaled_dot_product_attention(
                 _take(query, group.query),
