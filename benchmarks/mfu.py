@@ -138,11 +138,13 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "flash_attention_2"))
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--share-prefixes", action="store_true", help="FLOPs then count shared tokens once per row")
+    parser.add_argument("--cudnn", action="store_true", help="cuDNN's attention too, which the trainer does without")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the commands, with toy")
     args = parser.parse_args()
     import torch
 
+    torch.backends.cuda.enable_cudnn_sdp(args.cudnn)
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         sys.exit("mfu.py measures a GPU, and torch finds no CUDA device; the other benchmarks run without one")

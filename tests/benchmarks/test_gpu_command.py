@@ -57,7 +57,7 @@ def test_numbers_are_read_where_the_commands_write_them(command, tmp_path):
 
 def test_every_stage_has_a_name_of_its_own_and_both_commands_of_files_that_are_there(command):
     stages = command._stages()
-    assert len({stage.name for stage in stages}) == len(stages) == 16
+    assert len({stage.name for stage in stages}) == len(stages) == 17
     for stage in stages:
         for words in (stage.on_gpu, stage.in_rehearsal):
             assert words != () and all(Path(word).exists() for word in words if word.startswith(str(REPO)))
@@ -85,7 +85,7 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
-    assert code == 0 and "1 of 16 stages are well; not run: tests, train-float32" in printed, printed
+    assert code == 0 and "1 of 17 stages are well; not run: tests, train-float32" in printed, printed
     first = results["stages"]["log-prob-memory"]
     assert first["status"] == "ok" and "recomputed" in first["numbers"]["lines"][0]
     assert results["environment"]["torch"] and results["environment"]["device"]

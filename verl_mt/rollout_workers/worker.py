@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 import queue
-import random
 import sys
 import threading
 import time
@@ -22,8 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers.utils import logging as transformers_logging
 
 from verl_mt.chat.sanity import Finding, SanityMonitor
@@ -37,6 +34,7 @@ from verl_mt.plugins import import_plugins, load_object
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import Gate, RolloutPlan
 from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
+from verl_mt.workers.process import prepare_torch
 
 Send = Callable[[tuple[Any, ...]], None]
 """Says something to the pool, from any thread; never waits."""
@@ -264,11 +262,7 @@ class AskedEngine(InferenceEngine):
 def _prepare_process(config: Config, number: int) -> None:
     """One thread, seeds of its own, no progress bars of others."""
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    seed = config.trainer.seed + number
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    prepare_torch(threads=1, seed=config.trainer.seed + number, deterministic=False)
 
 
 def _packed(group: TrajectoryGroup, name: str) -> bytes:

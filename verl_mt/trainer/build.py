@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from rich.markup import escape
@@ -68,6 +66,7 @@ from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.cores import idle_cores
 from verl_mt.workers.loss import token_loss
+from verl_mt.workers.process import prepare_torch
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.trainable import updates_per_step
 from verl_mt.workers.weight_sync import Transport, WeightSync
@@ -240,13 +239,8 @@ def prepare_process(config: Config) -> None:
     transformers_logging.disable_progress_bar()
     # How many cores are idle is up to the moment, and the number of threads changes the last bits.
     default = 1 if config.trainer.deterministic else idle_cores()
-    torch.set_num_threads(config.trainer.num_threads or default)
-    seed = config.trainer.seed
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if config.trainer.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = config.trainer
+    prepare_torch(threads=trainer.num_threads or default, seed=trainer.seed, deterministic=trainer.deterministic)
 
 
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:

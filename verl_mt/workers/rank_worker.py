@@ -7,7 +7,6 @@ all methods but `address` and `describe` are collective. What all ranks would re
 from __future__ import annotations
 
 import os
-import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.cores import cores_per_worker
 from verl_mt.workers.critic import CriticWorker, train_policy_and_critic
+from verl_mt.workers.process import prepare_torch
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
@@ -114,12 +114,8 @@ class RankWorker:
         """
         setup = self._setup
         cuda = torch.device(setup.device).type == "cuda"
-        torch.set_num_threads(cores_per_worker(setup.placement))
-        random.seed(setup.seed)
-        np.random.seed(setup.seed % 2**32)
-        torch.manual_seed(setup.seed)
-        if setup.placement.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        placement = setup.placement
+        prepare_torch(threads=cores_per_worker(placement), seed=setup.seed, deterministic=placement.deterministic)
         if cuda:
             torch.cuda.set_device(cuda_index(self.gpus(), os.environ))
         if self._ranks.size > 1:
