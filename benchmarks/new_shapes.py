@@ -1,6 +1,6 @@
 """What attention shapes that a GPU has not seen cost: cuDNN's attention among torch's kernels, and not.
 
-    python benchmarks/new_shapes.py [--device cuda] [--batches 6] [--rows 32] [--sequences 64]
+    python benchmarks/new_shapes.py [--device cuda] [--batches 3] [--rows 32] [--sequences 32]
 
 Where torch prefers cuDNN's attention (Hopper), cuDNN builds an execution plan for each new shape. Packed rows of
 conversations have new shapes in every step, and so has a cache that grows; verl_mt takes the kernel out
@@ -60,9 +60,9 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batches", type=int, default=6, help="per way")
+    parser.add_argument("--batches", type=int, default=3, help="per way")
     parser.add_argument("--rows", type=int, default=32, help="of (a)")
-    parser.add_argument("--sequences", type=int, default=64, help="of (b)")
+    parser.add_argument("--sequences", type=int, default=32, help="of (b)")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     args = parser.parse_args()
     import torch
