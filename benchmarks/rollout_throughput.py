@@ -1,6 +1,7 @@
 """Rollout tokens per second of SGLang, of the local engine and of transformers' `generate`, and how often caches hit.
 
     python benchmarks/rollout_throughput.py [--sizes tiny small] [--concurrency 1 16 64] [--repetitions 2]
+    python benchmarks/rollout_throughput.py --model FOLDER --dtype bfloat16 --concurrency 64     # of a real size
 
 The work is multi-turn: a shared system prompt, groups of 8 samples per prompt, two or three turns of 8 to 48 sampled
 tokens, an observation of 8 to 30 tokens after each. `--concurrency C` conversations are under way at once. All sample
@@ -24,15 +25,17 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from local_engine import Conversation, run_generate
+from local_engine import Conversation, load_model, run_generate
 from models import SIZES, VOCAB, make_model, save
 
 LENGTH, SYSTEM, GROUP = 512, 90, 8
@@ -57,17 +60,17 @@ class Measured:
         return self.tokens / statistics.median(self.seconds)
 
 
-def make_work(count: int, seed: int) -> list[Conversation]:
+def make_work(count: int, seed: int, vocabulary: int = VOCAB) -> list[Conversation]:
     """Conversations of a repetition: the same lengths whatever the seed, other tokens."""
     lengths, ids = random.Random(2), random.Random(1000 + seed)
-    system = ids.choices(range(VOCAB), k=SYSTEM)
+    system = ids.choices(range(vocabulary), k=SYSTEM)
     prompt: list[int] = []
     work = []
     for index in range(count):
         if index % GROUP == 0:
-            prompt = system + ids.choices(range(VOCAB), k=lengths.randint(20, 50))
+            prompt = system + ids.choices(range(vocabulary), k=lengths.randint(20, 50))
         sizes = [lengths.randint(8, 48) for _ in range(lengths.randint(2, 3))]
-        turns = [(size, ids.choices(range(VOCAB), k=lengths.randint(8, 30))) for size in sizes]
+        turns = [(size, ids.choices(range(vocabulary), k=lengths.randint(8, 30))) for size in sizes]
         work.append(Conversation(prompt, turns))
     return work
 
@@ -133,23 +136,35 @@ def cpu_seconds(engine: Any) -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(size: str, folder: Path, args: argparse.Namespace) -> dict[tuple[int, str], Measured]:
+def models(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any, str]]:
+    """Name, module and folder of each; none ends a turn by itself."""
+    if args.model:
+        model, path = load_model(args.model, args.dtype), folder / "model"
+        model.save_pretrained(path)
+        for file in Path(args.model).glob("tokenizer*"):
+            shutil.copy(file, path)
+        yield Path(args.model).name, model, str(path)
+        return
+    for size in args.sizes:
+        model = make_model(size)
+        yield size, model, save(model, folder / size)
+
+
+async def measure(size: str, model: Any, path: str, args: argparse.Namespace) -> dict[tuple[int, str], Measured]:
     """All engines at all concurrencies, for a model."""
     from verl_mt.engines.local import LocalEngine, LocalOptions
     from verl_mt.engines.sglang.engine import SGLangEngine
     from verl_mt.engines.sglang.options import SGLangOptions
 
-    model = make_model(size)
     found: dict[tuple[int, str], Measured] = defaultdict(Measured)
-    most = max(args.concurrency)
-    path = save(model, folder / size)
-    sglang = SGLangEngine(SGLangOptions(model_path=path, max_model_len=LENGTH, max_num_seqs=most))
+    most, vocabulary = max(args.concurrency), model.config.vocab_size
+    sglang = SGLangEngine(SGLangOptions(model_path=path, dtype=args.dtype, max_model_len=LENGTH, max_num_seqs=most))
     try:
         await sglang.start()
-        await run_engine(sglang, make_work(2, seed=-1), 2, "warm", Measured())
+        await run_engine(sglang, make_work(2, -1, vocabulary), 2, "warm", Measured())
         for number in range(args.repetitions):
             for concurrency in args.concurrency:
-                work = make_work(max(args.conversations, concurrency), seed=100 * number + concurrency)
+                work = make_work(max(args.conversations, concurrency), 100 * number + concurrency, vocabulary)
                 name = f"{size}-{number}-{concurrency}"
                 for engine_name in ("sglang", "local", "generate"):
                     into = found[concurrency, engine_name]
@@ -187,11 +202,15 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", choices=[*SIZES], nargs="+", default=["tiny", "small"])
+    parser.add_argument("--model", help="a folder with a model, instead of --sizes")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of --model")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--conversations", type=int, default=4, help="of one repetition, at least; else --concurrency")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.dtype != "float32" and not args.model:
+        parser.error("--dtype is of --model; random models are float32")
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     import torch
 
@@ -199,11 +218,11 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {load:.1f} on {os.cpu_count()} cores", flush=True)
     with tempfile.TemporaryDirectory(prefix="rollout_throughput_") as folder:
-        results = {}
-        for size in args.sizes:
-            results[size] = asyncio.run(measure(size, Path(folder), args))
-            show(size, results[size])
-    first, most = results[args.sizes[0]], max(args.concurrency)
+        results = []
+        for name, model, path in models(Path(folder), args):
+            results.append(asyncio.run(measure(name, model, path, args)))
+            show(name, results[-1])
+    first, most = results[0], max(args.concurrency)
     plain = first[most, "generate"].rate
     ratios = [first[most, name].rate / plain for name in ("sglang", "local")]
     print(f"rollout at {most} conversations: sglang / generate = {ratios[0]:.2f}, local / generate = {ratios[1]:.2f}")
