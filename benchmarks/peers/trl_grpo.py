@@ -2,7 +2,8 @@
 
     pip install "trl==1.16.0" -c constraints.txt      # only for this benchmark
     python benchmarks/peers/trl_grpo.py [--threads 1] [--steps 8]
-    python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16]      # of a real size, Qwen's form of calls
+    python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16] [--learning-rate 1e-6]    # of a real size,
+        # whose template writes Qwen's form of calls; a rate that suits the shipped model would drive it apart
 
 The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A.
 
@@ -73,7 +74,6 @@ except ImportError as error:
 
 UNTIMED_STEPS = 1
 DATA_SEED = 0
-LEARNING_RATE = 3e-4
 MAX_ASSISTANT_TURNS = 4
 
 
@@ -103,7 +103,7 @@ class VerlMtSide:
             "data.train_batch_size": args.prompts,
             "actor_rollout_ref.actor.skip_zero_advantage": False,
             "actor_rollout_ref.actor.clip_ratio_c": "null",
-            "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
+            "actor_rollout_ref.actor.optim.lr": args.learning_rate,
             "actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
             "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
             "actor_rollout_ref.model.path": args.model,
@@ -230,7 +230,7 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
         epsilon=0.2,
         loss_type="dapo",  # token-mean over the whole batch
         scale_rewards="group",
-        learning_rate=LEARNING_RATE,
+        learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
         adam_beta1=0.9,
         adam_beta2=0.99,
@@ -337,6 +337,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=128, help="tokens after the prompt")
     parser.add_argument("--model", default=TINY_MODEL, help="a folder; its template shows tools and renders calls")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights, for both")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="small ones keep both sides' work alike")
     trl_mode = parser.add_argument_group("TRL's mode")
     trl_mode.add_argument("--micro-batch", type=int, default=64, help="sequences per training forward pass")
     trl_mode.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
