@@ -1,6 +1,6 @@
 """What attention shapes that a GPU has not seen cost: cuDNN's attention among torch's kernels, and not.
 
-    python benchmarks/new_shapes.py [--device cuda] [--batches 3] [--rows 32] [--sequences 32]
+    python benchmarks/new_shapes.py [--device cuda] [--repetitions 3] [--rows 32] [--sequences 32]
 
 Where torch prefers cuDNN's attention (Hopper), cuDNN builds an execution plan for each new shape. Packed rows of
 conversations have new shapes in every step, and so has a cache that grows; verl_mt takes the kernel out
@@ -60,7 +60,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batches", type=int, default=3, help="per way")
+    parser.add_argument("--repetitions", type=int, default=3, help="batches per way")
     parser.add_argument("--rows", type=int, default=32, help="of (a)")
     parser.add_argument("--sequences", type=int, default=32, help="of (b)")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
@@ -72,7 +72,7 @@ def main() -> None:
     lines = []
     for name, what, size in (("passes", seconds_of_pass, args.rows), ("sampling", seconds_of_sampling, args.sequences)):
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(args.batches + 1):
+        for number in range(args.repetitions + 1):
             # Other shapes for each way: what one has built, the other must not find.
             for turn, cudnn in enumerate((True, False) if number % 2 else (False, True)):
                 torch.backends.cuda.enable_cudnn_sdp(cudnn)

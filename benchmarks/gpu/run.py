@@ -164,7 +164,7 @@ def _updates() -> list[Stage]:
 def _benchmarks() -> list[Stage]:
     """That compare two ways on the device."""
     cuda, once = ("--device", "cuda"), ("--repetitions", "1")
-    tokens_and_width = ("--shapes", "64x2000", "--hidden", "16", *once)
+    tokens_and_width = ("--shapes", "64x2000", "--hidden", "16")
     table = (
         (
             "log-prob-memory", "log-probs behind a large vocabulary", "log_prob_memory.py",
@@ -172,23 +172,23 @@ def _benchmarks() -> list[Stage]:
         ),
         (
             "packing", "packed and padded passes", "packing.py",
-            (*cuda, "--size", "large"), ("--rows", "8", *once), ("packed / padded", "gradients differ"),
+            (*cuda, "--size", "large"), ("--rows", "8"), ("packed / padded", "gradients differ"),
         ),
         (
             "prefix-sharing", "prefixes once and in every row", "prefix_sharing.py", (*cuda, "--size", "large"),
-            ("--rows", "8", "--group-sizes", "4", *once), ("not shared / shared", "gradients differ"),
+            ("--rows", "8", "--group-sizes", "4"), ("not shared / shared", "gradients differ"),
         ),
         (
             "new-shapes", "cuDNN's attention among the kernels, and not", "new_shapes.py", cuda,
-            ("--batches", "1", "--rows", "8", "--sequences", "4", "--layers", "2"), ("cuDNN",),
+            ("--rows", "8", "--sequences", "4", "--layers", "2"), ("cuDNN",),
         ),
         (
             "decode", "tokens a second of the local engine, and of generate", "local_engine.py",
-            cuda, ("--sequences", "4", *once), ("tokens/s", "local engine / generate"),
+            cuda, ("--sequences", "4"), ("tokens/s", "local engine / generate"),
         ),
     )  # fmt: skip
     return [
-        Stage(name, what, *_benchmark(file, on_gpu, small), lines_with(*marks))
+        Stage(name, what, *_benchmark(file, on_gpu, (*small, *once)), lines_with(*marks))
         for name, what, file, on_gpu, small, marks in table
     ]
 
