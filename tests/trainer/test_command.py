@@ -313,6 +313,27 @@ def test_mixed_files_and_their_metrics_survive_a_resume(tmp_path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_in_the_last_validation_loses_no_line(tmp_path):
+    """The checkpoint keeps the step's numbers; the same command validates, writes the line and exports."""
+    overrides = ("trainer.deterministic=True", "trainer.total_training_steps=2", "trainer.val_before_train=False")
+    whole = fit(tmp_path / "whole", *overrides)
+    first = small_trainer(tmp_path / "broken", *overrides)
+    validate = first.validate
+
+    def interrupted() -> dict[str, float]:
+        first.interrupts.requested.set()
+        return validate()
+
+    first.validate = interrupted  # type: ignore[method-assign]
+    first.fit()
+    assert first.exit_status == 130
+    assert [line["step"] for line in metrics_of(tmp_path / "broken")] == [1]
+    assert fit(tmp_path / "broken", *overrides) == whole
+    assert [line["step"] for line in whole] == [1, 2] and "val/accuracy" in whole[-1]
+    assert (tmp_path / "broken" / "hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
 def test_a_curriculum_begins_with_what_is_easy(tmp_path):
     fit(
         tmp_path / "run",
