@@ -114,6 +114,14 @@ def test_memory_that_is_not_there_is_an_error_that_names_what_takes_it(monkeypat
     assert "ppo_max_token_len" in found.fix
 
 
+def test_memory_that_caches_files_counts_as_there():
+    """A machine that has read much has next to nothing *free*, and all of it to give."""
+    if not (meminfo := Path("/proc/meminfo")).is_file():
+        pytest.skip("no /proc/meminfo, which says what Linux can give")
+    known = dict(line.split()[:2] for line in meminfo.read_text().splitlines())
+    assert resources.available_memory() == pytest.approx(1024 * int(known["MemAvailable:"]), rel=0.2)
+
+
 @pytest.mark.cap("P5", "P7")
 @pytest.mark.parametrize("name", ["Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "Kimi-K2-Thinking"])
 def test_a_template_that_forks_every_turn_makes_several_records(shared_data, name):

@@ -9,13 +9,13 @@ numbers.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from verl_mt import engines
@@ -282,8 +282,8 @@ def device_memory(subject: Subject) -> float | None:
 
 
 def available_memory() -> float:
-    """Bytes of main memory that are free."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    """Bytes of main memory that a process could get: what is free, and what only caches files."""
+    return float(psutil.virtual_memory().available)
 
 
 def _activations(subject: Subject, width: int) -> float:
