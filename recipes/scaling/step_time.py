@@ -34,9 +34,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", help="folder or hub name; with --run, the run's own")
     parser.add_argument("--dtype", default="float32", help="of the engine's weights, with --model")
     for field in dataclasses.fields(Work):
-        if field.name not in ("ref", "last"):
+        if field.name not in ("ref", "last", "packed", "tree"):
             flag = "--" + field.name.removesuffix("_s").replace("_", "-")
             parser.add_argument(flag, dest=field.name, type=float)
+    parser.add_argument("--padded", action="store_true", help="rows of the update (model.use_remove_padding=False)")
     parser.add_argument("--max-staleness", type=int, default=0, help="steps that are sampled ahead of their own")
     parser.add_argument("--one-device", action="store_true", help="engine and trainer compute on the same one")
     args = parser.parse_args(argv)
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     missing = [n for n in ("trajectories", "prompt_tokens", "sampled_tokens", "longest_tokens") if given[n] is None]
     if args.model is None or missing:
         parser.error(f"without --run: --model and --{' --'.join(missing or ['...']).replace('_', '-')} are needed")
-    work = Work(**{k: v for k, v in given.items() if v is not None})
+    work = Work(**{k: v for k, v in given.items() if v is not None}, packed=not args.padded)
     predicted = predict(model_of(args.model, args.dtype), work, machine)
     print(describe(predicted))
     if args.max_staleness:

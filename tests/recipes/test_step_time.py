@@ -195,6 +195,10 @@ def test_the_command_predicts_and_names_the_longest_part(formula, tmp_path, caps
     formula[2].main([*words, *numbers, "--calls", "1", "--tool-latency", "9", "--max-staleness", "1"])
     (whole, ahead) = re.findall(r"step ([0-9.]+)", capsys.readouterr().out)
     assert float(ahead) == pytest.approx(float(whole) / 2, abs=0.01)
+    formula[0].save_machine(formula[0].Machine(train_segment_overhead_s=0.01), tmp_path / "m.json")
+    for padded in ([], ["--padded"]):
+        formula[2].main([*words, *numbers, *padded])
+        assert ("update 0.00" in capsys.readouterr().out) == bool(padded)
     with pytest.raises(SystemExit):
         formula[2].main([*words, "--prompt-tokens", "100"])
     assert "--sampled-tokens" in capsys.readouterr().err
