@@ -380,7 +380,7 @@ def test_a_demonstration_of_search_asks_the_question_and_answers_with_words_of_w
     call = messages[2]["tool_calls"][0]["function"]
     assert call == {"name": "search", "arguments": {"query": question.text}}
     assert messages[3]["content"] == 'Doc 1(Title: "Lakes") The lake of Orta is 18 km long, and 143 m deep at most.\n'
-    assert messages[4]["content"] == "<answer>143 m</answer>"
+    assert messages[4]["content"] == "<answer> 143 m</answer>"
     elsewhere = search_demonstrations.Question("How wide is it?", ["Lakes"])  # in the title alone
     assert search_demonstrations.demonstration(elsewhere, PASSAGE) is None
 
@@ -397,13 +397,27 @@ def test_questions_of_search_are_split_in_their_order(tmp_path, capsys):
         "1 demonstrations (1 questions left out: the answer is not in the passage that is found), 2 "
     )
     (line,) = (out / "demos.jsonl").open()
-    assert json.loads(line)["messages"][-1]["content"] == "<answer>birch wood</answer>"
+    assert json.loads(line)["messages"][-1]["content"] == "<answer> birch wood</answer>"
     splits = {split: load_rows(str(out / f"{split}.parquet"), split=split)[0].rows for split in ("train", "test")}
     asked = {split: [row.prompt[1]["content"] for row in rows] for split, rows in splits.items()}
     assert asked == {"train": ["What is cedar?", "What is dahlia?"], "test": ["What is elder?", "What is fern?"]}
     assert len((out / "corpus.jsonl").read_text().splitlines()) == 5
     assert search_demonstrations.main([*given, "--demonstrations", "4"]) == 2
     assert "--demonstrations 4 and --test 2: of 6 questions each must get at least one" in capsys.readouterr().err
+
+
+def _answers_can_be_copied(model: Path, demos: Path) -> None:
+    """Of 273 answers 261 are in the passage token for token; without the space before them 62."""
+    from transformers import AutoTokenizer
+
+    tokenizer, shared = AutoTokenizer.from_pretrained(model), []
+    for line in demos.open(encoding="utf-8"):
+        *_, passage, answer = json.loads(line)["messages"]
+        tag, of_it = (tokenizer.encode(text, add_special_tokens=False) for text in ("<answer>", answer["content"]))
+        words = of_it[len(tag) : len(of_it) - len(tag)]  # `</` is one token, as `<` is
+        read = tokenizer.encode(passage["content"], add_special_tokens=False)
+        shared.append(words in [read[k : k + len(words)] for k in range(len(read))])
+    assert len(shared) > 200 and sum(shared) / len(shared) > 0.9
 
 
 @pytest.mark.slow
@@ -413,6 +427,7 @@ def test_the_model_of_the_wheel_searches_real_passages_for_two_steps(model, shar
     tasks, rows = shared_data / "tasks", tmp_path / "rows"
     given = ["--questions", str(tasks / "search_qa.jsonl"), "--corpus", str(tasks / "search_corpus.jsonl.gz")]
     assert search_demonstrations.main([*given, "--out", str(rows)]) == 0
+    _answers_can_be_copied(model, rows / "demos.jsonl")
     shortest = tmp_path / "shortest.jsonl"
     with (rows / "demos.jsonl").open() as demos:
         shortest.write_text(min(demos, key=len))

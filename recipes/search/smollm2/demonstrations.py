@@ -36,7 +36,11 @@ SYSTEM = (
 
 
 def demonstration(question: Question, passage: str) -> list[dict[str, Any]] | None:
-    """The conversation of someone who asks once and reads; None where the passage has none of the answers."""
+    """The conversation of someone who asks once and reads; None where the passage has none of the answers.
+
+    The answer follows a space, as words of a passage do: without it a word has other tokens than those in the passage,
+    and cannot be copied (README.md has what that costs).
+    """
     _, _, text = passage.partition("\n")
     answer = next((a for a in question.answers if a in text), None)
     if answer is None:
@@ -47,7 +51,7 @@ def demonstration(question: Question, passage: str) -> list[dict[str, Any]] | No
         {"role": "user", "content": question.text},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "name": "search", "content": format_documents([passage])},
-        {"role": "assistant", "content": f"<answer>{answer}</answer>"},
+        {"role": "assistant", "content": f"<answer> {answer}</answer>"},
     ]
 
 
