@@ -39,7 +39,7 @@ def demonstration(question: Question, passage: str) -> list[dict[str, Any]] | No
     """The conversation of someone who asks once and reads; None where the passage has none of the answers.
 
     The answer follows a space, as words of a passage do: without it a word has other tokens than those in the passage,
-    and cannot be copied (README.md has what that costs).
+    and cannot be copied token for token (README.md has what that costs).
     """
     _, _, text = passage.partition("\n")
     answer = next((a for a in question.answers if a in text), None)
