@@ -106,8 +106,9 @@ def free_bytes(device: str) -> int:
         import torch
 
         return torch.cuda.mem_get_info()[0]
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    from verl_mt.doctor.resources import available_memory
+
+    return int(available_memory())
 
 
 def compare(tokens: int, vocabulary: int, args: argparse.Namespace) -> str:
