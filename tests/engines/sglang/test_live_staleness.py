@@ -7,6 +7,7 @@ from statistics import fmean
 
 import pytest
 from command_lab import metrics_of, rows_of
+from late_calculator import configure
 from live import ROLLOUT, START_S
 from ray_machines import two_machines
 
@@ -18,6 +19,12 @@ from verl_mt.trainer.build import build_trainer
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 BOUND = 2
+
+
+@pytest.fixture
+def late_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The override that makes some conversation meet new weights."""
+    return ROLLOUT + f"tool_kwargs.tools_config_file={configure(tmp_path, monkeypatch)}"
 
 
 def train(run: Path, steps: int, *overrides: str) -> list[dict]:
@@ -57,8 +64,8 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
     assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.05, rewards
 
 
-def test_the_default_task_is_learned_while_the_engine_samples(tmp_path):
-    lines = train(tmp_path / "run", 20)
+def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_calculator):
+    lines = train(tmp_path / "run", 20, late_calculator)
     require_what_was_promised(tmp_path / "run", lines)
 
 
@@ -90,10 +97,10 @@ def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp
 
 
 @pytest.mark.ray
-def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch):
+def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch, late_calculator):
     with two_machines() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
-        lines = train(tmp_path / "run", 20, *words)
+        lines = train(tmp_path / "run", 20, late_calculator, *words)
     require_what_was_promised(tmp_path / "run", lines)
     assert {line["rollout/replicas"] for line in lines} == {2}
