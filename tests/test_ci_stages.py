@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from itertools import chain, combinations
 from pathlib import Path
@@ -41,3 +43,23 @@ def test_a_test_runs_in_exactly_one_stage_and_one_for_a_gpu_in_none(marks):
 
 def selecting(marks: set[str]) -> list[str]:
     return [name for name, selects in stages().items() if selects.evaluate(lambda mark, **_: mark in marks)]
+
+
+def test_what_belongs_together_runs_in_one_process(tmp_path):
+    """A fixture that takes a minute is made once; a release of pytest had pytest-xdist split groups without a word."""
+    (tmp_path / "test_groups.py").write_text(
+        """
+import os, pytest
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("n", range(6))
+def test_it(n):
+    with open("workers", "a") as file:
+        print(os.environ["PYTEST_XDIST_WORKER"], file=file)
+"""
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    workers = (tmp_path / "workers").read_text().split()
+    assert len(workers) == 6 and len(set(workers)) == 1
