@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_mt.check_template import main as check_template
+from verl_mt.config.compose import compose
 from verl_mt.data.dataset import load_rows
 from verl_mt.modeling.passes import choose_passes, decoder_of
 from verl_mt.modeling.shared_prefix import can_share_prefixes
@@ -307,6 +308,14 @@ def test_questions_that_are_now_solved_and_now_not_are_picked(tmp_path, capsys):
         assert pick_questions.main([*words, str(evaluated)]) == 2 and said in capsys.readouterr().err
     assert pick_questions.main(["--rows", "no.parquet", "--out", str(out), "--evaluated", str(first)]) == 2
     assert "demonstrations.py writes it" in capsys.readouterr().err
+
+
+def test_steps_and_not_passes_end_a_run_on_picked_questions():
+    """Of the page's 684 one pass is 42 steps."""
+    config = compose([], config_name="smollm2", config_dir=RECIPE / "config")
+    passes = config.trainer.total_epochs * 684 // config.data.train_batch_size
+    assert config.trainer.total_training_steps == 60 <= passes
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == config.actor_rollout_ref.rollout.temperature
 
 
 def _run_of(folder: Path, rewards: list[float]) -> str:
