@@ -40,7 +40,7 @@ class LateCalculator(Calculator):
 
     def version(self) -> int:
         """The last one that the engine was given."""
-        return int(Path(self.config["version_file"]).read_text() or 0)
+        return int(Path(self.config["version_file"]).read_text())
 
 
 def configure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
