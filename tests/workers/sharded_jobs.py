@@ -24,9 +24,11 @@ from verl_mt.workers.critic import CriticWorker
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
+from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, ShardedCritic, ShardedPolicy, model_of, whole
 from verl_mt.workers.shares import Share
+from verl_mt.workers.state import live_tensors
 
 PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
 
@@ -278,3 +280,10 @@ def update_of_a_share(
         "correction": actor.loss.correction,
         "weights": {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()},
     }
+
+
+def first_masters(ranks: Ranks, setup: WorkerSetup) -> dict[str, dict[str, torch.Tensor]]:
+    """Actor's and critic's tensors as they are when the optimizer is about to step for the first time, whole."""
+    actor, _, critic = load_workers(setup, ranks)
+    live = {who.__class__.__name__: live_tensors(who.module, who.optimizer) for who in (actor, critic) if who}
+    return {who: {name: whole(t).clone() for name, t in tensors.items()} for who, tensors in live.items()}

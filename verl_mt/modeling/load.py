@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.modeling.exact import remember_all
 from verl_mt.modeling.lora import Adapter, without_adapters
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,6 +33,7 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     device: str | torch.device = "cpu",
+    exact: bool = False,
 ) -> Any:
     """Load a model for training or sampling.
 
@@ -42,6 +44,7 @@ def load_causal_lm(
         attn_implementation: transformers' name of the attention.
         trust_remote_code: run Python code that comes with the model.
         device: where the weights go.
+        exact: remember, on the CPU, what a lower `dtype` rounds away of a float32 checkpoint (`exact.py`).
 
     Returns:
         A `transformers.PreTrainedModel` in eval mode.
@@ -56,15 +59,16 @@ def load_causal_lm(
     source = resolve_model_path(path)
     if _is_local(source):
         _check_folder(path, Path(source))
+    options: dict[str, Any] = {
+        "revision": revision,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
-        loaded: Any = _auto_class(source, revision, trust_remote_code).from_pretrained(
-            source,
-            revision=revision,
-            dtype=_DTYPES[dtype],
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        kind = _auto_class(source, revision, trust_remote_code)
+        loaded: Any = kind.from_pretrained(source, dtype=_DTYPES[dtype], output_loading_info=True, **options)
+        if exact and dtype != "float32" and _is_float32(source, revision, trust_remote_code):
+            remember_all(loaded[0], kind.from_pretrained(source, dtype=torch.float32, **options))
     except SafetensorError as error:
         raise ConfigError(
             f"model path {path!r}: its *.safetensors cannot be read ({error}): cut short or damaged; copy or download "
@@ -176,6 +180,14 @@ def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigEr
         f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: {error}. "
         "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
     )
+
+
+def _is_float32(source: str, revision: str | None, trust_remote_code: bool) -> bool:
+    """Whether a checkpoint says so, or says nothing."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    return config.dtype in (None, torch.float32)
 
 
 def _auto_class(source: str, revision: str | None, trust_remote_code: bool) -> Any:

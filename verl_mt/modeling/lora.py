@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from verl_mt.config.actor import ModelConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.modeling.exact import take_exact
 
 _KEY = "actor_rollout_ref.model"
 _ALL = "all-linear"
@@ -129,7 +130,7 @@ def sees(name: str) -> bool:
 
 
 def freeze_vision(model: nn.Module) -> None:
-    """A vision tower and its projector are not trained; a model without them stays as it is.
+    """A vision tower and its projector are not trained, and need no exact values; a model without them stays as it is.
 
     Raises:
         ConfigError: the model's config has a `vision_config`, but none of its weights has a name by which a tower is
@@ -145,6 +146,7 @@ def freeze_vision(model: nn.Module) -> None:
         )
     for parameter in found:
         parameter.requires_grad_(False)
+        take_exact(parameter)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from verl_mt.config.actor import OptimConfig
+from verl_mt.modeling.exact import take_exact
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of one parameter; `step` is a number."""
@@ -96,7 +97,8 @@ def names_of_state(parameter: Tensor) -> tuple[str, ...]:
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The state of one parameter, made (moments 0, master = the weights as they are) where there is none yet."""
+    """The state of one parameter, made where there is none yet: moments 0, master = the weights, as exact as they are
+    known (a float32 checkpoint's own)."""
     state = optimizer.state[parameter]
     if not state:
         offload = getattr(optimizer, "offload", False)
@@ -105,7 +107,9 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
         if parameter.dtype != torch.float32:
-            state[MASTER] = parameter.detach().to(device, torch.float32, copy=True)
+            exact = take_exact(parameter)
+            known = parameter.detach() if exact is None else exact
+            state[MASTER] = known.to(device, torch.float32, copy=exact is None)
     return state
 
 

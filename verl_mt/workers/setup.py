@@ -114,7 +114,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
-    module = add_adapters(_first_policy(setup, ranks), model, seed=setup.seed)
+    module = add_adapters(_first_policy(setup, ranks, trained=model.lora_rank == 0), model, seed=setup.seed)
     if model.freeze_vision:
         freeze_vision(module)
     lora = _agreed(lora_of(module), module, ranks)
@@ -171,7 +171,7 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
     if config.share_trunk:
         head = ValueHead(policy.config.get_text_config().hidden_size, seed=setup.seed).to(setup.device)
         return CriticWorker(head, config, schedule=schedule, shuffle=shuffle, policy=actor.module)
-    model = _first_policy(setup, ranks, path=config.model.path)
+    model = _first_policy(setup, ranks, path=config.model.path, trained=True)
     sizes = [m.config.get_text_config().vocab_size for m in (model, policy)]
     if sizes[0] < sizes[1]:
         raise ConfigError(
@@ -185,15 +185,15 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
     return CriticWorker(values, config, schedule=schedule, shuffle=shuffle, param_offload=param_offload)
 
 
-def _first_policy(setup: WorkerSetup, ranks: Ranks, path: str | None = None) -> Any:
+def _first_policy(setup: WorkerSetup, ranks: Ranks, path: str | None = None, *, trained: bool = False) -> Any:
     """Whole, or where it is going to be spread: whole on rank 0, which deals it out, without content on the others.
-    `path` names another model than the policy."""
+    `path` names another model than the policy; `trained`: all of it gets master weights."""
     source = _source(setup)
     if path is not None:
         source |= {"path": path, "revision": None}
     if ranks.size == 1:
-        return load_causal_lm(**source, device=setup.device)
-    return load_causal_lm(**source, device="cpu") if ranks.rank == 0 else empty_causal_lm(**source)
+        return load_causal_lm(**source, device=setup.device, exact=trained)
+    return load_causal_lm(**source, device="cpu", exact=trained) if ranks.rank == 0 else empty_causal_lm(**source)
 
 
 def _agreed(lora: Lora | None, module: Any, ranks: Ranks) -> Lora | None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
+from verl_mt.modeling.exact import remember_exact, take_exact
 from verl_mt.modeling.log_probs import LogProbs, forward_log_probs
 from verl_mt.modeling.passes import forbid_packing, forbid_whole_rows, passes_of, use_passes
 from verl_mt.modeling.sequence_parallel import SequenceGroup
@@ -127,6 +128,7 @@ class ShardedPolicy(nn.Module):
         # `fully_shard` replaces the parameters by shards that each rank cuts out of its own memory, which is empty on
         # all but rank 0. So the whole weights are kept aside and dealt out behind it.
         weights = [parameter.detach() for parameter in model.parameters()]
+        exact = [take_exact(parameter) for parameter in model.parameters()]
         policy = CPUOffloadPolicy() if offload and device_type == "cuda" else OffloadPolicy()
         layer_names = set(getattr(model, "_no_split_modules", None) or ())
         parts = [m for m in model.modules() if type(m).__name__ in layer_names]
@@ -137,7 +139,7 @@ class ShardedPolicy(nn.Module):
             # Denominators of the loss are global already: gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-        _deal_out(model, weights)
+        _deal_out(model, weights, exact, ranks)
 
     def forward(self, *args: Any, hidden: bool = False, **kwargs: Any) -> Any:
         """Log-probs and entropies; or with `hidden` the result of `hidden_before`."""
@@ -201,18 +203,27 @@ def _share_sequences(model: Any, ranks: Ranks, device_type: str) -> None:
 
 
 @torch.no_grad()
-def _deal_out(model: Any, weights: list[Tensor]) -> None:
-    """Give every rank its shards of rank 0's weights, one parameter at a time, and rank 0's buffers."""
-    from torch.distributed.tensor import distribute_tensor
-
+def _deal_out(model: Any, weights: list[Tensor], exact: list[Tensor | None], ranks: Ranks) -> None:
+    """Give every rank its shards of rank 0's weights, and of their exact values where it knows them, one parameter at a
+    time; and rank 0's buffers."""
+    known = ranks.gather([values is not None for values in exact])[0]
     for number, parameter in enumerate(model.parameters()):
         # One at a time, and let go at once: rank 0 holds the whole model only on the CPU, and no device ever does.
-        dealt = distribute_tensor(weights[number], parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(dealt.to_local())
-        del dealt
-        weights[number] = torch.empty(0)
+        parameter.to_local().copy_(_dealt(weights[number], parameter).to_local())
+        if known[number]:
+            values = exact[number]
+            values = torch.empty_like(weights[number], dtype=torch.float32) if values is None else values
+            remember_exact(parameter, _dealt(values, parameter))
+        weights[number], exact[number] = torch.empty(0), None
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
+
+
+def _dealt(value: Tensor, parameter: Any) -> Any:
+    """Rank 0's tensor, spread as the parameter is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def ranks_of(module: nn.Module) -> Ranks:
