@@ -89,6 +89,23 @@ def test_the_time_of_a_step_is_told_by_the_formula_that_runs_are_compared_with(t
         assert 1 / 6 < told[name] / last[f"time/{name}_s"] < 6, (name, told, last[f"time/{name}_s"])
 
 
+@pytest.mark.parametrize(("ratio", "said"), [(2.0, True), (0.5, False)])
+def test_a_cpu_that_is_slower_in_bfloat16_is_told_so_before_a_run(monkeypatch, ratio, said):
+    """AVX512-BF16 alone is; with AMX it is the other way round."""
+    speeds = {"float32": (1e8 * ratio, 1e10), "bfloat16": (1e8, 1e10)}
+    monkeypatch.setattr(resources, "_speed", lambda kind, dtype: speeds[dtype])
+    monkeypatch.setattr(resources.torch.cuda, "is_available", lambda: False)
+    run = ["actor_rollout_ref.model.dtype=bfloat16", "trainer.device=cpu"]
+    found = findings(run, "time")
+    assert sum(f.status == "warning" for f in found) == said
+    if said:
+        warned = one(found, "time", "warning")
+        seconds, factor = re.search(r"about ([0-9.]+) s a step, ([0-9.]+) times", warned.text).groups()
+        exact = one(findings([*run, "actor_rollout_ref.model.dtype=float32"], "time"), "time", "ok").text
+        assert f"about {seconds} s a step" in exact and 1.5 < float(factor) <= 2
+        assert "actor_rollout_ref.model.dtype=float32" in warned.fix
+
+
 def test_an_engine_that_is_not_there_is_one_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = findings(["actor_rollout_ref.rollout.name=nope.py:Engine"], "engine", "disk", "memory", "time")

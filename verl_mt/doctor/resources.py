@@ -20,7 +20,7 @@ import torch
 
 from verl_mt import engines
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.step_time import Machine, Model, Work, predict
+from verl_mt.doctor.step_time import Machine, Model, StepTime, Work, predict
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm
 from verl_mt.trainer import build_rollout
@@ -40,6 +40,8 @@ _ASSUMED_GPU = (2e14, 2e12)
 """Operations and bytes per second where the workers' GPUs are not here."""
 _EFFICIENCY = {"cpu": 1.0, "cuda": 0.4}
 """Of a forward and backward pass, beside the matrix product that was measured."""
+_WORTH_SAYING = 0.75
+"""A step in float32 takes less than this share of the time."""
 _NETWORK = {"machine": 1e11, "machines": 1e10}
 """Bytes per second between the GPUs of one machine, and between machines."""
 _ROW_BYTES_PER_TOKEN = {"jsonl": 60, "parquet": 10}
@@ -135,11 +137,9 @@ def memory(subject: Subject) -> Iterator[Finding]:
 
 
 def step_time(subject: Subject) -> Iterator[Finding]:
-    """Seconds of one step, from the work and the speed of this machine."""
-    work, (device, machine) = planned_work(subject), planned_machine(subject)
-    sizes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
-    width = 2 if subject.config.actor_rollout_ref.model.dtype == "bfloat16" else 4
-    found = predict(Model.of(subject.module.config.get_text_config(), sizes, width), work, machine)
+    """Seconds of one step, from the work and the speed of this machine; and whether it is faster in float32."""
+    dtype = subject.config.actor_rollout_ref.model.dtype
+    device, found = _predicted(subject, dtype)
     parts = {"weights": found.weights_s, "reference": found.ref_s, "the rest": found.rest_s}
     told = "".join(f", {name} {seconds:,.1f}" for name, seconds in parts.items() if seconds >= 0.05)
     ahead = subject.config.trainer.steps_ahead
@@ -150,6 +150,23 @@ def step_time(subject: Subject) -> Iterator[Finding]:
         f"{found.update_s:,.1f}{told}{beside}; all {subject.total_steps} steps "
         f"{seconds * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
     )
+    # A GPU has bfloat16 for its speed, and so has a CPU with AMX; others compute in it and are slower.
+    if device == "cpu" and dtype == "bfloat16":
+        exact = _predicted(subject, "float32")[1].step_s
+        if exact < _WORTH_SAYING * found.step_s:
+            yield warning(
+                f"this CPU is faster in float32: about {exact:,.1f} s a step, {found.step_s / exact:.1f} times as fast",
+                "set actor_rollout_ref.model.dtype=float32, which takes as much memory but for activations and cache",
+            )
+
+
+def _predicted(subject: Subject, dtype: str) -> tuple[str, StepTime]:
+    """(the device, the times) of a step computed in a precision."""
+    device, machine = planned_machine(subject, dtype)
+    sizes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
+    width = 2 if dtype == "bfloat16" else 4
+    model = Model.of(subject.module.config.get_text_config(), sizes, width)
+    return device, predict(model, planned_work(subject), machine)
 
 
 def sampling_of(subject: Subject) -> str:
@@ -189,12 +206,12 @@ def planned_work(subject: Subject) -> Work:
     )
 
 
-def planned_machine(subject: Subject) -> tuple[str, Machine]:
+def planned_machine(subject: Subject, dtype: str) -> tuple[str, Machine]:
     """(what it is called, its rates): of this one, or of a round one where the devices are elsewhere."""
     config, rollout = subject.config, subject.rollout
     kind = "cuda" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
     elsewhere = kind == "cpu" and (config.trainer.device == "cuda" or not subject.samples_from_policy)
-    flops, bandwidth = _ASSUMED_GPU if elsewhere else _speed(kind, config.actor_rollout_ref.model.dtype)
+    flops, bandwidth = _ASSUMED_GPU if elsewhere else _speed(kind, dtype)
     name = f"a GPU of {flops / 1e12:.0f} TFLOP/s" if elsewhere else kind
     kind = "cuda" if elsewhere else kind
     live = rollout.max_num_seqs
