@@ -60,6 +60,38 @@ def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
     assert same(weights(tmp_path / "model"), weights(run / "hf"))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_float32_weights_of_a_bfloat16_run_are_those_of_its_optimizer(tmp_path, sharded):
+    """Rounded they are what the run itself exports."""
+    options = [f"trainer.default_local_dir={tmp_path / 'run'}", "actor_rollout_ref.model.dtype=bfloat16"]
+    options += ["trainer.total_training_steps=2", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=8"]
+    build_trainer(compose([*SMALL, *options])).fit()
+    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    tensors = checkpoint.load(folder)["workers"]["actor"]["tensors"]
+    if sharded:
+        state = checkpoint.load(folder)
+        del state["workers"]["actor"]["tensors"]
+        store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
+        folder = store.save(3, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
+    assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "exact"), "--dtype", "float32"]) == 0
+    found, rounded = weights(tmp_path / "exact"), weights(tmp_path / "run" / "hf")
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    masters = {name: t for name, t in tensors.items() if name.endswith(".master")}
+    assert masters and any(not torch.equal(t, t.to(torch.bfloat16).float()) for t in masters.values())
+    for name, master in masters.items():
+        own = name.removeprefix("optimizer.").removesuffix(".master")
+        assert torch.equal(found[own], master) and torch.equal(rounded[own], master.to(torch.bfloat16))
+
+
+def test_adapters_are_exported_with_the_weights_that_they_were_trained_on(tmp_path, capsys):
+    options = [f"trainer.default_local_dir={tmp_path / 'run'}", "actor_rollout_ref.model.dtype=bfloat16"]
+    build_trainer(compose([*SMALL, *options, "actor_rollout_ref.model.lora_rank=2"])).fit()
+    told = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--dtype"]
+    assert export.main([*told, "float32"]) == 2 and "trained on weights in bfloat16" in capsys.readouterr().err
+    assert export.main([*told, "bfloat16"]) == 0
+    assert same(weights(tmp_path / "model"), weights(tmp_path / "run" / "hf"))
+
+
 def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")

@@ -2,6 +2,7 @@
 
     python -m verl_mt.export --checkpoint runs/tiny/checkpoints/step_000040 --out model/
     python -m verl_mt.export --checkpoint runs/tiny --out model/          # its newest checkpoint
+    python -m verl_mt.export --checkpoint runs/cold --out model/ --dtype float32    # as exact as it was trained
 
 Runs on one machine without Ray; the whole model must fit into its memory.
 """
@@ -25,9 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", required=True, help="folder of the exported model; an older export there is replaced")
     parser.add_argument("--config", help="config.yaml of the run; default: the run directory's, two folders up")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the weights; default: the run's actor_rollout_ref.model.dtype. float32 gives the exact weights of "
+        "what was trained in a lower precision, for further training",
+    )
     args = parser.parse_args(argv)
     try:
-        folder = export(Path(args.checkpoint), Path(args.out), None if args.config is None else Path(args.config))
+        config = None if args.config is None else Path(args.config)
+        folder = export(Path(args.checkpoint), Path(args.out), config, dtype=args.dtype)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -35,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
+def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: str | None = None) -> Path:
     """Write the policy of a checkpoint, with its tokenizer and the chat template it was trained with. Low-rank adapters
     are merged into the weights; `adapter/` below the folder has them as well, for peft.
 
@@ -43,9 +51,11 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
         source: a checkpoint or a run directory.
         out: the folder to write.
         config_file: the run's `config.yaml`, where it is not in its run directory.
+        dtype: of the weights; None = as trained. float32: the optimizer's exact ones, where it has some.
 
     Raises:
-        CheckpointError: no checkpoint there, no config, a damaged one, or one of another model.
+        CheckpointError: no checkpoint there, no config, a damaged one, one of another model, or adapters that were
+            trained on weights of another dtype.
     """
     # Here, so that --help need not wait seconds for torch.
     from verl_mt.modeling.load import export_hf, load_causal_lm
@@ -57,10 +67,15 @@ def export(source: Path, out: Path, config_file: Path | None = None) -> Path:
     config = _config(folder, config_file)
     state = checkpoint.load(folder, way_out="--checkpoint {intact} exports it")
     model = config.actor_rollout_ref.model
+    if model.lora_rank and dtype not in (None, model.dtype):
+        raise CheckpointError(
+            f"--dtype {dtype}: the run's adapters were trained on weights in {model.dtype} and belong to these; leave "
+            "--dtype out"
+        )
     module = load_causal_lm(
         model.path,
         revision=model.revision,
-        dtype=model.dtype,
+        dtype=dtype or model.dtype,
         attn_implementation="sdpa",
         trust_remote_code=model.trust_remote_code,
     )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from verl_mt.data.digests import HashingFile
 from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError
 from verl_mt.modeling.lora import lora_of, require_same
-from verl_mt.workers.state import WEIGHTS, copy_into, live_tensors
+from verl_mt.workers.state import copy_into, is_master, is_weight, live_tensors, master_of
 
 SHARDS = "actor"
 """Where in a checkpoint's folder the actor's shards are; the critic's are in `critic`."""
@@ -81,15 +82,16 @@ def has_shards(folder: Path, name: str = SHARDS) -> bool:
 
 
 def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = SHARDS) -> None:
-    """Read into the given tensors, in place; collective. Any number of ranks may have written them. Weights may be
-    read without the optimizer's state.
+    """Read into the given tensors, in place; collective. Any number of ranks may have written them. Weights or masters
+    may be read without the rest.
 
     Raises:
         CheckpointError: no shards there, a part is missing, or they are of another model.
     """
     shapes = stored_shapes(folder, name)
-    if all(tensor.startswith(WEIGHTS) for tensor in tensors):
-        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith(WEIGHTS)}
+    for kind in (is_weight, is_master):
+        if all(map(kind, tensors)):
+            shapes = {tensor: shape for tensor, shape in shapes.items() if kind(tensor)}
     differing = sorted(tensors.keys() ^ shapes.keys()) or [n for n in tensors if tensors[n].shape != shapes[n]]
     if differing:
         raise CheckpointError(
@@ -122,7 +124,8 @@ def stored_shapes(folder: Path | None, name: str = SHARDS) -> dict[str, tuple[in
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None:
-    """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it.
+    """Write a checkpoint's weights into a whole module, in place; whatever placement wrote it. A module in float32 gets
+    the exact weights of what was trained in a lower precision.
 
     Args:
         module: a Hugging Face model of the checkpoint's architecture, with adapters if that has some.
@@ -134,10 +137,14 @@ def load_weights(module: nn.Module, state: dict[str, Any], folder: Path) -> None
     """
     require_same(state["actor"].get("lora"), lora_of(module))
     live, saved = live_tensors(module), state["actor"].get("tensors")
-    if saved is None:
-        load_shards(live, folder)
-    else:
-        copy_into(live, {name: tensor for name, tensor in saved.items() if name.startswith(WEIGHTS)})
+    there = stored_shapes(folder) if saved is None else saved
+    exact = {master_of(name): tensor for name, tensor in live.items() if tensor.dtype == torch.float32}
+    exact = {name: tensor for name, tensor in exact.items() if name in there}  # none before the first update
+    for part, kind in ((live, is_weight), (exact, is_master)):
+        if part and saved is None:
+            load_shards(part, folder)
+        elif part:
+            copy_into(part, {name: tensor for name, tensor in saved.items() if kind(name)})
 
 
 @contextmanager

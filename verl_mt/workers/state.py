@@ -14,11 +14,24 @@ from torch import Tensor, nn
 
 from verl_mt.errors import CheckpointError
 from verl_mt.modeling.lora import lora_of
-from verl_mt.workers.optimizer import names_of_state, state_of
+from verl_mt.workers.optimizer import MASTER, names_of_state, state_of
 from verl_mt.workers.sharding import model_of
 
 WEIGHTS = "module."
 """What the names of weights begin with."""
+
+
+def is_weight(name: str) -> bool:
+    return name.startswith(WEIGHTS)
+
+
+def master_of(name: str) -> str:
+    """The name of the exact weights, of a weight's name."""
+    return f"optimizer.{name.removeprefix(WEIGHTS)}.{MASTER}"
+
+
+def is_master(name: str) -> bool:
+    return not is_weight(name) and name.endswith(f".{MASTER}")
 
 
 def live_tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
