@@ -58,7 +58,7 @@ def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: s
             trained on weights of another dtype.
     """
     # Here, so that --help need not wait seconds for torch.
-    from verl_mt.modeling.load import export_hf, load_causal_lm
+    from verl_mt.modeling.load import export_hf, load_causal_lm, source_of
     from verl_mt.modeling.lora import adapter_of, add_adapters
     from verl_mt.trainer import build, build_rollout, checkpoint
     from verl_mt.workers.sharded_checkpoint import load_weights
@@ -72,13 +72,7 @@ def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: s
             f"--dtype {dtype}: the run's adapters were trained on weights in {model.dtype} and belong to these; leave "
             "--dtype out"
         )
-    module = load_causal_lm(
-        model.path,
-        revision=model.revision,
-        dtype=dtype or model.dtype,
-        attn_implementation="sdpa",
-        trust_remote_code=model.trust_remote_code,
-    )
+    module = load_causal_lm(**source_of(model) | {"dtype": dtype or model.dtype, "attn_implementation": "sdpa"})
     add_adapters(module, model, seed=config.trainer.seed)
     load_weights(module, state["workers"], folder)
     tokenizer = build.tokenizer_as_trained(build_rollout.build_chat(config))

@@ -22,7 +22,7 @@ from verl_mt import engines
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.doctor.step_time import Machine, Model, StepTime, Work, predict
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
-from verl_mt.modeling.load import meta_causal_lm
+from verl_mt.modeling.load import meta_causal_lm, source_of
 from verl_mt.trainer import build_rollout
 from verl_mt.trainer.rollout_files import COLUMNS_FROM_TOKENS
 from verl_mt.trainer.run_directory import wanted_directory
@@ -51,13 +51,7 @@ _ROW_BYTES_PER_TOKEN = {"jsonl": 60, "parquet": 10}
 def model(subject: Subject) -> Iterator[Finding]:
     """The model is there, has the shape that is needed, and its tokens are the tokenizer's."""
     wanted = subject.config.actor_rollout_ref.model
-    subject.module = meta_causal_lm(
-        wanted.path,
-        revision=wanted.revision,
-        dtype=wanted.dtype,
-        attn_implementation=wanted.attn_implementation,
-        trust_remote_code=wanted.trust_remote_code,
-    )
+    subject.module = meta_causal_lm(**source_of(wanted))
     config = subject.module.config.get_text_config()
     size = sum(p.numel() for p in subject.module.parameters())
     yield ok(f"{type(subject.module).__name__}, {size / 1e6:,.1f}M parameters in {wanted.dtype}")

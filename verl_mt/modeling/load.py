@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from verl_mt.config.actor import ModelConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError, ConfigError
@@ -23,6 +24,12 @@ _KERNELS_KEPT = 128
 By default they hold 1,024: gigabytes after some dozen steps in bfloat16 on rows of all lengths, whose shapes do not
 come again (benchmarks/kernel_caches.py). A forward pass has some dozen shapes."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def source_of(model: ModelConfig) -> dict[str, Any]:
+    """What the loaders below take of `actor_rollout_ref.model`, as their arguments."""
+    names = ("path", "revision", "dtype", "attn_implementation", "trust_remote_code")
+    return {name: getattr(model, name) for name in names}
 
 
 def load_causal_lm(

@@ -29,7 +29,7 @@ from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
 from verl_mt.interactions import session as interactions
-from verl_mt.modeling.load import export_hf, meta_causal_lm
+from verl_mt.modeling.load import export_hf, meta_causal_lm, source_of
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.plugins import import_plugins, objects_in, plugin_names
@@ -165,12 +165,7 @@ def _require_copyable(config: Config) -> None:
     if sees(resolve_model_path(model.path), model.revision):
         why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
     else:
-        empty = meta_causal_lm(
-            model.path,
-            revision=model.revision,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-        )
+        empty = meta_causal_lm(**source_of(model))
         if others := {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys():
             why = (
                 f"the checkpoint of {model.path} has weights that the model keeps in another shape ({min(others)}, as "

@@ -42,7 +42,7 @@ from verl_mt.diagnostics.step_metrics import (
 )
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError
-from verl_mt.modeling.load import load_causal_lm
+from verl_mt.modeling.load import load_causal_lm, source_of
 from verl_mt.plugins import import_plugins
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
@@ -153,15 +153,8 @@ class Inference(AbstractContextManager["Inference"]):
 
 
 def _load(config: Config) -> Any:
-    model = config.actor_rollout_ref.model
-    return load_causal_lm(
-        model.path,
-        revision=model.revision,
-        dtype=model.dtype,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-        device=build.device_of(config.trainer.device),
-    )
+    source = source_of(config.actor_rollout_ref.model)
+    return load_causal_lm(**source, device=build.device_of(config.trainer.device))
 
 
 @dataclass(frozen=True)

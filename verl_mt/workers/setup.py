@@ -15,7 +15,7 @@ from verl_mt.config.actor import CriticConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
-from verl_mt.modeling.load import empty_causal_lm, load_causal_lm
+from verl_mt.modeling.load import empty_causal_lm, load_causal_lm, source_of
 from verl_mt.modeling.lora import Lora, add_adapters, freeze_vision, lora_of, set_lora
 from verl_mt.modeling.passes import choose_passes, use_passes
 from verl_mt.modeling.values import ValueHead, ValueModel
@@ -188,7 +188,7 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
 def _first_policy(setup: WorkerSetup, ranks: Ranks, path: str | None = None, *, trained: bool = False) -> Any:
     """Whole, or where it is going to be spread: whole on rank 0, which deals it out, without content on the others.
     `path` names another model than the policy; `trained`: all of it gets master weights."""
-    source = _source(setup)
+    source = source_of(setup.config.model)
     if path is not None:
         source |= {"path": path, "revision": None}
     if ranks.size == 1:
@@ -206,18 +206,7 @@ def _agreed(lora: Lora | None, module: Any, ranks: Ranks) -> Lora | None:
 
 def load_policy(setup: WorkerSetup, *, device: str) -> Any:
     """The model that the config names, whole and without adapters."""
-    return load_causal_lm(**_source(setup), device=device)
-
-
-def _source(setup: WorkerSetup) -> dict[str, Any]:
-    model = setup.config.model
-    return {
-        "path": model.path,
-        "revision": model.revision,
-        "dtype": model.dtype,
-        "attn_implementation": model.attn_implementation,
-        "trust_remote_code": model.trust_remote_code,
-    }
+    return load_causal_lm(**source_of(setup.config.model), device=device)
 
 
 def _spread(module: Any, setup: WorkerSetup, ranks: Ranks, *, offload: bool = False) -> nn.Module:
