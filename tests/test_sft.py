@@ -77,10 +77,16 @@ def naive_loss(module: Any, trajectories: list[Trajectory]) -> torch.Tensor:
     return torch.cat(losses).mean()
 
 
-def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_loss_and_step_are_those_of_cross_entropy(chat, tmp_path, temperature):
+    """Whatever the file of a run samples at."""
     file = write(tmp_path / "rows.jsonl", conversations(3, 6))
     rows = load_demonstrations(file, chat, "--data").trajectories
-    words = ["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    (tmp_path / "rl.yaml").write_text(
+        f"defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {{rollout: {{temperature: {temperature}}}}}\n"
+    )
+    words = ["--config-path", str(tmp_path), "--config-name", "rl"]
+    words += ["data.train_batch_size=6", "actor_rollout_ref.actor.optim.lr=1e-3"]
     trainer = trainer_of(words, rows)
     other = load_causal_lm(TINY)
     expected = naive_loss(other, rows)

@@ -227,12 +227,16 @@ def _name_apart(trainer: TrainerConfig, keys: Collection[str]) -> None:
 
 
 def _leave_out_rl(config: Config, *, keeps_agg: bool) -> None:
-    """What the file of a run says of its policy loss, its mini-batches and its advantages is meant for RL."""
+    """What the file of a run says of its policy loss, its mini-batches, its advantages and its sampling is meant for
+    RL."""
     given, actor = config.actor_rollout_ref.actor, type(config.actor_rollout_ref.actor)()
     for name in ("optim", "ppo_max_token_len", "ppo_micro_batch_size", "grad_clip", *_LAYOUT, "param_offload"):
         setattr(actor, name, getattr(given, name))
     actor.loss_agg_mode = given.loss_agg_mode if keeps_agg else "token-mean"
     config.actor_rollout_ref.actor = actor
+    # A policy loss is of log-probs at the temperature that was sampled at. Cross-entropy at that one would give a policy
+    # that is as uncertain there as it should be at 1.
+    config.actor_rollout_ref.rollout.temperature = 1.0
     config.algorithm = type(config.algorithm)()
     for name in ("debug_mode", "debug_rollout_data", "val_only"):
         setattr(config.trainer, name, getattr(TrainerConfig(), name))
