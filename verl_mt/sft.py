@@ -234,8 +234,8 @@ def _leave_out_rl(config: Config, *, keeps_agg: bool) -> None:
         setattr(actor, name, getattr(given, name))
     actor.loss_agg_mode = given.loss_agg_mode if keeps_agg else "token-mean"
     config.actor_rollout_ref.actor = actor
-    # A policy loss is of log-probs at the temperature that was sampled at. Cross-entropy at that one would give a policy
-    # that is as uncertain there as it should be at 1.
+    # A policy loss is of log-probs at the temperature that was sampled at. Cross-entropy at that one would give a
+    # policy that is as uncertain there as it should be at 1.
     config.actor_rollout_ref.rollout.temperature = 1.0
     config.algorithm = type(config.algorithm)()
     for name in ("debug_mode", "debug_rollout_data", "val_only"):
