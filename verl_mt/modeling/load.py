@@ -28,8 +28,13 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 def source_of(model: ModelConfig) -> dict[str, Any]:
     """What the loaders below take of `actor_rollout_ref.model`, as their arguments."""
-    names = ("path", "revision", "dtype", "attn_implementation", "trust_remote_code")
-    return {name: getattr(model, name) for name in names}
+    return {
+        "path": model.path,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def load_causal_lm(
