@@ -8,6 +8,9 @@
     runs in lock-step, as people use it for this: left-padded batches, the whole history prefilled again at each turn,
     everyone waiting for the longest turn. Only tokens that belong to a turn count, for both.
 
+(c) Groups of samples again, behind a long system prompt (`--system-tokens`), in the local engine alone, on a CPU: what
+    reading a common beginning once (`verl_mt/engines/local/shared_prefix.py`) gains over reading each row's own copy.
+
 Both sample at T = 1; ours also computes the log-probs. Repetitions are interleaved, so that a busy machine hurts both;
 medians are compared, and CPU seconds are shown beside. The last lines are the ratios (above 1: the local engine is
 faster).
@@ -43,10 +46,12 @@ def equal_work(count: int, vocabulary: int = VOCAB) -> list[Conversation]:
     return [Conversation(rng.choices(range(vocabulary), k=PROMPT_TOKENS), [(NEW_TOKENS, [])]) for _ in range(count)]
 
 
-def multi_turn_work(count: int, group_size: int, vocabulary: int = VOCAB) -> list[Conversation]:
+def multi_turn_work(
+    count: int, group_size: int, vocabulary: int = VOCAB, system_tokens: int = 90
+) -> list[Conversation]:
     """(b): one system prompt, questions of 20-50 tokens, 1-3 turns of 8-48 tokens, observations of 8-30."""
     rng = random.Random(2)
-    system, work = rng.choices(range(vocabulary), k=90), []
+    system, work = rng.choices(range(vocabulary), k=system_tokens), []
     for index in range(count):
         if index % group_size == 0:
             prompt = system + rng.choices(range(vocabulary), k=rng.randint(20, 50))
@@ -118,13 +123,28 @@ def load_model(folder: str, dtype: str) -> Any:
     return model
 
 
-def compare(title: str, model: Any, work: list[Conversation], repetitions: int) -> float:
-    """Interleaved repetitions, medians; returns how many times faster ours is."""
+def run_unshared(model: Any, work: list[Conversation], temperature: float = 1.0) -> tuple[float, list[list[int]]]:
+    """`run_ours`, where every row reads its own copy of what it has in common with others."""
+    from verl_mt.engines.local import shared_prefix
+
+    worth = shared_prefix.WORTH_SHARING
+    shared_prefix.WORTH_SHARING = 1 << 60
+    try:
+        return run_ours(model, work, temperature)
+    finally:
+        shared_prefix.WORTH_SHARING = worth
+
+
+def compare(title: str, model: Any, work: list[Conversation], repetitions: int, baseline: str = "generate") -> float:
+    """Interleaved repetitions, medians; returns how many times faster than the baseline ours is."""
     count = sum(size for c in work for size, _ in c.turns)
     sample = work[:: max(1, len(work) // 16)]
-    same = run_ours(model, sample, temperature=0.0)[1] == run_generate(model, sample, temperature=0.0)[1]
-    print(f"{title}: {len(work)} sequences, {count} tokens to sample; greedy streams identical: {same}", flush=True)
-    runners = {"local engine": run_ours, "generate": run_generate}
+    runners = {"local engine": run_ours, baseline: {"generate": run_generate, "unshared": run_unshared}[baseline]}
+    first, second = (runner(model, sample, temperature=0.0)[1] for runner in runners.values())
+    print(
+        f"{title}: {len(work)} sequences, {count} tokens to sample; greedy streams identical: {first == second}",
+        flush=True,
+    )
     wall: dict[str, list[float]] = {name: [] for name in runners}
     cpu: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(repetitions):
@@ -136,7 +156,7 @@ def compare(title: str, model: Any, work: list[Conversation], repetitions: int) 
         median, used = statistics.median(seconds), statistics.median(cpu[name])
         spread = ", ".join(f"{s:.2f}" for s in seconds)
         print(f"  {name:<13} {count / median:6.0f} tokens/s, median {median:.2f} s of [{spread}]; {used:.2f} CPU s")
-    return statistics.median(wall["generate"]) / statistics.median(wall["local engine"])
+    return statistics.median(wall[baseline]) / statistics.median(wall["local engine"])
 
 
 def main() -> None:
@@ -149,6 +169,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
+    parser.add_argument("--system-tokens", type=int, default=600, help="the system prompt of (c)")
     args = parser.parse_args()
     if args.dtype != "float32" and not args.model:
         parser.error("--dtype is of --model; the random model is float32")
@@ -167,6 +188,10 @@ def main() -> None:
     )
     print(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
     print(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
+    if args.device == "cpu":
+        work = multi_turn_work(args.sequences, args.group_size, vocabulary, args.system_tokens)
+        shared = compare("(c) a long system prompt", model, work, args.repetitions, "unshared")
+        print(f"(c) {args.system_tokens} tokens before every prompt: read once / by every row = {shared:.2f}")
 
 
 if __name__ == "__main__":

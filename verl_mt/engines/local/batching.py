@@ -8,6 +8,8 @@ Three ways not to compute a token twice:
 - a prefix that any row has computed (a system prompt, another sample of the same prompt) is copied;
 - a prompt that is being computed right now is waited for: an identical one *follows* and takes keys, values and
   logits when it is done; one that only begins alike stays in the queue for a step and then copies the prefix.
+
+And on a CPU one way not to read twice what was computed: `shared_prefix.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from verl_mt.data.requests import FinishReason, GenerationOutput
 from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepAttention
 from verl_mt.engines.local.sampling import sample, stream_key
+from verl_mt.engines.local.shared_prefix import find_shared_prefix
 from verl_mt.engines.local.slots import CachedSession, Sequence, Slots, State
 from verl_mt.errors import DeadlineError, EngineError
 
@@ -203,7 +206,11 @@ class Batcher:
         work = self._select()
         if work is None:
             return
-        step = StepAttention(self.slots.cache, work.rows, work.positions, work.num_single, self.forward.device)
+        cache, single, shared = self.slots.cache, slice(work.num_single), None
+        if cache.can_share:
+            rows, positions = work.rows[single], work.positions[single]
+            shared = find_shared_prefix(self.slots.ids, rows, positions, cache.position_bytes)
+        step = StepAttention(cache, work.rows, work.positions, work.num_single, self.forward.device, shared)
         logits = self.forward(work.tokens, step, work.wanted)
         last = np.flatnonzero(np.diff(work.rows, append=-1))
         self.slots.computed[work.rows[last]] = work.positions[last] + 1

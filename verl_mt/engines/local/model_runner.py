@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from verl_mt.engines.local.shared_prefix import SharedKeys, SharedPrefix, attend
 from verl_mt.errors import ConfigError, EngineError
 
 NAME = "verl_mt_slots"
@@ -81,13 +82,9 @@ class KVCache:
         self._keys[layer][rows, :, positions] = key
         self._values[layer][rows, :, positions] = value
 
-    def view(self, layer: int, first: int, last: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[last - first, K, length, D]` of consecutive rows, without a copy."""
-        return self._keys[layer][first:last, :, :length], self._values[layer][first:last, :, :length]
-
-    def gather(self, layer: int, rows: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[len(rows), K, length, D]` of any rows (a copy)."""
-        return self._keys[layer][:, :, :length][rows], self._values[layer][:, :, :length][rows]
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all rows, `[S, K, M, D]` each."""
+        return self._keys[layer], self._values[layer]
 
     def copy_prefix(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of one row into others."""
@@ -115,6 +112,17 @@ class KVCache:
         """Memory in use."""
         return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
 
+    @property
+    def position_bytes(self) -> int:
+        """What one position of one row takes in a layer; 0 before the first write."""
+        return self.num_bytes // max(1, len(self._keys) * self.num_rows * self.length)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether `shared_prefix.attend` takes what is stored here: on a CPU, keys as long as values."""
+        pairs = zip(self._keys.values(), self._values.values())
+        return bool(self._keys) and all(k.is_cpu and k.shape == v.shape for k, v in pairs)
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -133,17 +141,16 @@ def _runs(rows: list[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class _DecodeGroup:
-    """Tokens `begin:end` of the step, one per row, in rows `first:last` of the cache, perhaps with holes."""
+    """Tokens `begin:end` of the step, one per row, in consecutive rows of the cache, perhaps with holes."""
 
     begin: int
     end: int
-    first: int
-    last: int
-    length: int
+    cached: tuple[slice, slice, slice]
+    """Rows, heads and positions of the cache that are looked at; rows may be among them that no token is in."""
     inside: torch.Tensor | None
-    """Index of each token's row in `first:last`; None = no holes."""
+    """Index of each token's row in those rows; None = no row but theirs."""
     mask: torch.Tensor
-    """[last - first, 1, 1, L], 0 or -inf."""
+    """[rows, 1, 1, L], 0 or -inf."""
 
 
 @dataclass
@@ -164,7 +171,15 @@ class _PieceGroup:
 class StepAttention:
     """The layout of one engine step; handed to every attention layer of the model."""
 
-    def __init__(self, cache: KVCache, rows: np.ndarray, positions: np.ndarray, num_decode: int, device: torch.device):
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        num_decode: int,
+        device: torch.device,
+        shared: SharedPrefix | None = None,
+    ):
         """
         Args:
             cache: where keys and values live; must have room for every (row, position).
@@ -172,12 +187,16 @@ class StepAttention:
                 then come pieces: consecutive tokens of one row at consecutive positions.
             num_decode: how many single tokens there are.
             device: of the model.
+            shared: a prefix that the single tokens' rows have in common, as `find_shared_prefix` gives it.
         """
         self.cache = cache
         self.device = device
         self.rows = torch.from_numpy(rows).to(device)
         self.positions = torch.from_numpy(positions).to(device)
         self.layers_seen = 0
+        self._shared = SharedKeys(shared, device) if shared else None
+        self._start = shared.length if shared else 0
+        self._num_decode = num_decode
         self._decode = self._plan_decode(rows[:num_decode], positions[:num_decode]) if num_decode else []
         self._pieces = self._plan_pieces(rows, positions, num_decode)
 
@@ -191,14 +210,13 @@ class StepAttention:
         num_kv_heads = key.shape[1]
         q = query[0].transpose(0, 1)
         q = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])
-        if len(self._decode) == 1 and not self._pieces:
-            out = self._attend_decode(self._decode[0], layer, q, scale)
-        else:
-            out = value.new_empty(*q.shape[:-1], value.shape[-1])
-            for single in self._decode:
-                out[single.begin : single.end] = self._attend_decode(single, layer, q[single.begin : single.end], scale)
+        parts = [self._attend_decode(layer, q[: self._num_decode], scale)] if self._decode else []
+        if self._pieces:
+            out = value.new_empty(len(q) - self._num_decode, *q.shape[1:-1], value.shape[-1])
             for group in self._pieces:
-                out[group.targets] = self._attend_pieces(group, layer, q, scale)
+                out[group.targets - self._num_decode] = self._attend_pieces(group, layer, q, scale)
+            parts.append(out)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(1, out.shape[0], -1, out.shape[-1])
 
     def _plan_decode(self, rows: np.ndarray, positions: np.ndarray) -> list[_DecodeGroup]:
@@ -206,27 +224,25 @@ class StepAttention:
         edges = np.arange(rows[0], rows[-1] + 1 + _BLOCK_ROWS, _BLOCK_ROWS)
         cuts = np.unique(np.searchsorted(rows, edges))
         spans = list(pairwise(cuts.tolist()))
-        cost = sum((rows[b - 1] + 1 - rows[a]) * self._length(positions[a:b]) for a, b in spans)
-        if cost > _SPLIT_BELOW * (rows[-1] + 1 - rows[0]) * self._length(positions):
+        looked_at = [(rows[b - 1] + 1 - rows[a]) * (self._length(positions[a:b]) - self._start) for a, b in spans]
+        if sum(looked_at) > _SPLIT_BELOW * (rows[-1] + 1 - rows[0]) * (self._length(positions) - self._start):
             spans = [(0, len(rows))]
         return [self._decode_group(rows[a:b], positions[a:b], a) for a, b in spans]
 
     def _decode_group(self, rows: np.ndarray, positions: np.ndarray, begin: int) -> _DecodeGroup:
-        first, last = int(rows[0]), int(rows[-1]) + 1
+        first, last, start = int(rows[0]), int(rows[-1]) + 1, self._start
         length = self._length(positions)
         # A row between them that is not decoded sees its first position, and its result is dropped: where nothing is
         # visible, softmax is NaN.
-        visible = np.zeros(last - first, dtype=np.int64)
+        visible = np.full(last - first, start)
         visible[rows - first] = positions
-        mask = torch.zeros(last - first, length)
-        mask.masked_fill_(torch.arange(length) > torch.from_numpy(visible)[:, None], float("-inf"))
+        mask = torch.zeros(last - first, length - start)
+        mask.masked_fill_(torch.arange(start, length) > torch.from_numpy(visible)[:, None], float("-inf"))
         holes = last - first != len(rows)
         return _DecodeGroup(
             begin=begin,
             end=begin + len(rows),
-            first=first,
-            last=last,
-            length=length,
+            cached=(slice(first, last), slice(None), slice(start, length)),
             inside=torch.from_numpy(rows - first).to(self.device) if holes else None,
             mask=mask.to(self.device)[:, None, None],
         )
@@ -265,20 +281,40 @@ class StepAttention:
         longest = int(positions.max()) + 1
         return min(-(-longest // _LEN_MULTIPLE) * _LEN_MULTIPLE, self.cache.length)
 
-    def _attend_decode(self, group: _DecodeGroup, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """q [n, K, G, D] -> [n, K, G, D]; each token is its row's only query, so G takes the place of the length."""
-        key, value = self.cache.view(layer, group.first, group.last, group.length)
+    def _attend_decode(self, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """q [n, K, G, D] -> [n, K, G, D] of all single tokens."""
+        if self._shared is None:
+            parts = [self._attend_rows(group, layer, q, scale)[0] for group in self._decode]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rest, log_sums = map(torch.cat, zip(*(self._attend_rows(group, layer, q, scale) for group in self._decode)))
+        return self._shared.join(q, self.cache.of_layer(layer), (rest, log_sums), scale)
+
+    def _attend_rows(
+        self, group: _DecodeGroup, layer: int, q: torch.Tensor, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[n, K, G, D] of one group, and where a prefix is shared the log of the sums [n, K, G].
+
+        Each token is its row's only query, so G takes the place of the length.
+        """
+        key, value = (x[group.cached] for x in self.cache.of_layer(layer))
+        q = q[group.begin : group.end]
         if group.inside is not None:
-            spread = q.new_zeros(group.last - group.first, *q.shape[1:])
+            spread = q.new_zeros(len(key), *q.shape[1:])
             spread[group.inside] = q
             q = spread
         mask = group.mask.to(q.dtype).expand(-1, 1, q.shape[2], -1)
-        out = scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
-        return out if group.inside is None else out[group.inside]
+        log_sums = None
+        if self._shared is None:
+            out = scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        else:
+            out, log_sums = attend(q, key, value, mask, scale)
+        if group.inside is None:
+            return out, log_sums
+        return out[group.inside], None if log_sums is None else log_sums[group.inside]
 
     def _attend_pieces(self, group: _PieceGroup, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
         """q [N, K, G, D] -> [number of the group's tokens, K, G, D]."""
-        key, value = self.cache.gather(layer, group.rows, group.length)
+        key, value = (x[:, :, : group.length][group.rows] for x in self.cache.of_layer(layer))
         pieces, longest = group.tokens.shape
         _, kv_heads, share, dim = q.shape
         padded = q[group.tokens].permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, share * longest, dim)
