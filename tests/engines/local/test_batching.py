@@ -216,7 +216,7 @@ def test_many_mixes_keep_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, b
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @mixes
 def test_nor_does_reading_common_beginnings_once_change_them(qwen3, seed, max_num_seqs, max_slots, budget):
     with pytest.MonkeyPatch.context() as patch:
