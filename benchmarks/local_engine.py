@@ -170,7 +170,10 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
     parser.add_argument("--system-tokens", type=int, default=600, help="the system prompt of (c)")
+    parser.add_argument("--parts", default="abc", help="which of (a), (b), (c); default: all, on a GPU the first two")
     args = parser.parse_args()
+    if not set(args.parts) <= set("abc"):
+        parser.error(f"--parts {args.parts}: expected letters of abc")
     if args.dtype != "float32" and not args.model:
         parser.error("--dtype is of --model; the random model is float32")
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
@@ -182,16 +185,18 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    equal = compare("(a) one equal-length batch", model, equal_work(args.sequences, vocabulary), args.repetitions)
-    turns = compare(
-        "(b) multi-turn", model, multi_turn_work(args.sequences, args.group_size, vocabulary), args.repetitions
-    )
-    print(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
-    print(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
-    if args.device == "cpu":
-        work = multi_turn_work(args.sequences, args.group_size, vocabulary, args.system_tokens)
+    count, group, closing = args.sequences, args.group_size, []
+    if "a" in args.parts:
+        equal = compare("(a) one equal-length batch", model, equal_work(count, vocabulary), args.repetitions)
+        closing.append(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
+    if "b" in args.parts:
+        turns = compare("(b) multi-turn", model, multi_turn_work(count, group, vocabulary), args.repetitions)
+        closing.append(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
+    if "c" in args.parts and args.device == "cpu":
+        work = multi_turn_work(count, group, vocabulary, args.system_tokens)
         shared = compare("(c) a long system prompt", model, work, args.repetitions, "unshared")
-        print(f"(c) {args.system_tokens} tokens before every prompt: read once / by every row = {shared:.2f}")
+        closing.append(f"(c) {args.system_tokens} tokens before every prompt: read once / by every row = {shared:.2f}")
+    print("\n".join(closing))
 
 
 if __name__ == "__main__":
