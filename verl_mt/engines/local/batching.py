@@ -249,8 +249,6 @@ class Batcher:
         rows = np.sort(np.fromiter((s.row for s in self._running), dtype=np.int64, count=len(self._running)))
         if not len(rows):
             return None
-        if slots.compact(rows):
-            rows = np.sort(np.fromiter((s.row for s in self._running), dtype=np.int64, count=len(self._running)))
         slots.reserve(len(slots.owner), int(slots.known[rows].max()) + 1)
         left = slots.known[rows] - slots.computed[rows]
         single, long = rows[left == 1], rows[left > 1]

@@ -31,9 +31,9 @@ from verl_mt.errors import ConfigError, EngineError
 
 NAME = "verl_mt_slots"
 _LEN_MULTIPLE = 16
-_BLOCK_ROWS = 32
-_SPLIT_BELOW = 0.8
-"""Decoding rows are split into blocks when that leaves less than this share of the positions to look at."""
+_CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
+"""Keys and values that are read in the time that a call of the attention takes by itself: rows of other lengths are
+read in a call of their own where reading them as long as the others would cost more."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
 _LEN_CHUNK = 64
@@ -94,12 +94,6 @@ class KVCache:
             prefix = tensor[source, :, :length]
             for first, last in _runs(targets):
                 tensor[first:last, :, :length] = prefix
-
-    def swap(self, rows_a: np.ndarray, rows_b: np.ndarray, length: int) -> None:
-        """Exchange rows pairwise, up to `length` positions. No row may appear twice."""
-        a, b = torch.from_numpy(np.concatenate([rows_a, rows_b])), torch.from_numpy(np.concatenate([rows_b, rows_a]))
-        for tensor in (*self._keys.values(), *self._values.values()):
-            tensor[a.to(tensor.device), :, :length] = tensor[:, :, :length][b.to(tensor.device)]
 
     def release(self) -> None:
         """Give the memory back; everything stored is lost."""
@@ -220,14 +214,21 @@ class StepAttention:
         return out.reshape(1, out.shape[0], -1, out.shape[-1])
 
     def _plan_decode(self, rows: np.ndarray, positions: np.ndarray) -> list[_DecodeGroup]:
-        """One group, or blocks of rows where their lengths differ so much that padding would cost more."""
-        edges = np.arange(rows[0], rows[-1] + 1 + _BLOCK_ROWS, _BLOCK_ROWS)
-        cuts = np.unique(np.searchsorted(rows, edges))
-        spans = list(pairwise(cuts.tolist()))
-        looked_at = [(rows[b - 1] + 1 - rows[a]) * (self._length(positions[a:b]) - self._start) for a, b in spans]
-        if sum(looked_at) > _SPLIT_BELOW * (rows[-1] + 1 - rows[0]) * (self._length(positions) - self._start):
-            spans = [(0, len(rows))]
-        return [self._decode_group(rows[a:b], positions[a:b], a) for a, b in spans]
+        """Groups of rows that are read together, as long as the longest, with what lies between them."""
+        call = _CALL_BYTES["cpu" if self.device.type == "cpu" else "other"] // max(1, self.cache.position_bytes)
+        first = rows[0]
+        longest = np.zeros(1 << int(rows[-1] - first).bit_length(), dtype=np.int64)
+        longest[rows - first] = self._rounded(positions) - self._start
+        # Of every two neighbours of 1, 2, 4, ... rows: is one call for both cheaper than the best calls for each?
+        group, cost, size = np.arange(len(longest)), np.where(longest > 0, longest + call, 0), 1
+        while size < len(group):
+            size *= 2
+            longest, apart = longest.reshape(-1, 2).max(1), cost.reshape(-1, 2).sum(1)
+            together = longest * size + call
+            joined, cost = together <= apart, np.minimum(together, apart)
+            group.reshape(-1, size)[joined] = np.flatnonzero(joined)[:, None] * size
+        cuts = np.flatnonzero(np.diff(group[rows - first], prepend=-1)).tolist()
+        return [self._decode_group(rows[a:b], positions[a:b], a) for a, b in pairwise([*cuts, len(rows)])]
 
     def _decode_group(self, rows: np.ndarray, positions: np.ndarray, begin: int) -> _DecodeGroup:
         first, last, start = int(rows[0]), int(rows[-1]) + 1, self._start
@@ -278,8 +279,10 @@ class StepAttention:
         )
 
     def _length(self, positions: np.ndarray) -> int:
-        longest = int(positions.max()) + 1
-        return min(-(-longest // _LEN_MULTIPLE) * _LEN_MULTIPLE, self.cache.length)
+        return int(self._rounded(positions.max()))
+
+    def _rounded(self, positions: np.ndarray) -> np.ndarray:
+        return np.minimum(-(-(positions + 1) // _LEN_MULTIPLE) * _LEN_MULTIPLE, self.cache.length)
 
     def _attend_decode(self, layer: int, q: torch.Tensor, scale: float | None) -> torch.Tensor:
         """q [n, K, G, D] -> [n, K, G, D] of all single tokens."""

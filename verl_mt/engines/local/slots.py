@@ -254,25 +254,3 @@ class Slots:
             min_p=self.min_p[rows],
             uniform=self.uniform[rows, sampled % BLOCK],
         )
-
-    def compact(self, running: np.ndarray) -> bool:
-        """Move running rows together when too many others lie between them. True if rows moved."""
-        count = len(running)
-        if count == 0 or running[-1] - running[0] + 1 <= count * 5 // 4 + 4:
-            return False
-        # Decoding reads the cache from the first running row to the last, in place: rows between them that nobody runs
-        # are computed in vain. Moving costs a copy, so a quarter more is tolerated.
-        high = running[running >= count]
-        low = np.setdiff1d(np.arange(count), running)[: len(high)]
-        self.cache.swap(high, low, int(max(self.computed[high].max(), self.computed[low].max())))
-        both, swapped = np.concatenate([high, low]), np.concatenate([low, high])
-        for name in (*_COLUMNS, *_TABLES):
-            column = getattr(self, name)
-            column[both] = column[swapped]
-        for a, b in zip(high.tolist(), low.tolist()):
-            self.owner[a], self.owner[b] = self.owner[b], self.owner[a]
-        for row in both.tolist():
-            holder = self.owner[row]
-            if holder is not None:
-                holder.row = row
-        return True
