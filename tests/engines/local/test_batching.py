@@ -154,6 +154,16 @@ def test_the_cache_grows_in_chunks_with_what_is_needed(qwen3):
     assert cache.length == 192
 
 
+def test_turns_of_sessions_that_have_a_row_make_no_new_rows(qwen3):
+    driver = Driver(qwen3, max_num_seqs=256)
+    streams = {f"s{i}": ids(10, i) for i in range(40)}
+    for _ in range(3):
+        asks = [driver.submit(request(stream, name, max_new_tokens=3)) for name, stream in streams.items()]
+        results = driver.run()
+        streams = {a.session_id: a.input_ids + results[a.request_id].token_ids + [1, 2] for a in asks}
+    assert driver.batcher.slots.cache.num_rows == 48, "40, in chunks of 16"
+
+
 def test_rows_that_run_between_waiting_sessions_are_computed_alone(qwen3):
     driver = Driver(qwen3, max_num_seqs=40)
     first = {

@@ -145,6 +145,19 @@ def test_the_policys_module_is_the_trainers_when_no_step_runs_in_it_any_more(qwe
     run_async(go())
 
 
+def test_the_caches_memory_is_the_updates_when_the_policy_is_trained(qwen3, run_async):
+    async def go():
+        async with engine_of(qwen3) as engine:
+            first = await engine.generate(request(PROMPT, max_new_tokens=4))
+            assert engine._batcher.slots.cache.num_bytes > 0
+            await engine.hold_updates()
+            assert engine._batcher.slots.cache.num_bytes == 0
+            again = await engine.generate(request(PROMPT, max_new_tokens=4))
+            assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
+
+    run_async(go())
+
+
 def test_a_deadline_returns_what_is_there(qwen3, run_async):
     async def go():
         async with engine_of(qwen3) as engine:

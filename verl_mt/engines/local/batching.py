@@ -229,7 +229,7 @@ class Batcher:
             self._queue.sort(key=lambda s: (s.session.turns == 1 and not s.admitted, s.ticket))
         num_following = sum(len(s.followers) for s in self._running)
         room = self.options.max_num_seqs - len(self._running) - num_following
-        held = sum(s.row >= 0 for s in self.sessions.values())
+        held = sum(s.row >= 0 and not s.live for s in self.sessions.values())  # one with a request is in the queue
         longest = max(len(s.target) for s in self._queue) + 1
         cache = self.slots.cache
         wanted = len(self._running) + num_following + held + len(self._queue)

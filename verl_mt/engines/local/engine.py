@@ -169,9 +169,12 @@ class LocalEngine(InferenceEngine):
         await self._command(act)
 
     async def hold_updates(self) -> None:
-        """The policy's own module is the trainer's next: a step that has lost its conversations may still run in it."""
+        """The policy's own module is the trainer's next: a step that has lost its conversations may still run in it.
+
+        What is cached goes with the weights that it is of, before the update wants the memory, not after it.
+        """
         if not self._weights:
-            await self._command(lambda: None)
+            await self.release_memory()
 
     async def apply(self, update: WeightUpdate) -> None:
         if isinstance(update, InPlace) and not self._weights:
