@@ -254,6 +254,17 @@ def test_models_are_compared_on_short_and_on_long_problems(tmp_path, capsys):
     assert "no question with more than 9 was put to each of these models" in capsys.readouterr().err
 
 
+def test_models_are_compared_on_the_questions_that_all_were_given(tmp_path, capsys):
+    old = _evaluated(tmp_path / "old", {"a": [0, 0], "b": [1, 0], "c": [0, 0], "d": [1, 1]})
+    few = _evaluated(tmp_path / "few", {"d": [1, 0], "c": [1, 1], "e": [1, 1]})
+    kept = tmp_path / "kept"
+    assert compare.main([f"old={old}", f"few={few}", "--common", "--keep", str(kept)]) == 0
+    was, now = capsys.readouterr().out.splitlines()[2:]
+    assert was.startswith("| old | 2 | 50.0% (") and now.startswith("| few | 2 | 75.0% (")
+    assert now.endswith("| +25.0% ± 147.0% | +50.0% ± 98.0% |")
+    assert len(json.loads((kept / "old.json").read_text())) == 4, "what is kept is all that was measured"
+
+
 def test_what_models_solved_is_kept_without_the_questions_and_compared_later(tmp_path, capsys):
     old = _evaluated(tmp_path / "old", {"a": [0, 0], "b": [1, 0], "c": [0, None], "d": [1, 1]})
     new = _evaluated(tmp_path / "new", {"a": [1, 0], "b": [1, 0], "c": [1, 0], "d": [1, 1]})
@@ -272,7 +283,8 @@ def test_what_models_solved_is_kept_without_the_questions_and_compared_later(tmp
         (["{old}"], "give NAME=FOLDER"),
         (["old={old}", "--against", "new"], "--against new: not one of old"),
         (["old={old}", "new=nowhere"], "nowhere/rollouts.jsonl is not there"),
-        (["old={old}", "new={other}"], "2 question(s) were put to one of two models only"),
+        (["old={old}", "new={other}"], "2 question(s) were put to one of two models only; --common compares on"),
+        (["old={old}", "new={other}", "--common"], "no question was put to each of old, new"),
         (["old={old}", "new=none.json"], "none.json: [Errno 2] No such file or directory"),
         (["old={old}", "new={listed}"], "give a file that `compare.py --keep` wrote"),
         (["old={old},{old}"], "1 question(s) are in another folder of this model too"),

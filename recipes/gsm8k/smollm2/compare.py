@@ -5,7 +5,8 @@
 Each folder is one that `python -m verl_mt.evaluate --out` wrote; several of one model (parts of the data) are joined.
 Shown are pass@1 and pass@k for the largest k that every question has samples for, with 95 % intervals over the
 questions. Differences are paired: of each question the one model's rate minus the other's, whose mean has a smaller
-interval than two means have, for what is hard for one model is hard for the other.
+interval than two means have, for what is hard for one model is hard for the other. `--common` compares on the
+questions that were put to every one of the models, where one has answered fewer.
 
 `--problems gsm8k_test.jsonl` shows the table again for the questions whose solution needs at most `--max-calls`
 calculations, and for the others: a model trained on the former may forget the latter.
@@ -76,6 +77,18 @@ def _kept(path: Path) -> Scores:
         raise DataError(f"{path}: {error}; {what}") from error
 
 
+def common(models: dict[str, Scores]) -> dict[str, Scores]:
+    """Of each model the questions that all of them answered.
+
+    Raises:
+        DataError: there is none.
+    """
+    shared = set.intersection(*(set(samples) for samples in models.values()))
+    if not shared:
+        raise DataError(f"no question was put to each of {', '.join(models)}")
+    return {name: {q: of for q, of in samples.items() if q in shared} for name, samples in models.items()}
+
+
 def rates(samples: Scores, k: int) -> dict[str, float]:
     """Question -> chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
     return {q: pass_at_k(len(of), sum(score >= 1 for score in of), k) for q, of in samples.items()}
@@ -88,7 +101,10 @@ def difference(new: dict[str, float], old: dict[str, float]) -> tuple[float, flo
         DataError: not the same questions, or only one.
     """
     if new.keys() != old.keys():
-        raise DataError(f"{len(new.keys() ^ old.keys())} question(s) were put to one of two models only")
+        raise DataError(
+            f"{len(new.keys() ^ old.keys())} question(s) were put to one of two models only; "
+            "--common compares on the others"
+        )
     if len(old) < 2:
         raise DataError("one question alone has no interval")
     apart = [new[q] - old[q] for q in old]
@@ -133,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER[,FOLDER] or NAME=FILE.json")
     parser.add_argument("--against", help="the model that the others are compared with; default: the first")
+    parser.add_argument("--common", action="store_true", help="only the questions that every model answered")
     parser.add_argument("--problems", metavar="FILE", help="GSM8K's own test file: tables by number of calculations")
     parser.add_argument("--max-calls", type=int, default=2, help="with --problems: where the parts meet; default 2")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write what each model solved to FOLDER/NAME.json")
@@ -144,9 +161,10 @@ def main(argv: list[str] | None = None) -> int:
         against = args.against or next(iter(models))
         if against not in models:
             raise DataError(f"--against {against}: not one of {', '.join(models)}")
-        print(table(models, against))
+        compared = common(models) if args.common else models
+        print(table(compared, against))
         for part, questions in by_length(args.problems, args.max_calls).items() if args.problems else ():
-            some = {name: {q: of for q, of in samples.items() if q in questions} for name, samples in models.items()}
+            some = {name: {q: of for q, of in samples.items() if q in questions} for name, samples in compared.items()}
             if not all(some.values()):
                 raise DataError(f"{args.problems}: no question with {part} was put to each of these models")
             print(f"\n{part}:\n\n{table(some, against)}")
