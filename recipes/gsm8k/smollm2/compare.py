@@ -86,7 +86,12 @@ def common(models: dict[str, Scores]) -> dict[str, Scores]:
     shared = set.intersection(*(set(samples) for samples in models.values()))
     if not shared:
         raise DataError(f"no question was put to each of {', '.join(models)}")
-    return {name: {q: of for q, of in samples.items() if q in shared} for name, samples in models.items()}
+    return only(models, shared)
+
+
+def only(models: dict[str, Scores], questions: set[str]) -> dict[str, Scores]:
+    """Of each model the samples of these questions."""
+    return {name: {q: of for q, of in samples.items() if q in questions} for name, samples in models.items()}
 
 
 def rates(samples: Scores, k: int) -> dict[str, float]:
@@ -164,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         compared = common(models) if args.common else models
         print(table(compared, against))
         for part, questions in by_length(args.problems, args.max_calls).items() if args.problems else ():
-            some = {name: {q: of for q, of in samples.items() if q in questions} for name, samples in compared.items()}
+            some = only(compared, questions)
             if not all(some.values()):
                 raise DataError(f"{args.problems}: no question with {part} was put to each of these models")
             print(f"\n{part}:\n\n{table(some, against)}")

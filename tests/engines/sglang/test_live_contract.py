@@ -38,6 +38,7 @@ def changed(module, scale, seed=0):
 def test_log_probs_are_those_of_a_plain_forward_pass_at_that_temperature(colocated, lab, prompt, run, temperature):
     output = run(colocated.generate(request(prompt, temperature=temperature, max_new_tokens=40)))
     assert worst_difference(lab.module, prompt, output, temperature) < ROUNDING
+    assert worst_difference(lab.module, prompt, output, (temperature or 1.0) * 1.1) > 10 * ROUNDING
     if temperature == 0.0:
         assert output.token_ids == log_probs(lab.module, prompt, output.token_ids).argmax(-1).tolist()
 
