@@ -45,6 +45,7 @@ def selecting(marks: set[str]) -> list[str]:
     return [name for name, selects in stages().items() if selects.evaluate(lambda mark, **_: mark in marks)]
 
 
+@pytest.mark.slow
 def test_what_belongs_together_runs_in_one_process(tmp_path):
     """A fixture that takes a minute is made once; a release of pytest had pytest-xdist split groups without a word."""
     (tmp_path / "test_groups.py").write_text(

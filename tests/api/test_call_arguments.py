@@ -276,6 +276,7 @@ def test_rows_of_a_data_frame_are_read_as_a_table():
     assert [(row.ground_truth, row.extra_info) for row in found] == [(0, {}), (1, {}), (2, {})]
 
 
+@pytest.mark.slow
 def test_rows_of_datasets_are_read_as_a_table():
     datasets = pytest.importorskip("datasets")
     assert [row.ground_truth for row in read(datasets.Dataset.from_list(ROWS), 3)] == [0, 1, 2]

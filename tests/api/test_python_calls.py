@@ -144,6 +144,7 @@ def test_an_interrupted_call_raises_after_its_checkpoint_and_the_same_call_goes_
     assert done.folder == so_far.folder and done.finished and done.steps == 2
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_raised_and_nothing_exits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnknownKeyError, match=r"did you mean trainer\.total_training_steps"):

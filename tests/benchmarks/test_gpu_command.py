@@ -29,6 +29,7 @@ def python(text: str) -> tuple[str, ...]:
     return ("-c", text)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_or_takes_too_long_is_recorded_with_its_output(command, tmp_path):
     def stage(text, read=None):
         read = read or command.lines_with("the la" + "st")  # a traceback shows the command

@@ -53,6 +53,7 @@ def trials_of(lengths_of_killed: int, wrong: list[str]) -> str:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("longer", "wrong", "status"), [(0, [], 0), (-3, [], 1), (0, ["1 missing"], 1)], ids=["holds", "shorter", "missing"]
 )

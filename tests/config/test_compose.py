@@ -246,6 +246,7 @@ def test_hydra_main_prints_one_line_and_exits_with_2(capsys, monkeypatch):
         hydra_main(print, argv=["data.sed=4"])
 
 
+@pytest.mark.slow
 def test_hydra_main_takes_hydras_flags(tmp_path, capsys):
     write(tmp_path, "mine", "defaults: [ppo_trainer, _self_]\ndata: {seed: 7}\n")
     seen = []

@@ -33,6 +33,7 @@ def written(node: ast.AST) -> list[ast.AST]:
     return []
 
 
+@pytest.mark.slow
 def test_only_the_ledger_writes_tokens_provenance_and_mask():
     found = []
     for file in PACKAGE.rglob("*.py"):

@@ -198,6 +198,7 @@ def test_scores_that_are_no_shares_have_no_interval(values):
     assert interval_95(values) is None
 
 
+@pytest.mark.slow
 def test_eight_samples_of_a_prompt_tell_less_than_eight_prompts():
     """Prompts that differ much: the interval holds the truth in about 95 of 100 repetitions; one that takes all samples
     for independent does so in far fewer."""

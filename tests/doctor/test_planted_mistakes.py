@@ -214,6 +214,7 @@ def test_the_page_has_the_table():
     assert sum(mistake.before for mistake in MISTAKES.values()) == 16
 
 
+@pytest.mark.slow
 def test_rows_and_keys_need_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     project = Project(tmp_path)

@@ -87,6 +87,7 @@ printf '%s\\n' "${ARGS[@]}" $LIST "['$M/a']" a#b ${N:-8} "$M$M" \\
     assert [w.replace("${oc.env:N,8}", "8") for w in ours[2:]] == seen.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "printed"),
     [

@@ -42,6 +42,7 @@ def test_a_launch_in_a_loop_is_refused(text, over, capsys, tmp_path):
     assert [main([str(script)]), refused.value.args[0] in capsys.readouterr().err] == [2, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [
@@ -67,6 +68,7 @@ def test_a_function_that_launches_once_per_call_is_refused(function, calls):
         migrate(function + calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "rate"),
     [
@@ -98,6 +100,7 @@ EXPANSIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize("word", EXPANSIONS)
 def test_the_printed_command_says_what_the_script_said(word):
@@ -125,6 +128,7 @@ def test_an_expansion_of_what_the_script_does_not_set_is_said():
     assert "trainer.experiment_name=${OUTSIDE##*/}" in shlex.split(found.command())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "first"),
     [

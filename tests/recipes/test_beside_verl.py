@@ -83,6 +83,7 @@ def test_both_commands_ask_for_the_same(tmp_path, task, model, gpus):
     assert all(value_of(ours, key) == value_of(theirs, key) is not None for key in same)
 
 
+@pytest.mark.slow
 def test_every_explained_difference_is_one(tmp_path):
     found = set()
     for task in beside.TASKS:

@@ -59,6 +59,7 @@ def decode(packed: bytes) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @given(st.lists(records(), max_size=4))
 def test_every_number_comes_back_with_three_digits_and_a_ratio_near_one_exactly_so(given_records):
     columns = TokenColumns()

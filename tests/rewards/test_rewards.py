@@ -193,6 +193,7 @@ def test_swift_rewards_may_be_functions_async_or_written_as_in_the_document():
     assert score(of(later)) == []
 
 
+@pytest.mark.slow
 def test_one_bad_item_does_not_take_its_swift_batch_along():
     def raises(completions, **kwargs):
         return [1.0 / len(text) for text in completions]

@@ -77,6 +77,7 @@ def test_other_conversations_go_on_while_one_is_checked(tokenizer):
     assert session.context.sanity.metrics() == {"sanity/mismatch_rate": 0.0}
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_checks_where_it_samples(tokenizer):
     session = ended(Slow(tokenizer), deterministic=True)
     asyncio.run(session.finish())

@@ -347,6 +347,7 @@ def test_no_deadline_fires_unnoticed_in_a_deterministic_run(script):
         roll_out(runner, prompts_of(["q"]))
 
 
+@pytest.mark.slow
 def test_a_trajectory_out_of_time_is_truncated_and_an_error_where_bits_are_promised():
     limits = Limits(response_length=2000, max_model_len=4000, max_seconds=0.05)
     script = {"q": [call("hang"), "yes"]}

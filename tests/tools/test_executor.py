@@ -282,6 +282,7 @@ def test_a_sleeping_tool_blocks_nobody(kind):
     assert results[0].text == "slept" and ticks >= 4  # a loop that is blocked ticks once or twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
 def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
     forever = threading.Event()

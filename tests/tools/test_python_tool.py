@@ -74,6 +74,7 @@ def test_an_exception_is_an_answer_and_a_metric_not_an_error(stateless):
     assert counters["tools/python/exceptions"] == 1 and "tools/python/errors" not in counters
 
 
+@pytest.mark.slow
 def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_printed():
     tool = PythonTool({"timeout_s": 0.3, "keep_state": True})
     results, counters = run(tool, ["x = 5"], ["print('here'); print(x)\nwhile True: pass"], ["x"])
@@ -102,6 +103,7 @@ def test_a_forged_answer_and_hidden_files_are_the_models_mistakes(code, reason):
     assert "tools/python/timeouts" not in counters
 
 
+@pytest.mark.slow
 def test_the_executors_deadline_ends_the_process_too(stateful):
     begun = time.monotonic()
     results, counters = run(stateful, ["import time; time.sleep(120)"], timeout_s=0.3)

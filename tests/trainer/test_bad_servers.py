@@ -97,6 +97,7 @@ def serve() -> Iterator:
         assert not server.others
 
 
+@pytest.mark.slow
 def test_a_url_that_does_not_answer(refusal):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen

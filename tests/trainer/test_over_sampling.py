@@ -439,6 +439,7 @@ def test_what_cannot_be_written_is_said_once_and_what_cannot_be_read_is_sampled_
     assert "is sampled again" in caplog.text and not list((tmp_path / "spool").iterdir())
 
 
+@pytest.mark.slow
 def test_a_group_that_is_being_written_is_written_before_its_plan_has_stopped(tmp_path):
     """What is given up is dropped next: a file that came later would outlive it."""
     written = []

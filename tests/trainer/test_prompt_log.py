@@ -13,6 +13,7 @@ from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
+pytestmark = pytest.mark.slow
 STEPS = 4
 SMALL = [
     "data.train_batch_size=2", "data.train_max_samples=32", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=4",
@@ -104,7 +105,6 @@ def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
     assert status == 1 and line.endswith(what)
 
 
-@pytest.mark.slow
 def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     folder = tmp_path / "run"
     run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
@@ -116,7 +116,6 @@ def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     assert f"left out {counts[2]}: algorithm.filter_groups" in out
 
 
-@pytest.mark.slow
 def test_prompts_whose_conversations_failed_are_left_out_with_a_reason(tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -149,7 +148,6 @@ def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them
     assert last_line(capsys, folder) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
 
 
-@pytest.mark.slow
 def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_path, capsys):
     source = finished / "checkpoints/step_000002"
     run(tmp_path / "on", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
@@ -190,7 +188,6 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
     assert f"{newest} cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", ["off", "jsonl"])
 def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_path, monkeypatch, capsys, first):
     """`trainer.rollout_rows` may change when a run goes on."""
@@ -209,7 +206,6 @@ def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_pa
     assert "steps have no rollout rows to compare with" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, capsys):
     run(tmp_path / "run", "trainer.rollout_rows=off")
     status = prompt_log.main([str(tmp_path / "run")])

@@ -67,10 +67,8 @@ def same_bits(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [WorkerError("rank 1 of 2 died"), pytest.param(EngineGoneError("the engine is gone"), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [WorkerError("rank 1 of 2 died"), EngineGoneError("the engine is gone")])
 def test_a_run_goes_on_by_itself_with_the_same_bits(fails, undisturbed, tmp_path, capsys, error):
     lives = fails({1: error})
     trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
@@ -139,6 +137,7 @@ def test_what_would_come_again_is_not_tried_again(fails, tmp_path, error):
     assert len(lives) == 1
 
 
+@pytest.mark.slow
 def test_who_is_asked_to_stop_and_loses_a_rank_to_the_same_signal_stops(tmp_path, monkeypatch):
     def stopped(self):
         self.interrupts.requested.set()

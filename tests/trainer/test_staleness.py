@@ -79,6 +79,7 @@ def drawn_in_order(run: Path) -> list[tuple[str, int, list[int]]]:
 # What is refused, before anything is loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "why"),
     [
@@ -100,6 +101,7 @@ def test_groups_are_replaced_or_left_for_later_not_both():
         compose([AHEAD, "data.over_sample=1.5", "algorithm.filter_groups.enable=True"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "most"), [(0, 2), (1, 2), (3, 4)])
 def test_more_prompts_than_can_be_trained_in_time_are_refused(bound, most):
     compose([f"trainer.max_staleness={bound}", f"data.over_sample={most}"])
@@ -131,6 +133,7 @@ def test_a_mixture_of_experts_cannot_be_copied_for_sampling_which_is_said_before
         build_trainer(compose([AHEAD, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("can", "samples_from_policy", "says"),
     [
@@ -152,6 +155,7 @@ def test_an_engine_that_cannot_sample_while_the_policy_is_trained_is_refused(can
         engines.check_overlap(engine, compose([AHEAD]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_by", ["Mine", "make"])
 def test_an_engine_of_ones_own_that_does_not_say_that_it_can_is_refused_before_anything_is_loaded(
     tmp_path, monkeypatch, made_by
@@ -376,6 +380,7 @@ def test_the_sanity_checks_numbers_are_of_the_steps_own_conversations(tmp_path, 
     assert [number for of, number in observed if of == "val"] == [8] * 3, "sampled and greedy, before and after"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

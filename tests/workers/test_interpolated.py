@@ -94,6 +94,7 @@ def test_the_slope_depends_on_log_probs_where_old_ones_do():
 # Steps of one update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [None, TOKEN])
 @pytest.mark.parametrize("options", [{}, {"ppo_mini_batch_size": 3}, {"use_kl_loss": True}])
 def test_a_step_of_one_update_is_that_of_auto_to_the_bit(correction, options):
@@ -166,6 +167,7 @@ def test_each_gradient_is_that_of_decoupled_ppo_written_out():
     assert shares[0] == 0 and all(0 < share < 1 for share in shares[1:]), "some are clipped, some are not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ppo_epochs": 2}, {"ppo_epochs": 2, "ppo_mini_batch_size": None}])
 def test_several_updates_pass_every_row_once_each(options):
     passes = {}
@@ -233,6 +235,7 @@ def test_no_gradient_is_made_on_the_way_forward_that_depends_on_log_probs(monkey
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cispo", "sapo", "fipo", "gpg"])
 def test_no_split_into_micro_batches_changes_the_gradient(loss):
     kwargs = {**SEVERAL, "lr": 0.0, "grad_clip": 0.0, "policy_loss": {"loss_mode": loss}, "correction": TOKEN}

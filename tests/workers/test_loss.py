@@ -274,6 +274,7 @@ def test_real_moves_a_trajectory_without_advantage_as_one_that_did_worse():
         torch.testing.assert_close(by_row[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(ACTOR_OF))
 def test_the_columns_that_a_loss_reads_are_sent_to_other_processes(mode):
     from verl_mt.workers import ray_group

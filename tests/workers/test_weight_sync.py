@@ -94,6 +94,7 @@ def test_memory_is_taken_back_before_the_new_weights_arrive(module, frees):
     assert engine.version == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["release_memory", "resume_memory", "apply"])
 def test_a_rank_that_is_lost_is_noticed_while_an_engine_is_waited_for(module, hangs):
     """Such as the engine beside it, which went away with their machine and cannot come back."""

@@ -70,6 +70,7 @@ def test_a_rewritten_history_is_recomputed_from_where_it_differs(qwen3, run_asyn
     run_async(go())
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C14")
 def test_a_waiting_session_holds_no_one_up_and_sequences_join_a_running_batch(qwen3, run_async):
     async def go():
@@ -197,6 +198,7 @@ def test_new_weights_drop_the_caches(run_async):
     run_async(go())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mode, run_async):
     model = make_model(seed=2)
@@ -220,6 +222,7 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mod
     run_async(go())
 
 
+@pytest.mark.slow
 def test_a_module_of_its_own_takes_tensors_in_the_middle_of_a_turn(run_async):
     """`trainer.max_staleness`: the policy is trained meanwhile, and no token is by half an update."""
     policy = make_model(seed=2)
@@ -305,6 +308,7 @@ def test_pause_stops_sampling_and_abort_mode_ends_all_turns(qwen3, run_async):
     run_async(go())
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(qwen3, run_async):
     async def go():
         async with engine_of(qwen3) as engine:

@@ -410,6 +410,7 @@ def test_a_run_that_returns_something_else_is_refused(returned, complaint):
     assert complaint in converse(Returns(), [said("a")]).trajectory.error
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_fails_its_trajectory_only():
     class Hangs(MultiTurnScheduler):
         async def run(self, infer_request, request_config, **kwargs):

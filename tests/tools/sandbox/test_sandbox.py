@@ -180,6 +180,7 @@ def test_code_may_break_its_own_streams_but_not_the_protocol(sandbox):
     interpreter.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, ending, detail",
     [
