@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import verl_mt
 from verl_mt.data.ledger import _COLUMNS, Ledger
 
