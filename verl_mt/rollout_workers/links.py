@@ -137,4 +137,7 @@ class ProcessLink(Link):
                 time.sleep(0.02)
         self._process.wait()
         self._reader.join(_DYING_S)
-        self._connection.close()
+        self._writer.join(_DYING_S)
+        # Who still used the descriptor would say its words to the next worker, which may get the same number.
+        if not (self._reader.is_alive() or self._writer.is_alive()):
+            self._connection.close()
