@@ -26,7 +26,7 @@ def stages() -> dict[str, Expression]:
     default = options[options.index("-m") + 1]
     found = {}
     script = (REPO / ".ci" / "run").read_text().replace("\\\n", " ")
-    for name, words in re.findall(r"^\s*stage (tests-\S+) (.*)$", script, re.MULTILINE):
+    for name, words in re.findall(r"^\s*stage (tests\S*) (.*)$", script, re.MULTILINE):
         words = shlex.split(words)[shlex.split(words).index("pytest") :]
         found[name] = Expression.compile(words[words.index("-m") + 1] if "-m" in words else default)
     return found

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import effect_probes as probes
 import pytest
 from effect_engines import sglang
 from effect_kinds import NOT_VALIDATED, RO, VALIDATES
 from key_effects import EFFECTS, Effect
+from tables import one_of_each
 
+import verl_mt
 from verl_mt.config.schema import leaves
 
 REFUSAL = re.compile(r"\w+(Error|Exit): ")
@@ -22,6 +26,20 @@ def test_every_key_has_an_entry_and_every_entry_a_key():
     assert not missing, f"tests/config/key_effects.py: add what changes with {', '.join(missing)}"
     unknown = [key for key in EFFECTS if key not in leaves()]
     assert not unknown, f"tests/config/key_effects.py: no such key: {', '.join(unknown)}"
+
+
+def test_every_key_is_read_by_code_that_does_not_declare_it():
+    """By name, for every commit: the flips below run one key of each kind for a commit, and all before a release."""
+    read: set[str] = set()
+    for file in sorted(Path(verl_mt.__file__).parent.rglob("*.py")):
+        read |= {node.attr for node in ast.walk(ast.parse(file.read_text())) if reads(node)}
+    assert "seed" in read and "no_such_key" not in read
+    unread = [key for key in leaves() if key.rpartition(".")[2] not in read]
+    assert not unread, f"declared, and read by nothing: {', '.join(unread)}"
+
+
+def reads(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
 
 
 def sides(key: str, effect: Effect) -> tuple[Any, Any]:
@@ -37,8 +55,19 @@ def refusal(seen: Any) -> str:
     return text if isinstance(text, str) and REFUSAL.match(text) else ""
 
 
+def kind_of(key: str) -> tuple[str, ...]:
+    """Keys that one kind of probe sees; a quick case is a class of its own."""
+    effect = EFFECTS[key]
+    if effect.quick:
+        return (key,)
+    return effect.probe.__module__, getattr(effect.probe, "__qualname__", ""), str(bool(effect.refused))
+
+
 @pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[] if EFFECTS[key].quick else [pytest.mark.slow]) for key in EFFECTS]
+    "key",
+    one_of_each(
+        [pytest.param(key, marks=[] if EFFECTS[key].quick else [pytest.mark.slow]) for key in EFFECTS], kind_of
+    ),
 )
 def test_another_value_of_the_key_makes_a_difference(key):
     effect = EFFECTS[key]

@@ -19,6 +19,7 @@ from command_lab import NO_VALIDATION, metrics_of, rows_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 
 from generate_support import CHAT, EOS, roll_out, rows, runner_of, turn
+from tables import newest_first
 
 from verl_mt.algorithms.aggregate import token_weights
 from verl_mt.config.compose import compose
@@ -106,7 +107,7 @@ def search(script, *, revision, tmp_path, label, question="Give <answer> text </
         return group.trajectories[0], asked, module
 
 
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_search_r1_runs_unmodified_with_the_engines_ids_and_without_training_what_was_found(revision, tmp_path):
     script = [
         turn("<think>where</think> <search>capital</search>"),
@@ -130,7 +131,7 @@ def test_search_r1_runs_unmodified_with_the_engines_ids_and_without_training_wha
     assert sample.status is Status.COMPLETED and sample.rollout_id == sample.index
 
 
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_search_r1_tells_of_an_invalid_action_and_a_cut_turn_ends_it(revision, tmp_path):
     script = [turn("hm"), turn("<sea", reason="length")]
     label = {"ground_truth": {"target": ["Paris"]}}
@@ -293,7 +294,7 @@ def two_steps(run, *overrides):
     return lines, [row for step in (1, 2) for row in rows_of(run, step)]
 
 
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_search_r1_trains_two_steps_with_the_tiny_model(revision, tmp_path):
     data = questions(tmp_path, {"ground_truth": {"target": ["3"]}})
     with search_r1(revision, tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import conformance
 import pytest
 import yaml
+from tables import newest_first, one_of_each
 
 from verl_mt.errors import PluginError
 from verl_mt.rewards.base import load_reward
@@ -59,7 +60,7 @@ FILES = [(r, f) for r in REVISIONS for part in ("verl/tools", "verl/interactions
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("revision", "file"), FILES)
+@pytest.mark.parametrize(("revision", "file"), one_of_each(reversed(FILES), lambda place: place[1]))
 def test_every_file_of_its_tools_and_interactions_loads(tmp_path, revision, file):
     if (package := NEEDS.get(file)) and importlib.util.find_spec(package) is None:
         pytest.skip(f"{file} itself imports {package}, which is not installed")
@@ -70,7 +71,7 @@ def test_every_file_of_its_tools_and_interactions_loads(tmp_path, revision, file
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 @pytest.mark.parametrize("name", ["test_gsm8k_interaction", "test_interaction_registry"])
 def test_its_own_tests_of_interactions_pass_or_have_a_reason(tmp_path, revision, name):
     source = conformance.peer("verl", revision, f"tests/interactions/{name}.py")
@@ -143,7 +144,7 @@ async def life_of(tool: BaseTool, calls: list[dict[str, Any]], **create: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 @pytest.mark.parametrize(
     ("name", "wrong", "right", "truth"),
     [("gsm8k_tool_config", "41", "42", "42"), ("geo3k_tool_config", "0.3", "1/2", "0.5")],
@@ -156,7 +157,7 @@ def test_the_scoring_tools_of_its_files_reward_as_documented(revision, name, wro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_its_sandbox_file_runs_programs_on_the_service_that_it_names(revision):
     ran = {"status": "Finished", "stdout": "42\n", "stderr": "warned", "return_code": 0}
     with service({"status": "Success", "run_result": ran}) as (url, asked):
@@ -190,7 +191,7 @@ def test_the_helper_for_several_queries_sends_one_request():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_the_registry_under_its_name_makes_the_tools_of_a_file(tmp_path, revision):
     from verl_mt.tools.utils.tool_registry import get_tool_class, initialize_tools_from_config
 
@@ -220,7 +221,7 @@ MCP_SERVER = Path(__file__).parents[1] / "tools" / "mcp_servers" / "demo_server.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_its_mcp_tools_run_on_our_client_against_a_real_server(tmp_path, monkeypatch, revision):
     """Its own registry and its own tool class; only the manager that they import is ours."""
     pytest.importorskip("mcp", reason="needs the mcp extra")

@@ -15,6 +15,7 @@ import conformance
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tables import newest_first
 
 from verl_mt.data.dataset import load_rows
 from verl_mt.errors import ConfigError
@@ -57,7 +58,7 @@ SCRIPTS = ["gsm8k", "gsm8k_multiturn_w_tool", "gsm8k_multiturn_w_interaction", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", ["v0.5.0", "v0.6.1"])
+@pytest.mark.parametrize("revision", newest_first(["v0.5.0", "v0.6.1"]))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_writes_rows_that_the_loader_takes(tmp_path, revision, name):
     source = conformance.peer("verl", revision, f"examples/data_preprocess/{name}.py")

@@ -13,6 +13,7 @@ import conformance
 import pyarrow.parquet as pq
 import pytest
 from command_lab import NO_VALIDATION, metrics_of, rows_of
+from tables import newest_first
 
 from verl_mt import sft
 from verl_mt.config.compose import compose
@@ -112,7 +113,7 @@ def stretches(bits: list[int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("caller")  # which takes longer than the tests
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, caller, capsys):
     gsm8k(tmp_path, shared_data, "tool", "gsm8k")
     config = configured(revision, "run_qwen2.5-3b_gsm8k_multiturn.sh", tmp_path, capsys, f"{MODEL}={caller}")
@@ -131,7 +132,7 @@ def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_gsm8k_with_its_interaction_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, capsys):
     gsm8k(tmp_path, shared_data, "interaction", "gsm8k_verl_sgl_multi_turn_w_interaction")
     script = "run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh"
@@ -160,7 +161,7 @@ class EasyFirst(PositionSampler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_the_curriculum_trains_two_steps_with_a_sampler_of_ours_in_its_place(revision, tmp_path, shared_data, capsys):
     gsm8k(tmp_path, shared_data, "tool", "gsm8k")
     EasyFirst.told.clear()

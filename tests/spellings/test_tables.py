@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_of_each
 
 from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
@@ -20,6 +21,13 @@ from verl_mt.spellings import converters
 ROWS = [pytest.param(row, id=row.name) for row in spellings().values()]
 RENAMED = [pytest.param(row, id=row.name) for row in spellings().values() if row.meaning == "renamed"]
 FOLDER = Path(converters.__file__).parent
+
+
+def path_of(row: Spelling) -> tuple[Any, ...]:
+    """Rows with the same path take the same code with every value."""
+    converter = row.convert.__qualname__ if row.convert else ""
+    return row.meaning, converter, row.covers_below, row.switch, row.values is None, row.name == row.to, bool(row.why)
+
 
 VALUES: list[Any] = [
     True, False, None, 0, 1, 3, 0.5, "x", ["x"], {"a": 1}, "left", "full", "token", "cosine", "group", "grpo", "none",
@@ -39,7 +47,7 @@ def outcome_of(key: str, value: Any) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", RENAMED)
+@pytest.mark.parametrize("row", one_of_each(RENAMED, path_of))
 def test_another_name_of_a_key_sets_it(row: Spelling):
     assert row.to in leaves() or open_parent(row.to) or (row.covers_below and row.to in sections())
     below = ".some" if row.covers_below and open_parent(row.to + ".some") else ".len" if row.covers_below else ""
@@ -54,7 +62,8 @@ def test_another_name_of_a_key_sets_it(row: Spelling):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [p for p in RENAMED if p.values[0].convert and p.values[0].convert.__name__ in REFUSING]
+    "row",
+    one_of_each([p for p in RENAMED if p.values[0].convert and p.values[0].convert.__name__ in REFUSING], path_of),
 )
 def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Spelling):
     refused = []
@@ -70,7 +79,7 @@ def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Spelling)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [p for p in ROWS if p.values[0].meaning == "fixed"])
+@pytest.mark.parametrize("row", one_of_each([p for p in ROWS if p.values[0].meaning == "fixed"], path_of))
 def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row: Spelling):
     assert row.why
     for value in VALUES if row.values is None else row.values:
@@ -89,7 +98,7 @@ def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [p for p in ROWS if p.values[0].meaning == "refused"])
+@pytest.mark.parametrize("row", one_of_each([p for p in ROWS if p.values[0].meaning == "refused"], path_of))
 def test_a_refused_key_is_refused_with_everything_below_it(row: Spelling):
     for key in (row.name, row.name + ".some.key"):
         (problem,) = outcome_of(key, 1).problems

@@ -8,6 +8,7 @@ import pytest
 import verl_keys
 from omegaconf import DictConfig, OmegaConf
 from reference_data import SHARED_DATA
+from tables import newest_first
 
 from verl_mt.config.normalize import normalize_items
 from verl_mt.config.spelling_tables import families
@@ -29,7 +30,7 @@ def keys_of(tree: DictConfig, before: str = "") -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("revision", ["v0.5.0", "v0.6.1"])
+@pytest.mark.parametrize("revision", newest_first(["v0.5.0", "v0.6.1"]))
 def test_every_key_of_a_whole_configuration_of_verl_is_on_the_page(revision):
     file = SHARED_DATA.parent / "peers" / "verl" / revision / "verl/trainer/config/_generated_ppo_trainer.yaml"
     if not file.is_file():
