@@ -165,6 +165,7 @@ def test_two_steps_as_on_eight_gpus_with_two_ranks_and_a_replica_beside_each(dat
     assert len(list((tmp_path / "run" / "checkpoints" / "step_000002" / "actor").glob("__*_0.distcp"))) == 2
 
 
+@pytest.mark.release
 @pytest.mark.sglang
 @pytest.mark.ray
 def test_two_steps_as_on_two_machines_with_a_rank_and_a_replica_each(data, tmp_path):

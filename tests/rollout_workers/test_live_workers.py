@@ -72,26 +72,12 @@ def test_ray_places_workers_whose_requests_come_to_the_engine_of_the_trainers_pr
 @pytest.mark.sglang
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_two_workers_ask_two_replicas_with_the_weights_of_each_update(trainer_of, tmp_path):
-    trainer = trainer_of(*SGLANG, f"{RO}.num_workers=2", "trainer.total_training_steps=3")
-    steps = watched(trainer)
-    asked = []
-    trainer.engine.generate = lambda request: asked.append(request)
-    trainer.fit()
-    assert not asked, "workers ask the replicas themselves"
-    assert [versions_of(step) for step in steps] == [{0}, {1}, {2}]
-    assert {name for step in steps for t in step for name in t.replicas} == {"rank 0", "rank 1"}
-    assert_each_once(steps)
-    assert max(line["rollout/logprob_diff_max"] for line in metrics_of(tmp_path / "run")) <= 1e-4
-
-
-@pytest.mark.sglang
-@pytest.mark.ray
-@pytest.mark.timeout(900)
-def test_a_worker_and_a_replica_that_are_killed_cost_no_row_and_double_none(trainer_of, tmp_path):
+def test_workers_ask_the_replicas_and_a_killed_worker_and_replica_cost_no_row_and_double_none(trainer_of, tmp_path):
     limits = (f"{RO}.max_concurrent=8", "trainer.total_training_steps=4")
     trainer = trainer_of(*SGLANG, f"{RO}.num_workers=2", *limits)
     steps, pool, engines = watched(trainer), trainer.stream.pool, trainer.engine.pids
+    asked = []
+    trainer.engine.generate = lambda request: asked.append(request)
 
     def kill(step: int, pid: int) -> None:
         while trainer.step_number < step or not 4 <= pool.progress.num_finished < 24:
@@ -103,16 +89,12 @@ def test_a_worker_and_a_replica_that_are_killed_cost_no_row_and_double_none(trai
         killer.start()
     trainer.fit()
     assert not any(killer.is_alive() for killer in killers)
+    assert not asked, "workers ask the replicas themselves"
     assert_each_once(steps)
     assert [versions_of(step) for step in steps] == [{0}, {1}, {2}, {3}]
-    last = metrics_of(tmp_path / "run")[-1]
+    assert {name for t in steps[0] for name in t.replicas} == {"rank 0", "rank 1"}
+    lines = metrics_of(tmp_path / "run")
+    assert max(line["rollout/logprob_diff_max"] for line in lines) <= 1e-4
+    last = lines[-1]
     assert last["rollout/worker_restarts"] == 1 and 1 <= last["rollout/groups_restarted"] <= 4
     assert last["engine/restarts"] == 1 and last["rollout/replicas"] == 2
-
-
-@pytest.mark.ray
-@pytest.mark.sglang
-@pytest.mark.timeout(600)
-def test_on_ray_there_is_a_worker_by_default(trainer_of):
-    trainer = trainer_of(*SGLANG, "trainer.total_training_steps=1")
-    assert len(trainer.stream.pool.pids) == 1

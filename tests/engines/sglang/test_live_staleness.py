@@ -19,7 +19,7 @@ from verl_mt.trainer.build import build_trainer
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 BOUND = 2
-STEPS = 40
+STEPS = 24
 
 
 @pytest.fixture
@@ -39,6 +39,7 @@ def train(run: Path, steps: int, *overrides: str) -> list[dict]:
 
 
 def require_what_was_promised(run: Path, lines: list[dict]) -> None:
+    """No token is older than the bound, conversations met new weights, and each prompt was trained once, in order."""
     steps = len(lines)
     versions = [
         [
@@ -61,17 +62,22 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
         [1 + k // batch] for k in range(batch * steps)
     ]
     assert prompt_log.main([str(run)]) == 0
-    rewards = [line["reward/mean"] for line in lines]
-    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.05, rewards
 
 
 def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_calculator):
     lines = train(tmp_path / "run", STEPS, late_calculator)
     require_what_was_promised(tmp_path / "run", lines)
+    rewards = [line["reward/mean"] for line in lines]
+    assert fmean(rewards[-8:]) > fmean(rewards[:8]) + 0.05, rewards
 
 
 @pytest.mark.parametrize(
-    ("bound", "on_update"), [(BOUND, "finish_turn"), (BOUND, "restart"), (0, "continue")], ids=lambda word: str(word)
+    ("bound", "on_update"),
+    [
+        (BOUND, "finish_turn"),
+        pytest.param(BOUND, "restart", marks=pytest.mark.release),
+        pytest.param(0, "continue", marks=pytest.mark.release),
+    ],
 )
 def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp_path, bound, on_update):
     run, steps = tmp_path / "run", 5
@@ -102,6 +108,6 @@ def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatc
     with two_machines() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
-        lines = train(tmp_path / "run", STEPS, late_calculator, *words)
+        lines = train(tmp_path / "run", 8, late_calculator, *words)
     require_what_was_promised(tmp_path / "run", lines)
     assert {line["rollout/replicas"] for line in lines} == {2}

@@ -131,7 +131,11 @@ SHARED_ROWS = (
 
 @pytest.mark.sglang
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
-@pytest.mark.parametrize("over_ranks", [(), SHARED_ROWS], ids=["", "shared rows, weights away during rollouts"])
+@pytest.mark.parametrize(
+    "over_ranks",
+    [pytest.param((), id="", marks=pytest.mark.release), SHARED_ROWS],
+    ids=["", "shared rows, weights away during rollouts"],
+)
 def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path, over_ranks):
     """After every update the engine's log-probs are those of the ranks' new weights, and far from those before."""
     trainer = ray_trainer(tmp_path / "run", 2, "actor_rollout_ref.rollout.name=sglang", *MOVES, *over_ranks)
