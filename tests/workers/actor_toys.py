@@ -93,8 +93,11 @@ def fill_advantages(batch: TensorDict) -> None:
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0], [0.4, 0.0, 1.0]]
 
 
-def worker(policy, *, total_steps: int = 100, lr: float = 1e-2, optim: dict | None = None, **kwargs) -> ActorWorker:
+def worker(
+    policy, *, total_steps: int = 100, lr: float = 1e-2, optim: dict | None = None, temperature: float = 1.0, **kwargs
+) -> ActorWorker:
     """An actor over a copy of the policy, or over a sharded one."""
     config = ActorConfig(optim=OptimConfig(lr=lr, **({"lr_warmup_steps": 0} | (optim or {}))), **kwargs)
     module = policy if isinstance(policy, ShardedPolicy) else copy.deepcopy(policy)
-    return ActorWorker(module, config, temperature=1.0, total_steps=total_steps, train_batch_size=3, norm_constant=8.0)
+    schedule = {"total_steps": total_steps, "train_batch_size": 3}
+    return ActorWorker(module, config, temperature=temperature, norm_constant=8.0, **schedule)

@@ -38,15 +38,21 @@ def wake(linear: nn.Module) -> None:
 
 
 def critic(
-    module: nn.Module | None = None, *, policy: nn.Module | None = None, lr: float = 1e-2, warmup: int = 0, **kwargs
+    module: nn.Module | None = None,
+    *,
+    policy: nn.Module | None = None,
+    lr: float = 1e-2,
+    warmup: int = 0,
+    shuffle: bool = True,
+    optim: dict | None = None,
+    **kwargs,
 ) -> CriticWorker:
-    config = filled_in(
-        CriticConfig(optim=CriticOptimConfig(lr=lr), share_trunk=policy is not None, **kwargs), ActorConfig()
-    )
+    options = CriticOptimConfig(lr=lr, **(optim or {}))
+    config = filled_in(CriticConfig(optim=options, share_trunk=policy is not None, **kwargs), ActorConfig())
     schedule = CriticSchedule(total_steps=100, train_batch_size=3, warmup_steps=warmup, norm_constant=8.0)
     if module is None:
         module = value_model() if policy is None else value_head()
-    return CriticWorker(module, config, schedule=schedule, policy=policy)
+    return CriticWorker(module, config, schedule=schedule, shuffle=shuffle, policy=policy)
 
 
 def batch_with_values(worker: CriticWorker, rewards=REWARDS, *, seed: int = 0, records: int = 1) -> TensorDict:
