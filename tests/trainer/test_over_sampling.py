@@ -212,6 +212,29 @@ def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, sl
     assert not [p for p in read_prompt_log(run).prompts.values() if p.open]
 
 
+def test_a_rollback_restarts_every_prompt_in_flight(tmp_path, monkeypatch):
+    """The smallest run with steps ahead: one prompt a step, four steps."""
+    from verl_mt.trainer.ppo_trainer import PPOTrainer
+
+    run, back, conclude = tmp_path / "run", [], PPOTrainer._conclude_step
+    small = ("data.train_batch_size=1", "data.train_max_samples=8", "actor_rollout_ref.rollout.n=2")
+    steps = ("actor_rollout_ref.rollout.response_length=8", "trainer.total_training_steps=4", "trainer.save_freq=1")
+    trainer = small_trainer(run, *RUN, *small, *steps, AHEAD)
+
+    def roll_back_after_two(self, metrics):
+        conclude(self, metrics)
+        if self.step_number == 2:
+            back.extend(p.prompt_id for p in self.prompt_log.open)
+            self._roll_back(self.checkpoints.all()[0])
+
+    monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_two)
+    trainer.fit()
+    assert [p.prompt_id for p in read_prompt_log(run).prompts.values() if p.starts == 2] == back != []
+    records = [r for step in (3, 4) for row in rows_of(run, step) for r in row["records"]]
+    versions = {v for r in records for v in r["policy_versions"] if v >= 0}
+    assert min(versions) >= 3, "no token of the abandoned weights is trained"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), (OVER,), ("actor_rollout_ref.rollout.num_workers=2",)])
 def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_tool, monkeypatch, more):

@@ -13,8 +13,8 @@ BFLOAT16 = torch.bfloat16
 
 
 def a_batch():
-    """64 rows, so that one row a pass makes 64 micro-batches."""
-    return make_batch([[1.0, 0.0, 0.5, 0.0] for _ in range(16)], seed=3)
+    """16 rows, so that one row a pass makes 16 micro-batches."""
+    return make_batch([[1.0, 0.0, 0.5, 0.0] for _ in range(4)], seed=3)
 
 
 def gradient(actor, batch) -> torch.Tensor:
@@ -31,7 +31,6 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.slow
 def test_the_sum_over_micro_batches_is_that_of_one_pass():
     """Each row's gradient has the rounding of bfloat16; their sum adds none."""
     policy = tiny_policy().to(BFLOAT16)
@@ -40,7 +39,7 @@ def test_the_sum_over_micro_batches_is_that_of_one_pass():
     apart = gradient(worker(policy, **options), a_batch())
     exact = gradient_in_float64(policy, options)
     in_low = gradient_in_bfloat16(policy, options)
-    assert off(apart, exact) < 0.5 * off(in_low, exact)
+    assert off(apart, exact) < 1e-4 * off(in_low, exact)
 
 
 def rows_alone(policy, options):
