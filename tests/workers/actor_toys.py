@@ -20,12 +20,12 @@ VOCAB = 37
 
 
 @functools.cache
-def tiny_policy():
+def tiny_policy(layers: int = 2):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()

@@ -8,11 +8,8 @@ import math
 import pytest
 import torch
 from actor_toys import REWARDS, VOCAB, fill_advantages, make_batch, record, tiny_policy, worker
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from verl_mt.algorithms.aggregate import MODES
 from verl_mt.config.actor import RefConfig
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
@@ -42,63 +39,6 @@ def gradient_of(policy, batch: TensorDict, **kwargs) -> tuple[torch.Tensor, dict
 
 def weights(actor: ActorWorker) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in actor.module.parameters()])
-
-
-def naive_gradient(policy, batch: TensorDict, mode: str) -> torch.Tensor:
-    """Policy gradient by full logits, row by row, the definition of each aggregation written out."""
-    model = copy.deepcopy(policy)
-    tokens_of: dict[int, int] = {}
-    for row in range(len(batch)):
-        owner = int(batch[col.TRAJECTORY_INDEX][row])
-        tokens_of[owner] = tokens_of.get(owner, 0) + int(batch[col.LOSS_MASK][row].sum())
-    total, num = sum(tokens_of.values()), len(tokens_of)
-    loss = torch.zeros(())
-    for row in range(len(batch)):
-        length = int(batch[col.ATTENTION_MASK][row].sum())
-        ids = batch[col.INPUT_IDS][row, :length]
-        lp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        own = tokens_of[int(batch[col.TRAJECTORY_INDEX][row])]
-        scale = {
-            "token-mean": 1 / total,
-            "seq-mean-token-mean": 1 / (num * own),
-            "seq-mean-token-sum": 1 / num,
-            "seq-mean-token-sum-norm": 1 / (num * 8.0),
-        }[mode]
-        for t in range(1, length):
-            if batch[col.LOSS_MASK][row, t]:
-                loss = loss - scale * batch[col.ADVANTAGES][row, t] * lp[t - 1, ids[t]]
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_on_policy_update_has_the_gradient_of_the_definition(policy, mode):
-    batch = make_batch(REWARDS, records=2)
-    got, metrics = gradient_of(policy, batch, loss_agg_mode=mode, grad_clip=0.0)
-    torch.testing.assert_close(got, naive_gradient(policy, batch, mode), atol=1e-5, rtol=1e-4)
-    assert metrics["actor/clipfrac"] == metrics["actor/clipfrac_lower"] == metrics["actor/ppo_kl"] == 0.0
-    assert metrics["actor/num_updates"] == 1
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    mode=st.sampled_from(MODES),
-    micro=st.one_of(st.none(), st.integers(1, 5)),
-    max_tokens=st.sampled_from([1, 16, 40, 4096]),
-    skip=st.booleans(),
-    seed=st.integers(0, 5),
-)
-@pytest.mark.slow
-def test_no_micro_batch_split_changes_the_gradient(policy, mode, micro, max_tokens, skip, seed):
-    batch = make_batch([*REWARDS, [1.0, 1.0]], seed=seed, records=2)
-    batch[col.LOSS_MASK][2] = False  # a row without a token in the loss may be alone in its micro-batch
-    fill_advantages(batch)
-    kwargs = {"loss_agg_mode": mode, "grad_clip": 0.0}
-    whole, _ = gradient_of(policy, batch, **kwargs, skip_zero_advantage=False)
-    split, _ = gradient_of(
-        policy, batch, **kwargs, ppo_micro_batch_size=micro, ppo_max_token_len=max_tokens, skip_zero_advantage=skip
-    )
-    torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.cap("C33", "C83")
@@ -141,16 +81,6 @@ def test_one_forward_pass_per_on_policy_update(policy):
     assert len(calls) == 1
 
 
-def test_several_mini_batches_take_old_log_probs_from_before_the_first_change(policy):
-    actor = worker(policy, ppo_mini_batch_size=1, ppo_epochs=2, skip_zero_advantage=False)
-    batch = make_batch(REWARDS)
-    expected = actor.compute_log_probs(batch)
-    metrics = actor.update(batch)
-    torch.testing.assert_close(batch[col.OLD_LOG_PROBS], expected)
-    assert metrics["actor/num_updates"] == 6
-    assert metrics["actor/ppo_kl"] != 0.0
-
-
 def test_old_log_probs_are_the_samplers_on_request(policy):
     batch = make_batch(REWARDS)
     own = worker(policy).compute_log_probs(batch)
@@ -160,19 +90,6 @@ def test_old_log_probs_are_the_samplers_on_request(policy):
     assert worker(policy).update(batch.clone())["actor/ppo_kl"] == 0.0
     batch[col.HAS_LOG_PROBS] = torch.zeros_like(batch[col.HAS_LOG_PROBS])
     assert worker(policy, use_sampler_log_probs="always").update(batch.clone())["actor/ppo_kl"] == 0.0
-
-
-def test_agreement_with_the_sampler_is_measured_and_moves_when_one_weight_does(policy):
-    batch = make_batch(REWARDS)
-    sampler = worker(policy)
-    batch[col.ROLLOUT_LOG_PROBS] = sampler.compute_log_probs(batch)
-    assert worker(policy).update(batch.clone())["rollout/logprob_diff_max"] < 1e-5
-    with torch.no_grad():
-        sampler.module.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
-    batch[col.ROLLOUT_LOG_PROBS] = sampler.compute_log_probs(batch)
-    metrics = worker(policy).update(batch.clone())
-    assert metrics["rollout/logprob_diff_max"] > 1e-3
-    assert 0 < metrics["rollout/logprob_diff_mean"] <= metrics["rollout/logprob_diff_max"]
 
 
 def test_agreement_is_absent_where_it_cannot_be_measured(policy):
@@ -209,14 +126,6 @@ def test_the_kl_term_of_a_policy_that_is_its_reference_is_exactly_zero(policy, s
     assert torch.equal(weights(actor), before), "rounding, made a step by Adam"
 
 
-def test_groups_without_variance_are_skipped_and_still_counted_in_the_denominators(policy):
-    batch = make_batch([*REWARDS, [1.0, 1.0, 1.0]])
-    full, _ = gradient_of(policy, batch, skip_zero_advantage=False)
-    skipped, metrics = gradient_of(policy, batch)
-    assert metrics["actor/skipped_zero_advantage_sequences"] == 3
-    torch.testing.assert_close(skipped, full, atol=1e-6, rtol=1e-5)
-
-
 def test_the_share_of_tokens_that_the_numbers_cover_is_told(policy):
     flat = [1.0, 1.0, 1.0]
     batch = make_batch([*REWARDS, flat])
@@ -236,32 +145,6 @@ def test_when_everything_is_skipped_the_weights_stay_and_the_schedule_goes_on(po
     assert (first["actor/num_updates"], first["actor/lr"]) == (0, 1e-2)
     assert actor.update(make_batch([[1.0, 0.0]]))["actor/lr"] == pytest.approx(0.75e-2)
     assert not torch.equal(weights(actor), before)
-
-
-@pytest.mark.parametrize("extra", [{"entropy_coeff": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.5}])
-def test_kl_and_entropy_terms_see_every_row(policy, extra):
-    batch = make_batch([*REWARDS, [1.0, 1.0, 1.0]])
-    batch[col.REF_LOG_PROBS] = worker(policy).compute_log_probs(batch) - 0.3
-    with_term, metrics = gradient_of(policy, batch, grad_clip=0.0, **extra)
-    without, _ = gradient_of(policy, batch, grad_clip=0.0)
-    assert metrics["actor/skipped_zero_advantage_sequences"] == 0
-    assert not torch.allclose(with_term, without, atol=1e-5)
-    if "use_kl_loss" in extra:
-        assert metrics["actor/kl_loss"] == pytest.approx(math.exp(-0.3) - 1 + 0.3, abs=1e-5)
-
-
-def test_tokens_that_nobody_sampled_are_trained_on_request_but_stay_out_of_the_metrics(policy):
-    batch = make_batch(REWARDS)
-    metrics_before = worker(policy).update(batch.clone())
-    opted_in = batch.clone()
-    row, position = 0, int(batch[col.SAMPLED][0].nonzero().min())
-    opted_in[col.LOSS_MASK][row, position - 1] = True
-    fill_advantages(opted_in)
-    gradient, metrics = gradient_of(policy, opted_in)
-    plain, _ = gradient_of(policy, batch)
-    assert not torch.allclose(gradient, plain, atol=1e-5)
-    for name in ("actor/entropy", "rollout/logprob_diff_max"):
-        assert metrics[name] == pytest.approx(metrics_before[name], abs=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_counted_and_the_third_in_a_row_stops_the_run(policy):

@@ -105,19 +105,6 @@ def long_prompts():
     return batch
 
 
-def test_the_reference_is_the_base_whatever_the_adapters_have_become():
-    batch = make_batch(REWARDS)
-    actor = worker(lora_policy(), use_kl_loss=True)
-    ref = ref_of(actor)
-    expected = worker(tiny_policy(), use_kl_loss=True).compute_log_probs(batch)
-    for _ in range(2):
-        assert torch.equal(ref.compute_log_probs(batch), expected)
-        batch[col.REF_LOG_PROBS] = expected
-        assert actor.update(batch.clone())["actor/kl_loss"] > 0.01
-    assert ref.module is actor.module
-    assert all(p.requires_grad == is_adapter(n) for n, p in actor.module.named_parameters())
-
-
 @pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 2}])
 def test_the_kl_term_of_new_adapters_is_exactly_zero(model_folder, split):
     workers = group(model_folder, use_kl_loss=True, **split)
