@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import warnings
 from fractions import Fraction
 
@@ -70,14 +69,12 @@ def test_values_are_exact_and_integers_print_as_integers(expression, value):
     ],
 )
 def test_what_cannot_be_evaluated_says_why(expression, reason):
-    started = time.process_time()
     if reason:
         with pytest.raises(ToolCallError) as error:
             calculate(expression)
         assert reason in str(error.value)
     else:
         assert calculate(expression) == "-1"
-    assert time.process_time() - started < 1
 
 
 @settings(max_examples=150, deadline=None)

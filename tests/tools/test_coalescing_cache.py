@@ -14,14 +14,16 @@ pytestmark = pytest.mark.cap("C54")
 
 
 class Service:
-    def __init__(self, delay_s: float = 0.0, errors: int = 0):
-        self.calls, self.errors, self.delay_s, self.cancelled = 0, errors, delay_s, 0
+    """Answers when `answers` is set. One turn of the loop is enough for all callers to ask."""
+
+    def __init__(self, errors: int = 0):
+        self.calls, self.errors, self.cancelled, self.answers = 0, errors, 0, asyncio.Event()
 
     async def __call__(self) -> str:
         self.calls += 1
         number = self.calls
         try:
-            await asyncio.sleep(self.delay_s)
+            await self.answers.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -32,8 +34,11 @@ class Service:
 
 def test_equal_questions_one_after_the_other_and_at_once_make_one_call():
     async def run():
-        cache, service = CoalescingCache(10), Service(0.01)
-        together = await asyncio.gather(*(cache.get("k", service) for _ in range(5)))
+        cache, service = CoalescingCache(10), Service()
+        asked = asyncio.gather(*(cache.get("k", service) for _ in range(5)))
+        await asyncio.sleep(0)
+        service.answers.set()
+        together = await asked
         later = await cache.get("k", service)
         return cache, service, together, later
 
@@ -45,8 +50,11 @@ def test_equal_questions_one_after_the_other_and_at_once_make_one_call():
 
 def test_an_error_reaches_all_who_waited_and_is_not_kept():
     async def run():
-        cache, service = CoalescingCache(10), Service(0.01, errors=1)
-        together = await asyncio.gather(*(cache.get("k", service) for _ in range(3)), return_exceptions=True)
+        cache, service = CoalescingCache(10), Service(errors=1)
+        asked = asyncio.gather(*(cache.get("k", service) for _ in range(3)), return_exceptions=True)
+        await asyncio.sleep(0)
+        service.answers.set()
+        together = await asked
         return cache, service, together, await cache.get("k", service)
 
     cache, service, together, later = asyncio.run(run())
@@ -57,10 +65,13 @@ def test_an_error_reaches_all_who_waited_and_is_not_kept():
 
 def test_a_caller_that_gives_up_takes_nothing_from_the_others():
     async def run():
-        cache, service = CoalescingCache(10), Service(0.05)
+        cache, service = CoalescingCache(10), Service()
         first, second = (asyncio.ensure_future(cache.get("k", service)) for _ in range(2))
-        await asyncio.sleep(0.01)
+        while not service.calls:
+            await asyncio.sleep(0)
         first.cancel()
+        await asyncio.wait([first])
+        service.answers.set()
         answer = await second
         return cache, service, first, answer
 
@@ -71,11 +82,13 @@ def test_a_caller_that_gives_up_takes_nothing_from_the_others():
 
 def test_a_call_that_nobody_waits_for_is_cancelled_and_not_joined():
     async def run():
-        cache, service = CoalescingCache(10), Service(0.05)
+        cache, service = CoalescingCache(10), Service()
         only = asyncio.ensure_future(cache.get("k", service))
-        await asyncio.sleep(0.01)
+        while not service.calls:
+            await asyncio.sleep(0)
         only.cancel()
         await asyncio.wait([only])
+        service.answers.set()
         return service, await cache.get("k", service)
 
     service, answer = asyncio.run(run())

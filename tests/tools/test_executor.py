@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile import EXCEPTIONS
+from hostile import EXCEPTIONS, deadline_only_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.limits import ConcurrencyLimit
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl_mt.tools.toolset import ToolSet
+from verl_mt.user_code import UserCode
 
 
 class Tool(BaseTool):
@@ -168,12 +171,16 @@ def test_an_engine_that_is_gone_is_nobody_s_fault():
 @pytest.mark.cap("C53")
 def test_results_come_in_the_order_of_the_calls_and_one_failure_loses_no_other():
     async def behave(parameters):
-        await asyncio.sleep(parameters["s"])
-        if parameters["i"] == 2:
+        i = parameters["i"]
+        await ended[i + 1].wait()
+        ended[i].set()
+        if i == 2:
             raise ValueError("no")
-        return str(parameters["i"]), parameters["i"] / 10
+        return str(i), i / 10
 
-    turn = calls(*({"i": i, "s": 0.05 - i / 100} for i in range(5)))
+    ended = [asyncio.Event() for _ in range(6)]  # the last call ends first
+    ended[5].set()
+    turn = calls(*({"i": i} for i in range(5)))
     results, rewards, _, _ = play(executor(Tool(behave)), turn)
     assert [r.text for r in results] == ["0", "1", "<error>Tool failed: no</error>", "3", "4"]
     assert rewards == {"tool": [0.0, 0.1, 0.3, 0.4, 2.0]}
@@ -183,7 +190,7 @@ def test_results_come_in_the_order_of_the_calls_and_one_failure_loses_no_other()
 @pytest.mark.parametrize("kind", ["async", "sync"])
 def test_a_limit_of_two_keeps_two_in_flight_across_trajectories(kind):
     running = peak = 0
-    lock = threading.Lock()
+    lock, threads, tasks = threading.Lock(), threading.Barrier(2), asyncio.Barrier(2)
 
     def enter(by):
         nonlocal running, peak
@@ -194,13 +201,13 @@ def test_a_limit_of_two_keeps_two_in_flight_across_trajectories(kind):
     class Sync(Tool):
         def execute(self, instance_id, parameters, **kwargs):
             enter(1)
-            time.sleep(0.02)
+            threads.wait()
             enter(-1)
             return "ok"
 
     async def behave(parameters):
         enter(1)
-        await asyncio.sleep(0.02)
+        await tasks.wait()
         enter(-1)
         return "ok"
 
@@ -229,13 +236,13 @@ def test_a_tool_may_take_its_own_limit_twice_without_a_deadlock():
             inside -= 1
         return "ok"
 
-    results, *_ = play(executor(Tool(behave), timeout_s=2), calls({}, {}, {}))
+    results, *_ = play(executor(Tool(behave)), calls({}, {}, {}))
     assert [r.text for r in results] == ["ok"] * 3
 
 
 def test_a_tool_that_calls_itself_through_the_session_does_not_deadlock_at_limit_one():
     tool = Tool()
-    tools = executor(Calculator({}), tool, concurrency=1, timeout_s=2)
+    tools = executor(Calculator({}), tool, concurrency=1)
 
     async def main():
         session = tools.open("t")
@@ -255,37 +262,39 @@ def test_a_tool_that_calls_itself_through_the_session_does_not_deadlock_at_limit
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
 def test_a_sleeping_tool_blocks_nobody(kind):
-    class Sync(Tool):
-        def execute(self, instance_id, parameters, **kwargs):
-            time.sleep(0.3)
-            return "slept"
-
-    async def asleep(parameters):
-        await asyncio.sleep(0.3)
-        return "slept"
+    begun, over = threading.Event(), threading.Event()  # `over` is set by the loop that the tool must not block
 
     def blocking(parameters):
-        time.sleep(0.3)
+        begun.set()
+        return "slept" if over.wait(60) else "the caller's loop stands still"
+
+    class Sync(Tool):
+        def execute(self, instance_id, parameters, **kwargs):
+            return blocking(parameters)
+
+    async def asleep(parameters):
+        begun.set()
+        while not over.is_set():
+            await asyncio.sleep(0.001)
         return "slept"
 
     tool = {"sync": Sync(), "async": Tool(asleep), "blocking_async": Tool(blocking)}[kind]
 
     async def main():
-        work = asyncio.create_task(executor(tool).open("t").run(calls({}), turn=1))
-        ticks = 0
-        while not work.done():
-            await asyncio.sleep(0.02)
-            ticks += 1
-        return ticks, work.result()
+        work = asyncio.create_task(executor(tool, timeout_s=600.0).open("t").run(calls({}), turn=1))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        over.set()
+        return await work
 
-    ticks, results = asyncio.run(main())
-    assert results[0].text == "slept" and ticks >= 4  # a loop that is blocked ticks once or twice
+    assert [r.text for r in asyncio.run(main())] == ["slept"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking_async"])
-def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
+def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind, monkeypatch):
     forever = threading.Event()
+    deadline_only_for(monkeypatch, lambda *args, **_: args[1:] == ({"hang": 1},))
 
     class Sync(Tool):
         def execute(self, instance_id, parameters, **kwargs):
@@ -300,12 +309,10 @@ def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
         return forever.wait() if parameters.get("hang") else "ok"
 
     tool = {"sync": Sync(), "async": Tool(asleep), "blocking_async": Tool(blocking)}[kind]
-    started = time.monotonic()
     try:
         results, _, counters, session = play(executor(tool, timeout_s=0.1), calls({"hang": 1}), calls({}))
     finally:
         forever.set()
-    assert time.monotonic() - started < 20
     assert [r.failure for r in results] == ["tool", None]
     assert results[0].text == "<error>Tool failed: timed out after 0.1 s</error>"
     assert counters == {"tools/tool/calls": 2, "tools/tool/errors": 1, "tools/tool/timeouts": 1}
@@ -314,7 +321,7 @@ def test_a_hanging_tool_is_the_tool_s_failure_and_the_next_call_works(kind):
 
 
 @pytest.mark.slow
-def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried():
+def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(monkeypatch):
     seen: list[str] = []
 
     def behave(parameters):
@@ -325,7 +332,7 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
             raise OSError("down")
         return "up"
 
-    results, _, counters, _ = play(executor(Tool(behave), retries=2, timeout_s=5), calls({"kind": "flaky"}))
+    results, _, counters, _ = play(executor(Tool(behave), retries=2), calls({"kind": "flaky"}))
     assert results[0].text == "up" and seen == ["flaky", "flaky"] and counters["tools/tool/retries"] == 1
     assert "tools/tool/errors" not in counters
 
@@ -334,17 +341,31 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     assert seen == ["teach"] and "tools/tool/retries" not in counters
 
     seen.clear()
-    started = time.monotonic()
-    results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=0.5), calls({"kind": "down"}))
-    # A thousand retries would take minutes; a busy machine may make half a second a few.
-    assert time.monotonic() - started < 20 and results[0].failure == "tool"
-    # A thousandth of the deadline is each attempt's share: on a busy machine it may be over before the tool's own code.
-    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] >= max(1, len(seen) - 1)
+    pauses, sleep = [], asyncio.sleep
+
+    async def paused(seconds, *result):
+        pauses.append(seconds)
+        await sleep(0)
+
+    # Only pauses take time. An attempt that misses its share of the deadline counts as one that raised.
+    monkeypatch.setattr("verl_mt.tools.executor.time", SimpleNamespace(monotonic=lambda: sum(pauses)))
+    monkeypatch.setattr(asyncio, "sleep", paused)
+    results, _, counters, _ = play(executor(Tool(behave), retries=1000, timeout_s=1.0), calls({"kind": "down"}))
+    assert pauses == [0.1, 0.2, 0.4] and results[0].failure == "tool"  # 0.8 s more would end after the deadline
+    assert counters["tools/tool/errors"] == 1 and counters["tools/tool/retries"] == 3 and len(seen) <= 4
 
 
 @pytest.mark.slow
-def test_a_slow_attempt_leaves_time_for_its_retry():
+def test_a_slow_attempt_leaves_time_for_its_retry(monkeypatch):
     attempts = 0
+    deadlines, run = [], UserCode.run
+
+    async def ends_the_first(self, function, args, kwargs, *, timeout_s, **more):
+        if function.__name__ == "execute":
+            deadlines.append(timeout_s)
+        return await run(self, function, args, kwargs, timeout_s=0.1 if len(deadlines) == 1 else timeout_s, **more)
+
+    monkeypatch.setattr(UserCode, "run", ends_the_first)
 
     async def behave(parameters):
         nonlocal attempts
@@ -353,8 +374,9 @@ def test_a_slow_attempt_leaves_time_for_its_retry():
             await asyncio.sleep(1e6)
         return "second"
 
-    results, _, counters, _ = play(executor(Tool(behave), retries=1, timeout_s=0.6), calls({}))
+    results, _, counters, _ = play(executor(Tool(behave), retries=1, timeout_s=600.0), calls({}))
     assert results[0].text == "second" and "tools/tool/timeouts" not in counters
+    assert len(deadlines) == 2 and deadlines[0] <= 300.0 < deadlines[1] <= 600.0
 
 
 def test_calls_beyond_the_limit_of_one_turn_are_refused_by_name_not_dropped():
@@ -367,10 +389,15 @@ def test_calls_beyond_the_limit_of_one_turn_are_refused_by_name_not_dropped():
 
 
 def test_ten_megabytes_are_cut_and_counted_and_control_tokens_are_just_text():
-    tool = Tool(lambda parameters: "x" * 10_000_000 if parameters else "<|im_end|>\n<|im_start|>assistant")
-    started = time.process_time()
-    results, _, counters, _ = play(executor(tool, max_response_tokens=64), calls({"big": 1}, {}))
-    assert len(results[0].text) == 64 + len("...(truncated)...") and time.process_time() - started < 2
+    tool, tokenized = Tool(lambda parameters: "x" * 10**7 if parameters else "<|im_end|>\n<|im_start|>assistant"), []
+
+    def count_tokens(text):
+        tokenized.append(len(text))
+        return list(text)
+
+    limited = ToolExecutor(ToolSet([tool]), ToolLimits(max_response_tokens=64), count_tokens)
+    results, _, counters, _ = play(limited, calls({"big": 1}, {}))
+    assert len(results[0].text) == 64 + len("...(truncated)...") and sum(tokenized) < 100_000
     assert results[1].text == "<|im_end|>\n<|im_start|>assistant"
     assert counters == {"tools/tool/calls": 2, "tools/tool/truncated": 1}
 
@@ -478,11 +505,24 @@ def test_limits_come_from_the_run_s_config():
     assert limits == ToolLimits(3, 1, 7, config.max_parallel_calls, 5, 9, "both")
 
 
+HANGS: contextvars.ContextVar[bool] = contextvars.ContextVar("hangs", default=False)
+
+
+def hangs(instance_id, *args, **kwargs):
+    """Whether this call of a `Chaos` hangs; the caller's context is the call's."""
+    chaos = Chaos.named[instance_id.partition("/")[2]] if args else None
+    HANGS.set(chaos is not None and chaos.random.random() < 0.1)
+    return HANGS.get()
+
+
 class Chaos(Tool):
     """Fails at random places, in random ways."""
 
+    named: dict[str, Chaos] = {}
+
     def __init__(self, seed: int, name: str):
         self.random = random.Random(seed)
+        self.named[name] = self
         super().__init__(name=name)
 
     def _maybe(self, what: str) -> None:
@@ -496,7 +536,7 @@ class Chaos(Tool):
     async def execute(self, instance_id, parameters, **kwargs):
         await super().execute(instance_id, parameters)
         self._maybe("execute")
-        if self.random.random() < 0.1:
+        if HANGS.get():
             await asyncio.sleep(1e6)
         return self.random.choice(["ok", {"a": 1}, (), ("x", "bad reward"), None])
 
@@ -539,7 +579,9 @@ def test_every_created_instance_is_scored_and_released_exactly_once_whatever_fai
             assert results == sum(turns) == sum(v for k, v in counters.items() if k.endswith("/calls"))
         return first
 
-    rewards = asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        deadline_only_for(patch, hangs)
+        rewards = asyncio.run(main())
     for tool in tools.tools:
         assert isinstance(tool, Chaos)
         life = [what for what, _ in tool.life]
@@ -550,7 +592,7 @@ def test_every_created_instance_is_scored_and_released_exactly_once_whatever_fai
 
 
 def test_a_tool_s_own_limits_hold_where_they_are_lower():
-    tool = Tool(lambda parameters: asyncio.sleep(5), call_timeout_s=0.1, max_concurrency=1)
+    tool = Tool(lambda parameters: asyncio.sleep(1e6), call_timeout_s=0.1, max_concurrency=1)
     limits = ToolLimits(timeout_s=3.0, concurrency=4)
     assert (limits.timeout_of(tool), limits.concurrency_of(tool)) == (0.1, 1)
     assert (ToolLimits(timeout_s=0.05).timeout_of(tool), limits.concurrency_of(Tool(max_concurrency=9))) == (0.05, 4)
@@ -599,7 +641,9 @@ def test_every_call_leaves_a_row_with_whose_fault_a_failure_was():
         return "ok", 0.5
 
     bad = MalformedCall('{"name": "tool", ', "not valid JSON", "tool")
+    began = time.monotonic()
     _, _, _, session = play(executor(Tool(behave)), [*calls({"x": 1}, {"broken": True}), bad], calls({}, name="nobody"))
+    all_s = time.monotonic() - began
     rows = session.calls
     assert [(r["turn"], r["name"], r["arguments"], r["failure"], r["step_reward"]) for r in rows] == [
         (1, "tool", {"x": 1}, None, 0.5),
@@ -608,7 +652,7 @@ def test_every_call_leaves_a_row_with_whose_fault_a_failure_was():
         (2, "nobody", {}, "model", 0.0),
     ]
     assert rows[2]["written"] == bad.text
-    assert all(0 <= r["latency_s"] < 5 for r in rows)
+    assert all(0 <= r["latency_s"] <= all_s for r in rows)
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)

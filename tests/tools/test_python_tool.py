@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hostile import deadline_only_for
 
 from verl_mt.data.conversation import ToolCall
 from verl_mt.errors import ConfigError
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.python_tool import PythonTool
+from verl_mt.tools.sandbox import interpreter
 from verl_mt.tools.toolset import ToolSet
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
@@ -21,12 +23,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 @pytest.fixture(scope="module")
 def stateless():
-    return PythonTool({"timeout_s": 5.0, "concurrency": 2})
+    return PythonTool({"timeout_s": 600.0, "concurrency": 2})
 
 
 @pytest.fixture(scope="module")
 def stateful():
-    return PythonTool({"timeout_s": 5.0, "keep_state": True})
+    return PythonTool({"timeout_s": 600.0, "keep_state": True})
 
 
 def code(text: str) -> ToolCall:
@@ -46,8 +48,18 @@ def run(tool: PythonTool, *turns: list[str], **limits):
 
 
 @pytest.mark.cap("C53")
-def test_parallel_calls_are_answered_in_order(stateless):
-    results, counters = run(stateless, ["import time; time.sleep(0.1); print('slow')", "'fast'"])
+def test_parallel_calls_are_answered_in_order(stateless, monkeypatch):
+    inner, ended = stateless._run, threading.Event()
+
+    def slow_ends_last(state, text):
+        if "slow" in text:
+            ended.wait()
+        result = inner(state, text)
+        ended.set()
+        return result
+
+    monkeypatch.setattr(stateless, "_run", slow_ends_last)
+    results, counters = run(stateless, ["print('slow')", "'fast'"])
     assert [r.text for r in results] == ["slow", "'fast'"]
     assert counters["tools/python/calls"] == 2 and "tools/python/model_errors" not in counters
 
@@ -75,12 +87,21 @@ def test_an_exception_is_an_answer_and_a_metric_not_an_error(stateless):
 
 
 @pytest.mark.slow
-def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_printed():
+def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_printed(monkeypatch):
     tool = PythonTool({"timeout_s": 0.3, "keep_state": True})
-    results, counters = run(tool, ["x = 5"], ["print('here'); print(x)\nwhile True: pass"], ["x"])
+    now, read = [0.0], interpreter._read
+
+    def time_passes_with_output(handle):
+        data = read(handle)
+        now[0] += 1.0 if b"5!" in data else 0.0
+        return data
+
+    monkeypatch.setattr(interpreter, "_read", time_passes_with_output)
+    monkeypatch.setattr(interpreter, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    results, counters = run(tool, ["x = 5"], ["print(f'here: {x}!')\nwhile True: pass"], ["x"])
     stopped = results[1]
     assert stopped.failure == "model" and stopped.text.startswith("<error>the code was stopped: it did not finish")
-    assert "within 0.3 s" in stopped.text and "are lost" in stopped.text and "here\n5" in stopped.text
+    assert "within 0.3 s" in stopped.text and "are lost" in stopped.text and "here: 5!" in stopped.text
     assert "NameError" in results[2].text  # a new interpreter, and the trajectory goes on
     assert counters["tools/python/model_errors"] == counters["tools/python/timeouts"] == 1
 
@@ -96,7 +117,7 @@ def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_print
     ],
 )
 def test_a_forged_answer_and_hidden_files_are_the_models_mistakes(code, reason):
-    tool = PythonTool({"timeout_s": 5.0, "keep_state": True, "disk_mb": 1})
+    tool = PythonTool({"timeout_s": 600.0, "keep_state": True, "disk_mb": 1})
     results, counters = run(tool, [f"import os\nkept = []\n{code}\nwhile True: pass"])
     assert results[0].failure == "model" and reason in results[0].text, results[0].text
     assert counters["tools/python/model_errors"] == 1 and "tools/python/errors" not in counters
@@ -104,65 +125,94 @@ def test_a_forged_answer_and_hidden_files_are_the_models_mistakes(code, reason):
 
 
 @pytest.mark.slow
-def test_the_executors_deadline_ends_the_process_too(stateful):
-    begun = time.monotonic()
-    results, counters = run(stateful, ["import time; time.sleep(120)"], timeout_s=0.3)
-    assert results[0].failure == "tool" and counters["tools/python/timeouts"] == 1
-    assert time.monotonic() - begun < 60 and not stateful._states
+def test_the_executors_deadline_ends_the_process_too(stateful, monkeypatch):
+    deadline_only_for(monkeypatch, lambda *args, **_: "sleep" in str(args))
+    opened = recorded(stateful, monkeypatch)
+    results, counters = run(stateful, ["1"], ["import time; time.sleep(1e6)"], timeout_s=0.3)
+    assert [r.failure for r in results] == [None, "tool"] and counters["tools/python/timeouts"] == 1
+    assert len(opened) == 1 and not opened[0].alive and not stateful._states
+
+
+def recorded(tool, monkeypatch) -> list:
+    """The interpreters that the tool opens from now on."""
+    opened, inner = [], tool._sandbox.open
+    monkeypatch.setattr(tool._sandbox, "open", lambda: opened.append(inner()) or opened[-1])
+    return opened
 
 
 @pytest.mark.slow
 def test_an_interpreter_that_was_still_starting_when_its_trajectory_ended_does_not_stay(stateful, monkeypatch):
-    opened, inner = [], stateful._sandbox.open
+    opened = recorded(stateful, monkeypatch)
+    starting, over, inner = threading.Event(), threading.Event(), stateful._sandbox.open
 
     def slow():
-        time.sleep(0.3)
-        opened.append(inner())
-        return opened[-1]
+        starting.set()
+        over.wait()
+        return inner()
 
     monkeypatch.setattr(stateful._sandbox, "open", slow)
-    results, _ = run(stateful, ["1"], timeout_s=0.1)
-    assert results[0].failure == "tool"
-    ends = time.monotonic() + 10
-    while not opened or opened[0].alive or Path(opened[0].folder).exists():
-        assert time.monotonic() < ends, "it is still there"
-        time.sleep(0.02)
 
-
-def test_the_event_loop_never_waits_for_code(stateless):
     async def go():
-        session = ToolExecutor(ToolSet([stateless]), ToolLimits(), str.split).open("t")
-        gaps, running = [], asyncio.ensure_future(session.run([code("while True: pass")], turn=1))
-        ends = time.monotonic() + 0.25
-        while time.monotonic() < ends:
-            begun = time.monotonic()
-            await asyncio.sleep(0.01)
-            gaps.append(time.monotonic() - begun)
-        running.cancel()
-        await session.close()
-        return gaps
+        session = ToolExecutor(ToolSet([stateful]), ToolLimits(timeout_s=1e4), str.split).open("t")
+        call = asyncio.ensure_future(session.run([code("1")], turn=1))
+        await asyncio.to_thread(starting.wait)
+        call.cancel()
+        await asyncio.wait([call])
+        closing = asyncio.ensure_future(session.close())
+        while stateful._states:
+            await asyncio.sleep(0.001)
+        assert not opened, "the trajectory is over, and its interpreter still starts"
+        over.set()
+        await closing
 
-    gaps = asyncio.run(go())
-    assert sorted(gaps)[len(gaps) // 2] < 0.05
+    asyncio.run(go())
+    assert len(opened) == 1 and not opened[0].alive and not Path(opened[0].folder).exists()
+
+
+def test_the_event_loop_never_waits_for_code(stateless, monkeypatch):
+    inner, loops, over = stateless._run, [], threading.Event()
+
+    def in_a_thread(state, text):
+        loops.append(asyncio._get_running_loop())
+        if loops[-1] is None:
+            over.wait()
+        return inner(state, text)
+
+    monkeypatch.setattr(stateless, "_run", in_a_thread)
+
+    async def go():
+        session = ToolExecutor(ToolSet([stateless]), ToolLimits(timeout_s=1e4), str.split).open("t")
+        running = asyncio.ensure_future(session.run([code("1"), code("2")], turn=1))
+        while len(loops) < 2:
+            await asyncio.sleep(0.001)
+        over.set()
+        results = await running
+        await session.close()
+        return [r.text for r in results]
+
+    assert asyncio.run(go()) == ["1", "2"]
+    assert loops == [None, None], "neither the caller's loop nor the tool's runs the code"
 
 
 @pytest.mark.slow
 @pytest.mark.cap("C52")
 def test_no_more_interpreters_run_at_once_than_the_tool_allows(stateless, monkeypatch):
     running, seen, inner, lock = [], [], stateless._run, threading.Lock()
+    pair = threading.Barrier(2)
 
     def counted(state, text):
         with lock:
             running.append(text)
             seen.append(len(running))
         try:
+            pair.wait()
             return inner(state, text)
         finally:
             with lock:
                 running.pop()
 
     monkeypatch.setattr(stateless, "_run", counted)
-    results, _ = run(stateless, ["import time; time.sleep(0.05); 1"] * 6)
+    results, _ = run(stateless, ["1"] * 6)
     assert [r.text for r in results] == ["1"] * 6 and max(seen) == 2
 
 

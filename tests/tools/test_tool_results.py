@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -83,11 +82,10 @@ def test_ten_megabytes_are_cut_without_tokenizing_them():
         seen += len(text)
         return list(text)
 
-    started = time.process_time()
     for text in ("x" * 10_000_000, "word " * 2_000_000):
         cut, was_cut = truncate(text, 512, "both", count)
         assert was_cut and 500 <= len(cut) - len("...(truncated)...") <= 512
-    assert seen < 200_000 and time.process_time() - started < 1
+    assert seen < 200_000
 
 
 def test_lone_surrogates_become_encodable_and_other_text_is_untouched():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
@@ -35,15 +34,14 @@ def norm(point: Point) -> int:
 
 @server.tool()
 async def wait(seconds: float, others: int = 0) -> str:
-    """Wait, first (for a minute at most) until so many other calls have come too; says how many waited at once."""
+    """Wait. With `others`, wait first until that many other calls wait too, and say how many waited at once."""
     global running, most
-    running += 1
-    most = max(most, running)
-    ends = time.monotonic() + 60
-    while most <= others and time.monotonic() < ends:
-        await asyncio.sleep(0.01)
+    if others:
+        running += 1
+        most = max(most, running)
+        while most <= others:
+            await asyncio.sleep(0.01)
     await asyncio.sleep(seconds)
-    running -= 1
     return f"{most} at once"
 
 

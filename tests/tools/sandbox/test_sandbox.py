@@ -51,7 +51,7 @@ def hold(how, megabytes):
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return Sandbox(SandboxLimits(timeout_s=10.0, memory_mb=256, disk_mb=2, output_kb=8), keeps_state=True)
+    return Sandbox(SandboxLimits(timeout_s=600.0, memory_mb=256, disk_mb=2, output_kb=8), keeps_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_code_may_break_its_own_streams_but_not_the_protocol(sandbox):
     "code, ending, detail",
     [
         ("while True: pass", "timeout", "within 0.2 s"),
-        ("import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)", "timeout", "within 0.2 s"),
+        ("import time\ntry: time.sleep(1e6)\nexcept BaseException: time.sleep(1e6)", "timeout", "within 0.2 s"),
         ("import os\nwhile True: os.write(1, bytes(10**6))", "output", "KiB"),
         ("import os\nos._exit(3)", "died", "exit code 3"),
         ("import ctypes\nctypes.string_at(1)", "died", "signal 11"),
@@ -193,11 +193,10 @@ def test_code_may_break_its_own_streams_but_not_the_protocol(sandbox):
     ],
 )
 def test_code_that_does_not_end_well_costs_its_process_only(code, ending, detail):
-    sandbox = Sandbox(SandboxLimits(timeout_s=0.2, memory_mb=256, disk_mb=2, output_kb=8))
+    timeout_s = 0.2 if ending == "timeout" else 600.0
+    sandbox = Sandbox(SandboxLimits(timeout_s=timeout_s, memory_mb=256, disk_mb=2, output_kb=8))
     interpreter = sandbox.open()
-    begun = time.monotonic()
     result = interpreter.run(code)
-    assert time.monotonic() - begun < 30
     assert result.ending == ending and detail in result.detail and not interpreter.alive
     interpreter.close()
     assert not os.path.exists(interpreter.folder)
@@ -207,16 +206,16 @@ def test_code_that_fakes_its_answer_does_not_go_on_off_the_clock(sandbox):
     interpreter = sandbox.open()
     forged = WRITE_ANSWER.replace("{}", '{"raised": false}')
     assert interpreter.run(forged + "while True:\n    open('count', 'a').write('x')").ending == "ok"
-    count = Path(interpreter.folder, "count")
-
-    def size():
-        return count.stat().st_size if count.exists() else 0
-
-    time.sleep(0.05)
-    before = size()
-    time.sleep(0.1)
-    assert size() == before
+    state = Path(f"/proc/{interpreter._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state == "T", "it is stopped until it gets more code"
     interpreter.close()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
 
 
 FORGED = WRITE_ANSWER.replace("b'{}\\n'", "answer")
@@ -236,9 +235,7 @@ def test_a_forged_answer_that_cannot_be_read_ends_the_process(sandbox, answer):
 def test_code_that_answers_and_prints_for_ever_holds_nobody_up(sandbox):
     interpreter = sandbox.open()
     code = f"answer = b'{{\"raised\": false}}\\n'{FORGED}while True: os.write(1, bytes(65536))"
-    begun = time.monotonic()
-    result = interpreter.run(code)
-    assert time.monotonic() - begun < 30 and result.ending in ("ok", "died")
+    assert interpreter.run(code).ending in ("ok", "died")
     interpreter.close()
 
 
@@ -251,14 +248,13 @@ def test_the_folder_has_a_limit_over_all_its_files(sandbox):
 
 
 @pytest.mark.parametrize("how", ["open", "tmpfile", "mapped"])
-@pytest.mark.parametrize("pause", ["", "; import time; time.sleep(60)"])
+@pytest.mark.parametrize("pause", ["", "; import time; time.sleep(1e6)"])
 def test_files_without_a_name_count_while_they_are_held(sandbox, how, pause):
     interpreter = sandbox.open()
     assert interpreter.run(f"{HOLD}\nhold({how!r}, 1)").ending == "ok"
-    begun = time.monotonic()
     result = interpreter.run(f"hold({how!r}, 2)" + pause)
     assert result.ending == "disk" and "deleted ones that it still uses included" in result.detail
-    assert time.monotonic() - begun < 30 and not interpreter.alive
+    assert not interpreter.alive
     interpreter.close()
 
 
@@ -318,18 +314,17 @@ def test_an_interpreter_dies_with_the_process_that_started_it_and_its_files_go_w
         from verl_mt.tools.sandbox import Sandbox
         interpreter = Sandbox().open()
         print(interpreter._process.pid, flush=True)
-        threading.Thread(target=interpreter.run, args=("import time; time.sleep(60)",), daemon=True).start()
+        threading.Thread(target=interpreter.run, args=("import time; time.sleep(1e6)",), daemon=True).start()
         os.kill(os.getpid(), 9)
     """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     words = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     pid = int(done.stdout)
-    ends = time.monotonic() + 10
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < ends, "it still runs"
+    while runs(pid):
         time.sleep(0.02)
     (left,) = tmp_path.glob("verl_mt_sandbox_*")
+    os.utime(left)
     folders._sweep(tmp_path)
     assert left.exists()  # it is so young that its owner may not have locked it yet
     os.utime(left, (0, 0))
