@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import virtual_time
 from engine_models import make_model
 
 
@@ -18,5 +19,11 @@ def qwen3() -> Any:
 
 @pytest.fixture
 def run_async() -> Callable[[Any], Any]:
-    """Run a coroutine; nothing may take longer than a minute."""
-    return lambda coroutine: asyncio.run(asyncio.wait_for(coroutine, 60))
+    """Run a coroutine; pytest ends one that hangs."""
+    return asyncio.run
+
+
+@pytest.fixture
+def run_virtually() -> Callable[[Any], Any]:
+    """Run a coroutine in virtual time."""
+    return virtual_time.run_virtually

@@ -55,7 +55,7 @@ def test_a_bucket_holds_while_the_next_one_is_packed(device):
         here.send_bytes(b"")
         got = here.recv()
     finally:
-        engine.join(60)
+        engine.join()
     assert engine.exitcode == 0 and got.keys() == weights.keys()
     for name, weight in weights.items():
         assert (torch.from_numpy(got[name]) == weight.cpu()).all(), name

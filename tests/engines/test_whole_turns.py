@@ -14,7 +14,7 @@ from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import WeightsReplacedError
 
 
-def test_an_update_waits_for_turns_that_run_and_turns_that_are_asked_for_wait_for_it(run_async):
+def test_an_update_waits_for_turns_that_run_and_turns_that_are_asked_for_wait_for_it(run_virtually):
     async def go():
         scripted = ScriptedEngine([ScriptedTurn([1, 2], latency_s=0.2), ScriptedTurn([3]), ScriptedTurn([4])])
         engine = WholeTurnsEngine(scripted)
@@ -30,10 +30,10 @@ def test_an_update_waits_for_turns_that_run_and_turns_that_are_asked_for_wait_fo
         assert [[span.version for span in output.version_spans] for output in outputs] == [[0], [1]]
         assert engine.version == 1 and engine.capabilities is scripted.capabilities
 
-    run_async(go())
+    run_virtually(go())
 
 
-def test_an_engine_that_waits_for_weights_itself_may_have_them_before_its_turns_are_over(run_async):
+def test_an_engine_that_waits_for_weights_itself_may_have_them_before_its_turns_are_over(run_virtually):
     """As SGLang's that was lost while the policy was trained: without, turn and update would wait for each other."""
 
     class Lost(ScriptedEngine):
@@ -55,10 +55,10 @@ def test_an_engine_that_waits_for_weights_itself_may_have_them_before_its_turns_
         await asyncio.wait_for(engine.apply(InPlace(1)), 5)
         return await turn
 
-    assert run_async(go()).token_ids == [1]
+    assert run_virtually(go()).token_ids == [1]
 
 
-def test_a_turn_that_is_cancelled_or_fails_holds_nobody_up(run_async):
+def test_a_turn_that_is_cancelled_or_fails_holds_nobody_up(run_virtually):
     async def go():
         engine = WholeTurnsEngine(ScriptedEngine([ScriptedTurn([1], latency_s=60.0)], fail_at={2}))
         cancelled = asyncio.ensure_future(engine.generate(request(PROMPT)))
@@ -71,10 +71,10 @@ def test_a_turn_that_is_cancelled_or_fails_holds_nobody_up(run_async):
         assert "scripted to fail" in str(failed[0])
         await asyncio.wait_for(engine.apply(InPlace(2)), 5)
 
-    run_async(go())
+    run_virtually(go())
 
 
-def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_sampled(run_async):
+def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_sampled(run_virtually):
     async def go():
         turns = [ScriptedTurn([1]), ScriptedTurn([2], latency_s=60.0), ScriptedTurn([3]), ScriptedTurn([4])]
         engine = OneVersionEngine(ScriptedEngine(turns))
@@ -91,10 +91,10 @@ def test_an_update_ends_the_turns_that_run_and_the_next_turn_of_whoever_has_samp
         again = [replace(r, request_id=f"{r.session_id}/1/1") for r in (of_a, of_b)]
         assert [(await engine.generate(r)).token_ids for r in again] == [[3], [4]], "both begin again"
 
-    run_async(go())
+    run_virtually(go())
 
 
-def test_whoever_is_cancelled_while_weights_come_is_cancelled(run_async):
+def test_whoever_is_cancelled_while_weights_come_is_cancelled(run_virtually):
     async def go():
         engine = OneVersionEngine(ScriptedEngine([ScriptedTurn([1], latency_s=60.0)]))
         running = asyncio.ensure_future(engine.generate(request(PROMPT)))
@@ -104,4 +104,4 @@ def test_whoever_is_cancelled_while_weights_come_is_cancelled(run_async):
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    run_async(go())
+    run_virtually(go())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-import time
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,24 @@ from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.local import LocalEngine, LocalOptions
 from verl_mt.errors import DeadlineError, EngineError
 from verl_mt.modeling.weights import named_weights
+
+
+def steps_only_in_company(engine: LocalEngine) -> Callable[[], None]:
+    """From now on a sequence that is alone waits; returns what ends this.
+
+    So a long turn cannot end while the event loop is slow to ask for short ones.
+    """
+    batcher, free = engine._batcher, threading.Event()
+    step = batcher.step
+
+    def in_company() -> None:
+        if free.is_set() or len(batcher._live) > 1:
+            step()
+        else:
+            free.wait(0.001)
+
+    batcher.step = in_company  # type: ignore[method-assign]
+    return free.set
 
 
 def decode(ids: list[int]) -> str:
@@ -76,10 +95,12 @@ def test_a_waiting_session_holds_no_one_up_and_sequences_join_a_running_batch(qw
     async def go():
         async with engine_of(qwen3) as engine:
             await engine.generate(request(PROMPT, "waits for its tool"))
+            let_go = steps_only_in_company(engine)
             long = asyncio.ensure_future(engine.generate(request(PROMPT[::-1], max_new_tokens=200)))
             short = [await engine.generate(request(random_ids(9, i), max_new_tokens=2)) for i in range(5)]
             assert all(len(output.token_ids) == 2 for output in short)
             assert not long.done()
+            let_go()
             assert_exact(qwen3, PROMPT[::-1], await long)
 
     run_async(go())
@@ -90,6 +111,7 @@ def test_abort_keeps_what_was_sampled(qwen3, run_async):
     async def go():
         async with engine_of(qwen3) as engine:
             ask = request(PROMPT, max_new_tokens=240)
+            steps_only_in_company(engine)
             task = asyncio.ensure_future(engine.generate(ask))
             await engine.generate(request(PROMPT[1:], max_new_tokens=10))
             await engine.abort(ask.request_id)
@@ -118,7 +140,7 @@ def test_a_cancelled_caller_ends_its_request(qwen3, run_async):
 
 def test_the_policys_module_is_the_trainers_when_no_step_runs_in_it_any_more(qwen3, run_async):
     """Conversations that were given up (`data.over_sample`) leave a step behind in the engine's thread."""
-    running, stepped = [], []
+    running, stepped, over = [], [], threading.Event()
 
     async def go():
         async with engine_of(qwen3) as engine:
@@ -126,7 +148,7 @@ def test_the_policys_module_is_the_trainers_when_no_step_runs_in_it_any_more(qwe
 
             def slow_step():
                 running.append(True)
-                time.sleep(0.2)
+                over.wait()
                 step()
                 running.pop()
                 stepped.append(True)
@@ -138,10 +160,12 @@ def test_the_policys_module_is_the_trainers_when_no_step_runs_in_it_any_more(qwe
             turn.cancel()
             await asyncio.gather(turn, return_exceptions=True)
             assert running, "whoever was cancelled does not wait for the step"
-            await engine.hold_updates()
-            assert not running and len(stepped) == 1
+            holding = asyncio.ensure_future(engine.hold_updates())
             await asyncio.sleep(0.05)
-            assert len(stepped) == 1
+            assert running and not holding.done()
+            over.set()
+            await holding
+            assert not running and len(stepped) == 1 and not engine._batcher.runnable()
 
     run_async(go())
 
@@ -205,6 +229,7 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mod
 
     async def go():
         async with engine_of(model) as engine:
+            let_go = steps_only_in_company(engine)
             task = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=150, temperature=1.0, seed=3)))
             await engine.generate(request(PROMPT[2:]))
             await engine.pause(mode)
@@ -212,6 +237,7 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(mod
                 model.lm_head.weight.mul_(1.5)
             await engine.apply(InPlace(1))
             await engine.resume()
+            let_go()
             output = await task
             old, new = output.version_spans
             assert (old.version, new.version) == (0, 1)
@@ -231,14 +257,17 @@ def test_a_module_of_its_own_takes_tensors_in_the_middle_of_a_turn(run_async):
     async def go():
         engine = LocalEngine(own, end_token_ids=(), max_model_len=256, owns_module=True)
         try:
+            let_go = steps_only_in_company(engine)
             task = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=150, temperature=1.0, seed=3)))
             await engine.generate(request(PROMPT[2:]))
             before = copy.deepcopy(policy)
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.mul_(1.1)
-            await asyncio.sleep(0.01)  # the policy is another one, the engine's is not
+            # Some more tokens: the policy is another one, the engine's is not.
+            await engine.generate(request(PROMPT[3:]))
             await engine.apply(TensorBuckets(1, named_weights(policy)))
+            let_go()
             output = await task
             with pytest.raises(EngineError, match="TensorBuckets updates, got InPlace"):
                 await engine.apply(InPlace(2))
@@ -262,7 +291,7 @@ def test_an_update_that_does_not_fit_ends_the_engine_and_leaves_nobody_waiting(r
         turn = asyncio.ensure_future(engine.generate(request(PROMPT, max_new_tokens=200)))
         applied = asyncio.ensure_future(engine.apply(TensorBuckets(1, [("no.such.weight", torch.zeros(1))])))
         later = asyncio.ensure_future(engine.pause())
-        found = await asyncio.wait_for(asyncio.gather(turn, applied, later, return_exceptions=True), 30)
+        found = await asyncio.gather(turn, applied, later, return_exceptions=True)
         await engine.close()
         return found
 

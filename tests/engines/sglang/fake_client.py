@@ -91,7 +91,7 @@ class FakeEngine(SGLangEngine):
         self.lives: list[Any] = []
         urls = () if ours else tuple(f"http://127.0.0.1:{i + 1}" for i in range(num_replicas))
         super().__init__(
-            options or SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=5.0, servers=urls)
+            options or SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=600.0, servers=urls)
         )
 
     def _makers(self):

@@ -36,7 +36,7 @@ class FarHost(Host):
 
 def engine_of(num_hosts, **more):
     hosts = tuple(FarHost(number) for number in range(num_hosts))
-    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=5.0, hosts=hosts, **more)
+    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=600.0, hosts=hosts, **more)
     return SGLangEngine(options), hosts
 
 
@@ -108,7 +108,7 @@ def test_a_replica_that_its_engine_lost_is_asked_again_in_its_next_life(run_asyn
             await asked
         await until(lambda: len(hosts[0].lives) == 2 and engine.metrics()["rollout/replicas"] == 1)
         branch.hear(engine.news())
-        assert (await asyncio.wait_for(ask(branch, "b"), 5)).token_ids == [3]
+        assert (await ask(branch, "b")).token_ids == [3]
         await branch.close()
         await engine.close()
 
@@ -141,5 +141,5 @@ def test_what_only_a_branch_finds_gone_its_engine_is_told(run_async):
 
 
 def test_an_engine_at_the_other_end_of_this_processs_socket_has_no_branch():
-    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=5.0)
+    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=600.0)
     assert SGLangEngine(options).branch() is None

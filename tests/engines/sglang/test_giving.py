@@ -130,7 +130,7 @@ def test_tensors_that_do_not_fit_end_the_update_of_every_engine_and_all_are_star
         last = list(weights)[-1]
         with pytest.raises(EngineError, match="has shape"):
             await engine.apply(TensorBuckets(2, Stream({**weights, last: torch.zeros(3)}), SMALL, streamed=True))
-        await asyncio.gather(*(replica.ready(5.0) for replica in engine._replicas))
+        await asyncio.gather(*(replica.ready(600.0) for replica in engine._replicas))
         assert len(engine.lives) == 4 and engine.version == 1
         assert all(same(life.received, weights) for life in engine.lives[2:])
         await engine.close()
@@ -151,16 +151,15 @@ def test_a_bucket_is_packed_while_engines_copy_the_one_before_and_no_buffer_is_w
     def slow(name, body, timeout_s):
         content = pickle.load(io.BytesIO(body["serialized_named_tensors"][0]))
         (meta,) = content["metadata"]
-        deadline = time.monotonic() + 5.0
         # The next one is packed meanwhile: the tensor behind it is asked for, and waits for this answer.
         wanted = min(int(meta.name[1]) + 3, 6)
-        while len(packed) < wanted and time.monotonic() < deadline:
+        while len(packed) < wanted:
             time.sleep(0.001)
         time.sleep(0.02)
         flat = content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype)
         seen.append((meta.name, list(packed), float(flat.unique())))
 
-    giver = WeightGiver(shapes, "float32", 5.0, address="127.0.0.1")
+    giver = WeightGiver(shapes, "float32", 600.0, address="127.0.0.1")
     assert giver.give(stream(), 1, 1024, [Receiver(slow)]) == [None]
     assert [(name, value) for name, _, value in seen] == [(f"w{number}", float(number)) for number in range(6)]
     assert [len(so_far) for _, so_far, _ in seen] == [3, 4, 5, 6, 6, 6]
@@ -176,7 +175,7 @@ def test_who_refuses_is_told_and_the_others_get_all(weights):
         raise EngineError("SGLang refused")
 
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    giver = WeightGiver(shapes, "float32", 5.0, address="127.0.0.1")
+    giver = WeightGiver(shapes, "float32", 600.0, address="127.0.0.1")
     problems = giver.give(weights.items(), 1, SMALL, [Receiver(takes, num_ranks=2), Receiver(refuses)])
     assert problems[0] is None and str(problems[1]) == "SGLang refused" and len(got) > 3 and set(got) == {2}
     # Where nobody takes any more, no more is packed.

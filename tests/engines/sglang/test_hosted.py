@@ -83,7 +83,7 @@ class Ranks:
 
 def engine_of(num_hosts, *, beside=True):
     hosts = tuple(Host(number, beside) for number in range(num_hosts))
-    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=5.0, hosts=hosts)
+    options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=600.0, hosts=hosts)
     return SGLangEngine(options), hosts
 
 

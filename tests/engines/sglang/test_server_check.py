@@ -119,7 +119,7 @@ def test_a_server_that_does_not_answer_is_named(run_async):
         client = HttpClient("http://127.0.0.1:9", SGLangOptions("verl_mt://tiny", 384))
         try:
             with pytest.raises(ConfigError, match=r"servers: http://127\.0\.0\.1:9 does not answer \(ConnectError"):
-                await client.start(5.0)
+                await client.start(600.0)
         finally:
             await client.stop()
 

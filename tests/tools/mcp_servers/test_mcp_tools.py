@@ -219,13 +219,10 @@ def test_a_server_that_is_down_costs_little_and_comes_back(tmp_path, monkeypatch
 
 
 def test_a_server_that_never_answers_is_refused_at_start_in_bounded_time(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(PluginError, match=r"tools\[0\].*MCP server 'demo' cannot be used.*no answer within 0.5 s"):
-            load(
-                tmp_path,
-                {"demo": {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"}},
-                connect_timeout_s=0.5,
-            )
+    said = r"tools\[0\].*MCP server 'demo' cannot be used.*no answer within 0.5 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PluginError, match=said):
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"
+        load(tmp_path, {"demo": {"url": url}}, connect_timeout_s=0.5)
 
 
 def test_a_server_that_does_not_start_is_refused_with_what_it_wrote(tmp_path):
