@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,10 +13,10 @@ Line = str | int | tuple[int, dict[str, str]] | Callable[[dict[str, Any]], "str 
 
 
 class JudgeServer:
-    """Says its lines in order, the last one for ever."""
+    """Says its lines in order, the last one for ever; every request waits for `wait()` before it is answered."""
 
-    def __init__(self, *lines: Line, latency_s: float = 0.0, finish: str = "stop"):
-        self.lines, self.latency_s, self.finish = list(lines), latency_s, finish
+    def __init__(self, *lines: Line, wait: Callable[[], object] = lambda: None, finish: str = "stop"):
+        self.lines, self.wait, self.finish = list(lines), wait, finish
         self.requests: list[dict[str, Any]] = []
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -48,7 +47,7 @@ class JudgeServer:
             line = self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
-        time.sleep(self.latency_s)
+        self.wait()
         with self.lock:
             self.at_once -= 1
         if callable(line):

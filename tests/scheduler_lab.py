@@ -59,13 +59,13 @@ def context_for(engine, *, limits: Limits | None = None, chat: ChatTemplate = CH
 def runner_for(engine, door: Door | MultiTurnScheduler, *, reward: Any = None, **keys: Any) -> RolloutRunner:
     """Reward: a callable of any signature; None = whether the answer ends with the row's ground truth."""
     if isinstance(door, MultiTurnScheduler):
-        door = SchedulerDoor(door, timeout_s=keys.pop("timeout_s", 5.0), media=keys.pop("media", frozenset()))
+        door = SchedulerDoor(door, timeout_s=keys.pop("timeout_s", 600.0), media=keys.pop("media", frozenset()))
     runner_keys = {k: keys.pop(k) for k in ("max_retries", "max_concurrent", "tools", "interactions") if k in keys}
-    loaded = load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=5.0)
+    loaded = load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=600.0)
     if reward is not None:
         from verl_mt.rewards.adapters import adapt
 
-        loaded = adapt(reward, label="test", kwargs={}, timeout_s=5.0)
+        loaded = adapt(reward, label="test", kwargs={}, timeout_s=600.0)
     return RolloutRunner(context=context_for(engine, **keys), reward=loaded, door=door, **runner_keys)
 
 

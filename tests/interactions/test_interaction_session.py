@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from hostile import EXCEPTIONS
+from hostile import EXCEPTIONS, deadline_only_for
 
 from verl_mt.errors import DataError, UserCodeError
 from verl_mt.interactions.base import BaseInteraction
@@ -118,7 +118,8 @@ def test_none_counts_as_nothing_said_and_nothing_scored():
     assert asyncio.run(main()) == InteractionTurn(True, "", 0.0, {})
 
 
-def test_a_hanging_interaction_is_an_error_in_time_and_is_finalized():
+def test_a_hanging_interaction_is_an_error_in_time_and_is_finalized(monkeypatch):
+    deadline_only_for(monkeypatch, lambda *args, **_: MESSAGES in args)
     forever = threading.Event()
 
     class Hangs(Recorder):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -28,8 +27,8 @@ ROW = {"persona": "a baker in a hurry", "goal": "the price of 12 rolls", "name":
 class UserModel:
     """Says its lines in order; a number among them is an HTTP status."""
 
-    def __init__(self, *lines: str | int, latency_s: float = 0.0):
-        self.lines, self.latency_s = list(lines), latency_s
+    def __init__(self, *lines: str | int, wait: Callable[[], object] = lambda: None):
+        self.lines, self.wait = list(lines), wait
         self.requests: list[dict[str, Any]] = []
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -59,7 +58,7 @@ class UserModel:
             line = self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
-        time.sleep(self.latency_s)
+        self.wait()
         with self.lock:
             self.at_once -= 1
         if isinstance(line, int):
@@ -90,7 +89,7 @@ def user(model: UserModel, **config: Any) -> SimulatedUser:
 
 def talk(interaction: SimulatedUser, *conversations: list[dict[str, Any]], row: dict[str, Any] = ROW) -> list[Any]:
     async def go() -> list[Any]:
-        session = InteractionSession(interaction, "t", row, timeout_s=20)
+        session = InteractionSession(interaction, "t", row, timeout_s=600)
         try:
             return [await session.respond(messages) for messages in conversations]
         finally:
@@ -126,7 +125,7 @@ def test_the_user_model_sees_the_conversation_from_the_other_side(serve):
 @pytest.mark.parametrize("line, score", [("Thanks! [DONE]", 1.0), ("[GIVE UP] Forget it.", 0.0)])
 def test_a_marker_ends_the_conversation_with_its_score(serve, line, score):
     async def go() -> Any:
-        session = InteractionSession(user(serve(line)), "t", ROW, timeout_s=20)
+        session = InteractionSession(user(serve(line)), "t", ROW, timeout_s=600)
         return await session.respond(OPENING), await session.finish()
 
     turn, final = asyncio.run(go())
@@ -170,11 +169,11 @@ def test_a_refused_request_is_an_error_of_the_configuration(serve):
 
 
 def test_requests_at_once_are_limited(serve):
-    model = serve("x", latency_s=0.05)
+    model = serve("x", wait=threading.Barrier(2).wait)
     interaction = user(model, max_concurrent=2)
 
     async def go() -> None:
-        sessions = [InteractionSession(interaction, f"t{k}", ROW, timeout_s=20) for k in range(6)]
+        sessions = [InteractionSession(interaction, f"t{k}", ROW, timeout_s=600) for k in range(6)]
         await asyncio.gather(*(session.respond(OPENING) for session in sessions))
 
     asyncio.run(go())

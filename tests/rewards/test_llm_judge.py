@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +144,7 @@ def test_half_of_a_surrogate_pair_in_an_answer_is_judged_too(serve):
 
 
 def test_no_more_trajectories_are_judged_at_once_than_allowed(serve):
-    server = serve("Score: 5", latency_s=0.03)
+    server = serve("Score: 5", wait=threading.Barrier(2).wait)
     assert score(judge(server, max_concurrent=2), *(item() for _ in range(6))) == [{"score": 0.5, "judge": 5.0}] * 6
     assert len(server.requests) == 6 and server.most_at_once == 2
 
@@ -157,12 +159,31 @@ def test_a_server_that_is_broken_or_busy_is_asked_again(serve, status):
     assert len(server.requests) == 3
 
 
-def test_a_judge_that_stays_down_is_not_an_answer_worth_nothing(serve):
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of a judge; for its deadline only they take time."""
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def paused(seconds: float, *result: Any) -> Any:
+        slept.append(seconds)
+        return await sleep(0, *result)
+
+    monkeypatch.setattr(llm_judge, "_FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(llm_judge, "time", SimpleNamespace(monotonic=lambda: sum(slept)))
+    monkeypatch.setattr(asyncio, "sleep", paused)
+    return slept
+
+
+def test_a_judge_that_stays_down_is_not_an_answer_worth_nothing(serve, pauses):
     server = serve(503)
-    (failure,) = score(judge(server, timeout_s=0.2), item())
+    (failure,) = score(judge(server, timeout_s=60.0), item())
     assert isinstance(failure, RewardFailure) and failure.kind == "unavailable"
     assert "row 3 (trajectory t3): the judge at" in failure.error and "answered 503: not now" in failure.error
-    assert len(server.requests) > 1 and f"({len(server.requests)} attempts within reward.timeout_s" in failure.error
+    kept = [seconds for seconds in pauses if seconds]
+    assert kept == sorted(kept) and 60.0 - kept[-1] <= sum(kept) < 60.0
+    assert len(server.requests) == len(kept) + 1
+    assert f"({len(server.requests)} attempts within reward.timeout_s" in failure.error
 
 
 def test_a_pause_that_ends_after_the_deadline_is_not_waited_for(serve):
@@ -172,12 +193,14 @@ def test_a_pause_that_ends_after_the_deadline_is_not_waited_for(serve):
 
 
 @pytest.mark.slow
-def test_a_url_that_nobody_serves_and_one_that_hangs_are_unavailable(serve):
+def test_a_url_that_nobody_serves_and_one_that_hangs_are_unavailable(serve, pauses):
     gone = serve("x")
     gone.close()
-    (failure,) = score(judge(gone, timeout_s=0.1), item())
+    (failure,) = score(judge(gone), item())
     assert failure.kind == "unavailable" and "does not answer: APIConnectionError" in failure.error
-    (failure,) = score(judge(serve("Score: 1", latency_s=1.0), timeout_s=0.2, request_timeout_s=0.1), item())
+    over = threading.Event()
+    (failure,) = score(judge(serve("Score: 1", wait=over.wait), request_timeout_s=0.1), item())
+    over.set()
     assert failure.kind == "unavailable" and "APITimeoutError" in failure.error
 
 
@@ -254,7 +277,7 @@ def test_the_librarys_own_openai_endpoint_can_be_the_judge():
         url = await server.open(answer)
         try:
             settings = {"base_url": url, "model": "m", "rubric": "be right"}
-            return await load_reward("llm_judge", kwargs=settings, timeout_s=20).score([item()])
+            return await load_reward("llm_judge", kwargs=settings, timeout_s=600).score([item()])
         finally:
             await server.close(url)
 

@@ -193,7 +193,7 @@ def test_a_function_of_slimes_is_scored_by_the_number_that_reward_key_names():
     class Args:
         reward_key = "accuracy"  # what reward.kwargs.reward_key says, slime's functions find in args
 
-    reward = adapt(named, label="named", kwargs={"reward_key": "accuracy"}, timeout_s=5)
+    reward = adapt(named, label="named", kwargs={"reward_key": "accuracy"}, timeout_s=600.0)
     reward.bind(Args())
     (scored,) = asyncio.run(reward.score([RewardInput("", "", None, sample=Sample())]))
     assert scored["score"] == 0.25

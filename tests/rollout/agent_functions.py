@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
@@ -134,9 +135,13 @@ async def raises(row: dict[str, Any], base_url: str, api_key: str) -> None:
     raise RuntimeError("the agent's own mistake")
 
 
+HANGS = threading.Event()
+
+
 async def hangs(row: dict[str, Any], base_url: str, api_key: str) -> None:
     await ask(client_of(base_url, api_key), [{"role": "user", "content": row["prompt"]}])
-    await asyncio.sleep(60)
+    HANGS.set()
+    await asyncio.sleep(1e6)
 
 
 def plain(row: dict[str, Any], base_url: str, api_key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
+import threading
 
 from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.custom_generate import GenerateState, RowTools, batched_async_rm, call_tools, post
@@ -180,14 +180,19 @@ async def swallows(args, sample, params):
     return sample
 
 
+BEGUN, OVER = threading.Event(), threading.Event()
+"""`blocks` sets the one, and waits for the other."""
+
+
 async def blocks(args, sample, params):
     """Blocks inside async code, the usual mistake."""
-    time.sleep(0.2)
+    BEGUN.set()
+    assert OVER.wait(60), "the engine's loop stands still"
     return fill(args, sample, await ask(args, sample, params, sample.prompt))
 
 
 async def never_ends(args, sample, params):
-    await asyncio.sleep(60)
+    await asyncio.sleep(1e6)
 
 
 async def asks_elsewhere(args, sample, params):
@@ -281,9 +286,9 @@ async def with_tools(args, sample, params):
 
 async def through_wait_for(args, sample, params):
     """Every request in a task of its own: what it learns about contexts is lost (Python 3.11's `wait_for`)."""
-    first = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt)), 5)
+    first = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt)), 600)
     kept = first["text"][:3]
-    second = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt + kept + " | ")), 5)
+    second = await asyncio.wait_for(asyncio.create_task(ask(args, sample, params, sample.prompt + kept + " | ")), 600)
     first["meta_info"]["output_token_logprobs"] = first["meta_info"]["output_token_logprobs"][:3]
     first["text"] = kept
     return fill(args, sample, first, " | ", second)

@@ -73,7 +73,7 @@ def runner_of(path, script, *, limits=None, reward=None, engine=None, config=Non
     """A runner whose conversations are driven by the function at `path`, over scripted turns."""
     config, chat = config or Config(), keys.pop("chat", CHAT)
     config.actor_rollout_ref.rollout.custom_generate_function_path = path
-    scorer = load_reward(reward or f"{__name__}.one", timeout_s=5.0)
+    scorer = load_reward(reward or f"{__name__}.one", timeout_s=600.0)
     args = GenerateArgs(config, Runtime(chat, scorer, None))
     scorer.bind(args)
     return RolloutRunner(

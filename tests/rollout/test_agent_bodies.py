@@ -141,7 +141,7 @@ RETURNED: list[Any] = []
 def speaks(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     """A good request, every malformed one of the row behind it, and a good one that goes on; on one connection."""
     address = urlsplit(base_url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=None)
     connection.connect()
     port = connection.sock.getsockname()[1]
     ids = []
@@ -179,7 +179,7 @@ def runner_of(agent: str, chat: ChatTemplate, script: list[Any]) -> RolloutRunne
             chat=chat, engine=engine, limits=Limits(response_length=3000, max_model_len=4000), parser=None,
             sampling=SamplingParams(max_new_tokens=1), sanity=SanityMonitor(SanityMode.STRICT),
         ),
-        reward=load_reward("generate_support.one", timeout_s=5.0),
+        reward=load_reward("generate_support.one", timeout_s=600.0),
         door=AgentDoor(f"{__name__}.{agent}", get_parser("hermes")),
     )  # fmt: skip
 
@@ -220,7 +220,7 @@ def test_messages_that_the_template_refuses_are_told_so_and_leave_the_record_as_
 def thinks(row: dict[str, Any], base_url: str, api_key: str) -> None:
     """Asks; asks again with the answer in another history, as it was shown; and with another client's spelling."""
     address = urlsplit(base_url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=None)
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
     def ask(*messages: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
+from verl_mt.user_code import CallTimeout, UserCode
 
 agents = pytest.importorskip("agent_functions", reason="openai is not installed", exc_type=ImportError)
 from verl_mt.rollout.agent.door import AgentDoor  # noqa: E402
@@ -51,7 +52,7 @@ def runner_of(door, script, *, limits=None, engine=None, parser=None, **keys) ->
             sampling=SamplingParams(max_new_tokens=1),
             sanity=SanityMonitor(SanityMode.STRICT),
         ),
-        reward=load_reward(f"{one.__module__}.one", timeout_s=5.0),
+        reward=load_reward(f"{one.__module__}.one", timeout_s=600.0),
         door=door,
         **keys,
     )
@@ -111,7 +112,7 @@ def test_an_agent_and_the_tool_loop_make_the_same_records(script):
     tools = ToolSet([lookup])
     loop = runner_of(
         ToolLoopDoor(), script, parser=get_parser("hermes"),
-        tools=ToolExecutor(tools, ToolLimits(timeout_s=2.0), CHAT.tokenizer.encode),
+        tools=ToolExecutor(tools, ToolLimits(timeout_s=600.0), CHAT.tokenizer.encode),
     )  # fmt: skip
     messages = [{"role": "user", "content": "q"}]
     prompt = replace(rows("q")[0], tools=[agents.TOOL], ids=CHAT.prompt_ids(messages, [agents.TOOL]), toolset=tools)
@@ -226,14 +227,34 @@ def test_an_agent_that_fails_loses_only_its_own_trajectory(name, text):
     assert trajectory.status == "failed" and text in trajectory.error and "row 1" in trajectory.error
 
 
-def test_an_agent_that_hangs_is_cut_by_the_clock():
-    limits = Limits(response_length=3000, max_model_len=4000, max_seconds=0.6)
+@pytest.fixture
+def late_when_it_hangs(monkeypatch):
+    """The time of an agent is over when it hangs, however long it needed until then."""
+    run, seconds = UserCode.run, 600.0
+    agents.HANGS.clear()
+
+    async def ends(self, function, args, kwargs, *, timeout_s, **more):
+        if function.__name__ != "run":
+            return await run(self, function, args, kwargs, timeout_s=timeout_s, **more)
+        assert timeout_s == seconds
+        call = asyncio.ensure_future(run(self, function, args, kwargs, timeout_s=1e6, **more))
+        while not agents.HANGS.is_set():
+            await asyncio.sleep(0.001)
+        call.cancel()
+        raise CallTimeout(f"timed out after {timeout_s:g} s")
+
+    monkeypatch.setattr(UserCode, "run", ends)
+    return Limits(response_length=3000, max_model_len=4000, max_seconds=seconds)
+
+
+def test_an_agent_that_hangs_is_cut_by_the_clock(late_when_it_hangs):
+    limits = late_when_it_hangs
     trajectory, _ = through("hangs", [turn("x")], limits=limits)
     assert trajectory.stop_reason is StopReason.TIME_LIMIT and trajectory.reward == 1.0
 
 
-def test_a_deadline_is_an_error_where_bits_are_promised():
-    limits = Limits(response_length=3000, max_model_len=4000, max_seconds=0.6)
+def test_a_deadline_is_an_error_where_bits_are_promised(late_when_it_hangs):
+    limits = late_when_it_hangs
     runner = runner_of(door_of("hangs"), [turn("x")], limits=limits)
     runner.context = replace(runner.context, deterministic=True)
     with pytest.raises(DeadlineError, match="no deadline may fire"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 from toys import toy_tokenizer
@@ -17,19 +16,17 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
-RENDERING_S = 0.8
-
 
 class Slow(ChatTemplate):
-    """Rendering a whole conversation takes a while."""
+    """Rendering a whole conversation takes until `over` is set."""
 
     def __init__(self, tokenizer, **keys):
         super().__init__(tokenizer, **keys)
-        self.threads = []
+        self.threads, self.over = [], threading.Event()
 
     def full_ids(self, messages, tools=None, **keys):
         self.threads.append(threading.get_ident())
-        time.sleep(RENDERING_S)
+        assert self.over.wait(60), "the loop stands still"
         return super().full_ids(messages, tools, **keys)
 
 
@@ -62,17 +59,15 @@ def ended(chat, *, deterministic, mode=SanityMode.STRICT) -> RolloutSession:
 def test_other_conversations_go_on_while_one_is_checked(tokenizer):
     session = ended(Slow(tokenizer), deterministic=False)
 
-    async def go() -> float:
-        """The longest time that the loop stood still."""
+    async def go() -> None:
         done = asyncio.ensure_future(session.finish())
-        longest, last = 0.0, time.monotonic()
-        while not done.done():
-            await asyncio.sleep(0.005)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        while not session.context.chat.threads:
+            await asyncio.sleep(0.001)
+        assert not done.done()
+        session.context.chat.over.set()
         await done
-        return longest
 
-    assert asyncio.run(go()) < RENDERING_S / 2
+    asyncio.run(go())
     assert session.context.chat.threads != [threading.get_ident()]
     assert session.context.sanity.metrics() == {"sanity/mismatch_rate": 0.0}
 
@@ -80,6 +75,7 @@ def test_other_conversations_go_on_while_one_is_checked(tokenizer):
 @pytest.mark.slow
 def test_a_deterministic_run_checks_where_it_samples(tokenizer):
     session = ended(Slow(tokenizer), deterministic=True)
+    session.context.chat.over.set()
     asyncio.run(session.finish())
     assert session.context.chat.threads == [threading.get_ident()]
     assert session.context.sanity.metrics() == {"sanity/mismatch_rate": 0.0}

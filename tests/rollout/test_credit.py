@@ -80,7 +80,7 @@ class Teacher(BaseInteraction):
 def paid(script, **kwargs) -> Trajectory:
     """The conversation about `q`, with a tool that pays."""
     runner, tools = make_runner(engine_saying(script), **kwargs), ToolSet([Paid({}, lookup.tool_schema)])
-    runner = replace(runner, tools=ToolExecutor(tools, ToolLimits(timeout_s=5.0), CHAT.tokenizer.encode))
+    runner = replace(runner, tools=ToolExecutor(tools, ToolLimits(timeout_s=600.0), CHAT.tokenizer.encode))
     (group,) = roll_out(runner, [replace(prompt, toolset=tools) for prompt in prompts_of(["q"])])
     return group.trajectories[0]
 

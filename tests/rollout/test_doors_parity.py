@@ -70,7 +70,7 @@ class RunsEverything(CallsTools):
 
 def through(door, turns, max_calls=None, **limits):
     RAN.clear()
-    executor = ToolExecutor(TOOLS, ToolLimits(timeout_s=2.0, max_calls=max_calls), CHAT.tokenizer.encode)
+    executor = ToolExecutor(TOOLS, ToolLimits(timeout_s=600.0, max_calls=max_calls), CHAT.tokenizer.encode)
     runner = runner_for(
         ScriptedEngine(turns), door, limits=Limits(**{"response_length": 4000, "max_model_len": 8000, **limits}),
         tools=executor, max_retries=0,

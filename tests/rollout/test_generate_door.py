@@ -86,7 +86,7 @@ def by_tool_loop(script, limits):
     )
     runner = RolloutRunner(
         context,
-        load_reward("generate_support.one", timeout_s=5.0),
+        load_reward("generate_support.one", timeout_s=600.0),
         tools=ToolExecutor(ToolSet([lookup]), ToolLimits(), CHAT.tokenizer.encode),
     )
     return only(roll_out(runner, [prompt_of("q")])), engine

@@ -97,7 +97,7 @@ def test_every_agent_is_a_trajectory_of_its_own_under_one_prompt_and_one_episode
 @pytest.mark.cap("C73")
 def test_agents_of_a_role_are_in_the_engine_together():
     cast = Cast(solver=["a", "b", "c"], rewriter=["d", "e", "f"], selector=["Judgment: 1"])
-    live, most = 0, 0
+    live, most, agents = 0, 0, asyncio.Barrier(3)
 
     class Counting(ScriptedEngine):
         async def generate(self, request):
@@ -105,7 +105,8 @@ def test_agents_of_a_role_are_in_the_engine_together():
             live += 1
             most = max(most, live)
             try:
-                await asyncio.sleep(0.03)
+                if role_of(request) != "selector":
+                    await agents.wait()
                 return await super().generate(request)
             finally:
                 live -= 1

@@ -46,7 +46,7 @@ async def lookup(key: str) -> str:
     if key == "raise":
         raise RuntimeError("broken pipe")
     if key == "hang":
-        await asyncio.sleep(60)
+        await asyncio.sleep(1e6)
     if key == "huge":
         return "x" * 10_000_000
     if key == "control":
@@ -98,7 +98,7 @@ def engine_saying(script: dict[str, list[str]]) -> ScriptedEngine:
     return ScriptedEngine(turn)
 
 
-def make_runner(engine, *, limits=None, interactions=None, timeout_s=1.0, **keys) -> RolloutRunner:
+def make_runner(engine, *, limits=None, interactions=None, timeout_s=600.0, **keys) -> RolloutRunner:
     tools = ToolSet([lookup])
     return RolloutRunner(
         context=SessionContext(
@@ -109,7 +109,7 @@ def make_runner(engine, *, limits=None, interactions=None, timeout_s=1.0, **keys
             sampling=SamplingParams(max_new_tokens=1),
             sanity=SanityMonitor(SanityMode.STRICT),
         ),
-        reward=load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=5.0),
+        reward=load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=600.0),
         tools=ToolExecutor(tools, ToolLimits(timeout_s=timeout_s, max_response_tokens=64), CHAT.tokenizer.encode),
         interactions=interactions or {},
         **keys,
@@ -168,7 +168,7 @@ def test_a_tool_call_is_answered_and_the_stream_is_what_the_engine_saw():
 @pytest.mark.cap("C55")
 @pytest.mark.parametrize("key", ["raise", "hang"])
 def test_a_failing_tool_is_fed_back_and_counted(key):
-    runner = make_runner(engine_saying({"q": [call(key), "yes"]}), timeout_s=0.2)
+    runner = make_runner(engine_saying({"q": [call(key), "yes"]}), timeout_s=0.2 if key == "hang" else 600.0)
     (group,) = roll_out(runner, prompts_of(["q"]))
     (trajectory,) = group.trajectories
     assert "<error>" in trajectory.messages[2]["content"]
@@ -361,7 +361,7 @@ def test_a_trajectory_out_of_time_is_truncated_and_an_error_where_bits_are_promi
 def test_the_first_conversation_that_an_engine_is_too_slow_for_is_said(caplog):
     warn_of_deadline.cache_clear()
     limits = Limits(response_length=2000, max_model_len=4000, request_timeout_s=0.2)
-    engine = ScriptedEngine(lambda asked: ScriptedTurn([1, 2], latency_s=5.0))
+    engine = ScriptedEngine(lambda asked: ScriptedTurn([1, 2], latency_s=1e6))
     (one, other) = roll_out(make_runner(engine, limits=limits), prompts_of(["a", "b"]))
     assert {g.trajectories[0].stop_reason for g in (one, other)} == {StopReason.TIME_LIMIT}
     (said,) = [r.getMessage() for r in caplog.records if "request_timeout_s" in r.getMessage()]

@@ -144,7 +144,7 @@ def through(door: str, script, *, retries=False, runs_all=False, **limits) -> Si
     doors = {"loop": ToolLoopDoor(), "scheduler": SchedulerDoor(AsScheduler(retries, runs_all)), "function": function}
     runner = RolloutRunner(
         context,
-        load_reward("generate_support.one", timeout_s=5.0),
+        load_reward("generate_support.one", timeout_s=600.0),
         door=doors[door],
         tools=ToolExecutor(TOOLS, ToolLimits(), CHAT.tokenizer.encode),
         interactions={"retry": Retry({"name": "retry"})} if retries and door == "loop" else {},

@@ -170,7 +170,8 @@ def test_a_reward_with_verls_parameters_counts_turns_as_there_and_a_native_one_t
         seen.extend(extra_infos)
         return [1.0] * len(extra_infos)
 
-    for reward in (adapt(one, label="one", kwargs={}, timeout_s=5), adapt(several, label="s", kwargs={}, timeout_s=5)):
+    for function in (one, several):
+        reward = adapt(function, label="counts", kwargs={}, timeout_s=600.0)
         RUNS.clear()
         (done,) = tool_runs.roll_out(turns, ToolSet([north, south]), reward=reward)
         assert done.reward == 1.0, done.error

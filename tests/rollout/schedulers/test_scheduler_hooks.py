@@ -6,6 +6,7 @@ import asyncio
 import copy
 
 import pytest
+from hostile import deadline_only_for
 from scheduler_lab import CHAT, EOS, LP, FixedIdsChat, converse, ids_of, prompt_of, response, roll_out, runner_for, said
 
 from verl_mt.data.trajectory import Status, StopReason
@@ -220,16 +221,18 @@ def test_what_one_scheduler_call_raises_does_not_touch_the_other_trajectories():
 
 
 @pytest.mark.slow
-def test_async_hooks_and_a_late_hook():
+def test_async_hooks_and_a_late_hook(monkeypatch):
+    deadline_only_for(monkeypatch, lambda *args, **_: args[2:] == (2,))
+
     class Slow(AskAgain):
         async def step(self, infer_request, response_choice, current_turn):
-            await asyncio.sleep(0 if current_turn == 1 else 600)
+            await asyncio.sleep(0 if current_turn == 1 else 1e6)
             return super().step(infer_request, response_choice, current_turn)
 
-    run = converse(Slow(max_turns=5), [said("a"), said("b"), said("c")], timeout_s=1.0)
+    run = converse(Slow(max_turns=5), [said("a"), said("b"), said("c")], timeout_s=0.2)
     assert len(run.engine.requests) == 2
     assert "failed in step" in run.trajectory.error
-    assert "timed out after 1 s" in run.trajectory.error
+    assert "timed out after 0.2 s" in run.trajectory.error
 
 
 @pytest.mark.cap("C88")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,6 @@ from verl_mt.rollout.stream import RolloutStream
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engines" / "sglang"))
 from fake_client import FakeEngine, answer
-
-UNIT_S = 0.15
 
 
 class Mixed(MultiTurnScheduler):
@@ -92,13 +90,10 @@ def test_the_trainers_background_thread_gives_the_same_records():
     assert records([t for g in groups for t in g.trajectories]) == records(run(colocated()))
 
 
-LATENCIES = {"slow": [1, 1, 5], "quick": [1, 1, 1]}
-
-
 class ThreeTurns(MultiTurnScheduler):
     def __init__(self):
         super().__init__(max_turns=3)
-        self.ended = {}
+        self.ended = []
         self.order = []
 
     def step(self, infer_request, response_choice, current_turn):
@@ -107,36 +102,48 @@ class ThreeTurns(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
     def on_trajectory_end(self, infer_request, reason):
-        self.ended[infer_request.messages[0]["content"]] = time.monotonic()
+        self.ended.append(infer_request.messages[0]["content"])
 
 
-def timed(*, lock_step: bool):
-    def turn(request):
-        place, number = int(request.session_id.split(".")[1]), int(request.request_id.rpartition("/")[2])
-        name = ["slow", "quick"][place]
-        return (*said(f"{name}{number}"), LATENCIES[name][number - 1] * UNIT_S)
+def name_of(request) -> str:
+    place, number = int(request.session_id.split(".")[1]), int(request.request_id.rpartition("/")[2])
+    return f"{['slow', 'quick'][place]}{number}"
 
-    engine, scheduler = ScriptedEngine(turn), ThreeTurns()
-    begun = time.monotonic()
+
+def with_a_slow_turn(*, lock_step: bool):
+    """Records, which conversations had ended when the slow turn was sampled, and the order of the steps."""
+    scheduler, sampled, ended = ThreeTurns(), [], []
+
+    class OneSlowTurn(ScriptedEngine):
+        async def generate(self, request):
+            if name_of(request) == "slow3":
+                while not ("quick3" in sampled if lock_step else scheduler.ended):
+                    await asyncio.sleep(0.001)
+                if lock_step:
+                    await asyncio.sleep(0.05)  # the other conversation would end here if it did not wait
+                ended.extend(scheduler.ended)
+            sampled.append(name_of(request))
+            return await super().generate(request)
+
+    engine = OneSlowTurn(lambda request: said(name_of(request)))
     runner = runner_for(LockStepEngine(engine) if lock_step else engine, scheduler)
     found = roll_out(runner, [prompt_of("slow"), prompt_of("quick")])
-    return records(found), {k: (v - begun) / UNIT_S for k, v in scheduler.ended.items()}, scheduler.order
+    return records(found), ended, scheduler.order
 
 
 @pytest.mark.slow
 @pytest.mark.cap("C14")
 def test_nobody_waits_for_a_slow_conversation_unless_turns_are_in_lock_step():
-    free, at, _ = timed(lock_step=False)
-    assert at["quick"] < 4.5 < at["slow"]
-    stepped, at, order = timed(lock_step=True)
-    assert free == stepped
-    assert abs(at["quick"] - at["slow"]) < 1 and at["quick"] > 6.5
+    free, ended, _ = with_a_slow_turn(lock_step=False)
+    assert ended == ["quick"]
+    stepped, ended, order = with_a_slow_turn(lock_step=True)
+    assert free == stepped and ended == []
     assert [turn for turn, _ in order] == [1, 1, 2, 2]
 
 
 @pytest.mark.cap("C14")
 def test_in_lock_step_all_turns_of_a_batch_are_asked_for_together():
-    batches = []
+    batches, together = [], asyncio.Barrier(4)
 
     class Watching(ScriptedEngine):
         live = 0
@@ -145,11 +152,12 @@ def test_in_lock_step_all_turns_of_a_batch_are_asked_for_together():
             self.live += 1
             batches.append(self.live)
             try:
+                await together.wait()  # until all four are here
                 return await super().generate(request)
             finally:
                 self.live -= 1
 
-    run(LockStepEngine(Watching(by_prompt, latency_s=0.01)), n=2)
+    run(LockStepEngine(Watching(by_prompt)), n=2)
     assert batches == [1, 2, 3, 4] * 4
 
 

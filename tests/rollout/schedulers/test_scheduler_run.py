@@ -18,6 +18,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput, TrajectoryOver
+from verl_mt.rollout.schedulers.door import SchedulerDoor
 
 
 class Turns(MultiTurnScheduler):
@@ -416,11 +417,17 @@ def test_a_run_that_hangs_fails_its_trajectory_only():
         async def run(self, infer_request, request_config, **kwargs):
             response_ = await self.infer_engine.infer_async(infer_request)
             if infer_request.messages[0]["content"] == "hang":
-                await asyncio.sleep(60)
+                while not ended:
+                    await asyncio.sleep(0.001)
+                door.timeout_s = 0.2
+                await asyncio.sleep(1e6)
             return RolloutOutput(response_)
 
-    engine = ScriptedEngine(lambda request: said("yes"))
-    good, bad = roll_out(runner_for(engine, Hangs(), timeout_s=0.2), [prompt_of("good"), prompt_of("hang")])
+        def on_trajectory_end(self, infer_request, reason):
+            ended.append(reason)
+
+    engine, door, ended = ScriptedEngine(lambda request: said("yes")), SchedulerDoor(Hangs(), timeout_s=600.0), []
+    good, bad = roll_out(runner_for(engine, door), [prompt_of("good"), prompt_of("hang")])
     assert (good.status, bad.status) == (Status.COMPLETED, Status.FAILED)
     assert "nothing was asked of the engine for 0.2 s" in bad.error
 
@@ -498,11 +505,13 @@ def test_an_end_that_raises_fails_the_trajectory_unless_something_else_did(quest
 @pytest.mark.cap("C90")
 def test_a_cancelled_rollout_ends_its_trajectories_too():
     scheduler = Ends()
-    runner = runner_for(ScriptedEngine(lambda request: said("a"), latency_s=30), scheduler)
+    engine = ScriptedEngine(lambda request: said("a"), latency_s=1e6)
+    runner = runner_for(engine, scheduler)
 
     async def go():
         task = asyncio.create_task(anext(runner.run(_plan())))
-        await asyncio.sleep(0.05)
+        while not engine.requests:
+            await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -257,11 +257,13 @@ def test_a_cancelled_episode_is_closed_too():
     from verl_mt.rollout.runner import RolloutPlan
 
     scheduler = load_scheduler("gym_scheduler", kwargs={"env": "corridor", "env_config": {"length": 2}})
-    runner = runner_for(ScriptedEngine(lambda request: said("left"), latency_s=30), scheduler)
+    engine = ScriptedEngine(lambda request: said("left"), latency_s=1e6)
+    runner = runner_for(engine, scheduler)
 
     async def go():
         task = asyncio.create_task(anext(runner.run(RolloutPlan([prompt_of()], 1, "s1"))))
-        await asyncio.sleep(0.2)
+        while not engine.requests:
+            await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
