@@ -37,7 +37,11 @@ class JudgeServer:
             def log_message(self, *args: Any) -> None:
                 """Tests print nothing."""
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, *args: Any) -> None:
+                """A client that has given up is no error."""
+
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted_work import parser_work
 
 from verl_mt.chat.parsers import ToolParser, get_parser, tool_parsers
 from verl_mt.chat.parsers.base import IndexedText
@@ -27,20 +29,17 @@ KNOWN_TO_BE_SLOW = {
 }
 
 
-def assert_linear(parser: str, text: str, length: int) -> None:
-    """Four times the characters cost about four times the time; sixteen times, where the reading is quadratic.
-
-    What is read in a tenth of a second is not measured again: looking at every mark from every other one, even at the
-    speed of `str.find`, takes several times that."""
-    if cost.cpu_seconds(parser, text, length) > 0.1:
-        pairs = ([cost.cpu_seconds(parser, text, n) for n in (length, length // 4)] for _ in range(8))
-        assert any(long < 9 * short for long, short in pairs), text
+def turn_of(parser: str, text: str, length: int) -> str:
+    return text * (length // len(text)) + ("\nFinal Answer: x" if parser == "react" else "")
 
 
 @pytest.mark.parametrize("parser", sorted(tool_parsers))
-def test_a_turn_of_many_marks_is_read_in_the_time_of_its_length(parser):
+def test_a_turn_of_many_marks_is_read_in_the_time_of_its_length(parser, monkeypatch):
+    """Four times the characters cost about four times as much; sixteen times, where the reading is quadratic."""
+    work, read = parser_work(monkeypatch), get_parser(parser).parse
     for text in KNOWN_TO_BE_SLOW.get(parser, []) + cost.repeated_texts(parser):
-        assert_linear(parser, text, 100_000)
+        short, long = (work.of(read, turn_of(parser, text, length), cost.TOOLS) for length in (2_000, 8_000))
+        assert long < 6 * short, text
 
 
 @pytest.mark.parametrize("parser", sorted(set(tool_parsers) - {"react", "search_r1"}))
@@ -87,6 +86,19 @@ def test_a_string_is_looked_for_once_however_often_it_is_asked_for(monkeypatch):
     places = text._places["b"]
     text.find("b", 7)
     assert text._places["b"] is places
+
+
+def test_a_pattern_is_searched_once_up_to_the_place_that_it_found_or_never_again():
+    asked: list[int] = []
+
+    class Pattern:
+        def search(self, text, start):
+            asked.append(start)
+            return re.compile("c").search(text, start)
+
+    text, pattern = IndexedText("ab" * 50 + "c" + "d" * 50), Pattern()
+    assert [text.first_match(pattern, start).start() for start in (0, 50, 100)] == [100] * 3 and asked == [0]
+    assert [text.first_match(pattern, start) for start in (101, 102, 150)] == [None] * 3 and asked == [0, 101]
 
 
 @pytest.mark.parametrize("padding", [0, 200, 250, 256, 1000, 5000])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
+from counted_work import parser_work
 
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import MalformedCall, ToolCall
@@ -47,12 +47,16 @@ def test_what_stands_between_the_brackets_of_a_broken_llama_call_is_not_run(argu
         '{"name": "write", "parameters": {"a": "x; {"name": "now"\n',
     ],
 )
-def test_many_llama_calls_that_are_never_closed_are_read_in_no_time(text):
-    parser, whole = get_parser("llama3_json"), text + "{}, [], " * 30_000 + "\n"
-    for turn in (whole, text * 3000, (text + "{}" * 500) * 200):
-        begun = time.process_time()
-        parser.parse(turn, TOOLS)
-        assert time.process_time() - begun < 0.6
+def test_many_llama_calls_that_are_never_closed_are_read_in_the_time_of_their_length(text, monkeypatch):
+    work, read = parser_work(monkeypatch), get_parser("llama3_json").parse
+    for turn_of in (
+        lambda size: text + "{}, [], " * 10 * size + "\n",
+        lambda size: text * size,
+        lambda size: (text + "{}" * 5 * size) * 10,
+        lambda size: (text + "{}" * 50) * size,
+    ):
+        short, long = (work.of(read, turn_of(size), TOOLS) for size in (100, 400))
+        assert long < 6 * short
 
 
 TAGGED = {
