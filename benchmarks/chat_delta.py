@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from provenance import add_out, write_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -120,18 +121,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model")
     parser.add_argument("--chat-template")
+    add_out(parser)
     args = parser.parse_args()
     try:
         chats = find_chats(args.model, args.chat_template)
     except VerlMTError as error:
         raise SystemExit(f"error: {error}") from error
     table = Table("template", "tokens", "every turn again, ms", "deltas, ms", "ratio", title=f"{args.turns} tool turns")
-    ratios = []
+    rows: list[dict[str, Any]] = []
     for name, chat in chats.items():
         full_s, delta_s, tokens = measure(chat, args.turns, args.repeats)
-        ratios.append(full_s / delta_s)
-        table.add_row(name, str(tokens), f"{full_s * 1e3:.0f}", f"{delta_s * 1e3:.0f}", f"{ratios[-1]:.1f}")
+        ratio = full_s / delta_s
+        rows.append(
+            {"template": name, "tokens": tokens, "every turn again, s": full_s, "deltas, s": delta_s, "ratio": ratio}
+        )
+        table.add_row(name, str(tokens), f"{full_s * 1e3:.0f}", f"{delta_s * 1e3:.0f}", f"{ratio:.1f}")
     Console().print(table)
+    write_rows(args.out, rows)
+    ratios = [row["ratio"] for row in rows]
     print(f"chat delta: {min(ratios):.1f} to {max(ratios):.1f} times cheaper than rendering every turn again")
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from provenance import add_out, write_rows
+
 
 class NoHash:
     """In the place of SHA-256."""
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--folder", help="on the disk to measure; default: the temporary folder")
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
@@ -71,6 +74,7 @@ def main() -> None:
     print(f"{args.megabytes} MB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, found in (("save", saves), ("load", loads)):
         print(f"{name}: with digests {min(found['with']):.2f} s, without {min(found['without']):.2f} s")
+    write_rows(args.out, [{"what": "save, s", **saves}, {"what": "load, s", **loads}])
     ratios = [min(found["with"]) / min(found["without"]) for found in (saves, loads)]
     print(f"checkpoint digests: save with / without = {ratios[0]:.2f}, load with / without = {ratios[1]:.2f}")
 

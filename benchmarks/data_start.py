@@ -29,6 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pyarrow
 import pyarrow.parquet
+from provenance import add_out, write_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -78,23 +79,24 @@ def measure(file: Path, state: Path, *overrides: str) -> dict[str, Any]:
         assert difference("data.train_files", saved["rows"], data.fingerprint["data.train_files"]) is None
         data.sampler.load_state_dict(saved["sampler"])
     opened = time.perf_counter() - begun
-    prompts, counts = PromptDraws(data.sampler, data.prompts, lambda row: None).draw(BATCH)
+    first = PromptDraws(data.sampler, data.prompts, lambda row: None).draw(BATCH)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
     begun = time.perf_counter()
-    second, _ = PromptDraws(data.sampler, data.prompts, lambda row: None).draw(BATCH)
+    second = PromptDraws(data.sampler, data.prompts, lambda row: None).draw(BATCH)
     later = time.perf_counter() - begun
     if not resumes:
         middle = data.sampler.state_dict() | {"position": data.sampler.num_rows * 3 // 2}
         state.write_text(json.dumps({"rows": data.fingerprint["data.train_files"], "sampler": middle}))
-    drawn = [(p.row.index, p.row.ground_truth, p.ids) for p in prompts + second]
+    drawn = [(p.row.index, p.row.ground_truth, p.ids) for p in first.prompts + second.prompts]
     return {
+        "loaded": data.sampler.num_rows <= config.data.eager_rows,
         "opened_s": opened,
         "seconds": seconds,
         "cpu_s": cpu,
         "later_s": later,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "drawn": hashlib.sha256(repr(drawn).encode()).hexdigest(),
-        "counts": {**data.counts, **counts, "rows": data.sampler.num_rows},
+        "counts": {**data.counts, **first.counts, "rows": data.sampler.num_rows},
     }
 
 
@@ -111,32 +113,36 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
     parser.add_argument("--group", type=int, default=2**20, help="rows of a row group (pyarrow's default: 1,048,576)")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
     if args.measure:
         file, state, *overrides = args.measure
         print(json.dumps(measure(Path(file), Path(state), *overrides)))
         return
     table = Table("rows", "what", "file, MB", "opened, s", "with a batch, s", "CPU, s", "next batch, s", "peak, MB")
-    compared, last = "", {}
+    last: dict[str, dict[str, Any]] = {}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for num_rows in args.rows:
             file, state = Path(folder) / "rows.parquet", Path(folder) / f"{num_rows}.json"
             write(file, num_rows, args.group)
             for what in ("start", "resume"):
                 last[what] = found = in_a_process(file, state)
+                rows.append({"rows": num_rows, "what": what, "bytes": file.stat().st_size, **found})
                 numbers = (found[k] for k in ("opened_s", "seconds", "cpu_s", "later_s"))
                 size = f"{file.stat().st_size / 1e6:.0f}"
                 table.add_row(f"{num_rows:,}", what, size, *(f"{n:.2f}" for n in numbers), f"{found['peak_mb']:.0f}")
             if num_rows == min(args.rows):
-                loaded, large = (
-                    in_a_process(file, Path(folder) / f"eager_rows={keys}.json", f"data.eager_rows={keys}")
-                    for keys in (num_rows, 0)
-                )
-                same = (loaded["drawn"], loaded["counts"]) == (large["drawn"], large["counts"])
-                compared = "the same rows, ids and counts" if same else f"DIFFERENT: {loaded} and {large}"
+                one = last["start"]
+                other_way = f"data.eager_rows={0 if one['loaded'] else num_rows}"
+                other = in_a_process(file, Path(folder) / "other_way.json", other_way)
+                assert one["loaded"] != other["loaded"]
+                if (one["drawn"], one["counts"]) != (other["drawn"], other["counts"]):
+                    raise SystemExit(f"rows that are loaded and rows that are not differ: {one} and {other}")
     console = Console(width=140)
     console.print(table)
-    console.print(f"{min(args.rows):,} rows loaded and not loaded: {compared}")
+    console.print(f"{min(args.rows):,} rows loaded and not loaded: the same rows, ids and counts")
+    write_rows(args.out, rows)
     console.print(
         f"data: {args.rows[-1]:,} rows start in {last['start']['seconds']:.1f} s and resume in "
         f"{last['resume']['seconds']:.1f} s, at most {max(v['peak_mb'] for v in last.values()):.0f} MB"

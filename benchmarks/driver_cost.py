@@ -35,6 +35,8 @@ REPO = Path(__file__).resolve().parents[1]
 if os.environ.get("DRIVER_COST_OF"):
     sys.path.insert(0, os.environ["DRIVER_COST_OF"])
 
+from provenance import add_out, write_rows  # noqa: E402
+
 from verl_mt.data.requests import GenerationOutput, GenerationRequest, Timings, VersionSpan  # noqa: E402
 from verl_mt.engines.base import Capabilities, InferenceEngine, PauseMode, WeightUpdate  # noqa: E402
 
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1000, help="sampled tokens of a conversation, about")
     parser.add_argument("--baseline", type=Path, help="checkout of another version")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
     if args.measure is not None:
         number = None if args.measure == "none" else int(args.measure)
@@ -191,14 +194,19 @@ def main() -> None:
     if args.baseline is not None:
         ways.insert(0, ("baseline", args.baseline.resolve(), None))
     found: dict[str, float] = {}
+    rows = []
     for name, checkout, number in ways:
         one = in_a_process(checkout, number, args)
         found[name] = one["us"]
+        rows.append(
+            {"way": name, "CPU us per token": one["us"], "tokens per second": one["per_s"], "tokens": one["tokens"]}
+        )
         print(
             f"{name}: {one['us']:.2f} CPU us/token of the trainer's process, {one['per_s']:,.0f} tokens/s, "
             f"{one['tokens']:,.0f} tokens",
             flush=True,
         )
+    write_rows(args.out, rows)
     base_name, base = next(iter(found.items()))
     rest = [f"{name}: {us:.2f} us/token, {base_name} / it = {base / us:.1f}" for name, us in list(found.items())[1:]]
     print(f"driver: {base:.2f} us/token ({base_name}); " + "; ".join(rest))

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from provenance import add_out, write_rows
+
 IMPORTS = "import verl_mt.trainer.build, verl_mt.export, torch.distributed.checkpoint"
 
 
@@ -78,12 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="large")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
     if args.make is not None:
         print(make(args.make, args.size))
         return
     found = measure(args.size)
     print(json.dumps(found))
+    write_rows(args.out, [{"size": args.size, **found}])
     print(f"export of {found['weights_mb']:.0f} MB in shards: holds the model {found['held']:.2f} times")
 
 

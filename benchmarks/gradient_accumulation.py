@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from models import VOCAB, make_model
+from provenance import add_out, write_rows
 from torch import Tensor
 
 from verl_mt.workers.trainable import add_up_in_float32
@@ -76,17 +77,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each micro-batch")
     parser.add_argument("--size", default="tiny", help="of benchmarks/models.py")
     parser.add_argument("--threads", type=int, default=1)
+    add_out(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = make_model(args.size)
+    measured = []
     for count in args.micro_batches:
         found = measure(model, count, args.tokens)
+        measured.append({"micro-batches": count, **found})
         print(
             f"{count} micro-batches: "
             + "; ".join(
                 f"{name} {error:.2%}" if error > 1e-4 else f"{name} {error:.0e}" for name, error in found.items()
             )
         )
+    write_rows(args.out, measured)
     print(
         f"gradient over {args.micro_batches[-1]} micro-batches: added up in bfloat16 {found['sum, bfloat16']:.2%} off, "
         f"in float32 {found['sum, float32']:.1e}"

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from models import make_model
+from provenance import add_out, write_rows
 
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.log_probs import forward_log_probs
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
     if args.child:
         train(args.model, args.passes, args.threads)
@@ -70,7 +72,7 @@ def main() -> None:
         if args.model is None:
             make_model().save_pretrained(folder)
         words = ["--model", args.model or folder, "--passes", str(args.passes), "--threads", str(args.threads)]
-        grown = []
+        grown, rows = [], []
         for label, capacity in (("default", "1024"), ("as load_causal_lm sets it", None)):
             rest = {name: value for name, value in os.environ.items() if name not in _CAPACITIES}
             environment = rest | ({} if capacity is None else dict.fromkeys(_CAPACITIES, capacity))
@@ -78,7 +80,9 @@ def main() -> None:
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             third, last, seconds = map(float, done.stdout.split())
             grown.append(last - third)
+            rows.append({"kernels": label, "MiB after 3 passes": third, "MiB at the end": last, "CPU s": seconds})
             print(f"{label}: {third:.0f} MiB after 3 passes, {last:.0f} after {args.passes}; {seconds:.1f} CPU s")
+    write_rows(args.out, rows)
     print(f"growth, ratio: {grown[0] / max(grown[1], 1.0):.1f}")
 
 

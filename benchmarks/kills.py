@@ -17,7 +17,7 @@ Over all trials: the lengths of the trained conversations are distributed as in 
 length and of the share of the longest tenth, pairs of runs with one seed exchanged; policies hardly move, so that they
 are of one distribution). The exit status is 1 where anything of this does not hold.
 
-Every trial is a line of `--out`; what stands there is not run again.
+Every trial is a line of `--out`, with its commit and machine; what stands there is not run again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from provenance import provenance
 
 from verl_mt import prompt_log
 from verl_mt.data.row_files import read_rows, row_files
@@ -254,7 +256,7 @@ def main() -> int:
         key["over_sample"] = args.over_sample if key["bound"] else 1.0
         found = next((line for line in known if line | key == line), None)
         if found is None:
-            found = trial(**key)
+            found = trial(**key) | provenance()
             with args.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")
             words = f"seed {found['seed']}, max_staleness {found['bound']}, {found['who']}: {found['kills']} kills"

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models import VOCAB, make_model
+from provenance import add_out, write_rows
 
 PROMPT_TOKENS, NEW_TOKENS, NUM_TURNS = 128, 64, 3
 
@@ -135,8 +136,10 @@ def run_unshared(model: Any, work: list[Conversation], temperature: float = 1.0)
         shared_prefix.WORTH_SHARING = worth
 
 
-def compare(title: str, model: Any, work: list[Conversation], repetitions: int, baseline: str = "generate") -> float:
-    """Interleaved repetitions, medians; returns how many times faster than the baseline ours is."""
+def compare(
+    title: str, model: Any, work: list[Conversation], repetitions: int, baseline: str = "generate"
+) -> dict[str, Any]:
+    """Interleaved repetitions; `ratio` says how many times faster than the baseline ours is, by medians."""
     count = sum(size for c in work for size, _ in c.turns)
     sample = work[:: max(1, len(work) // 16)]
     runners = {"local engine": run_ours, baseline: {"generate": run_generate, "unshared": run_unshared}[baseline]}
@@ -156,7 +159,9 @@ def compare(title: str, model: Any, work: list[Conversation], repetitions: int, 
         median, used = statistics.median(seconds), statistics.median(cpu[name])
         spread = ", ".join(f"{s:.2f}" for s in seconds)
         print(f"  {name:<13} {count / median:6.0f} tokens/s, median {median:.2f} s of [{spread}]; {used:.2f} CPU s")
-    return statistics.median(wall[baseline]) / statistics.median(wall["local engine"])
+    ratio = statistics.median(wall[baseline]) / statistics.median(wall["local engine"])
+    same = first == second
+    return {"work": title, "tokens": count, "same greedy": same, "wall, s": wall, "CPU, s": cpu, "ratio": ratio}
 
 
 def main() -> None:
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
     parser.add_argument("--system-tokens", type=int, default=600, help="the system prompt of (c)")
     parser.add_argument("--parts", default="abc", help="which of (a), (b), (c); default: all, on a GPU the first two")
+    add_out(parser)
     args = parser.parse_args()
     if not set(args.parts) <= set("abc"):
         parser.error(f"--parts {args.parts}: expected letters of abc")
@@ -185,17 +191,19 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    count, group, closing = args.sequences, args.group_size, []
+    count, group, closing, found = args.sequences, args.group_size, [], []
     if "a" in args.parts:
-        equal = compare("(a) one equal-length batch", model, equal_work(count, vocabulary), args.repetitions)
-        closing.append(f"(a) one equal-length batch: local engine / generate = {equal:.2f}")
+        found.append(compare("(a) one equal-length batch", model, equal_work(count, vocabulary), args.repetitions))
+        closing.append(f"(a) one equal-length batch: local engine / generate = {found[-1]['ratio']:.2f}")
     if "b" in args.parts:
-        turns = compare("(b) multi-turn", model, multi_turn_work(count, group, vocabulary), args.repetitions)
-        closing.append(f"(b) multi-turn work: local engine / generate = {turns:.2f}")
+        found.append(compare("(b) multi-turn", model, multi_turn_work(count, group, vocabulary), args.repetitions))
+        closing.append(f"(b) multi-turn work: local engine / generate = {found[-1]['ratio']:.2f}")
     if "c" in args.parts and args.device == "cpu":
         work = multi_turn_work(count, group, vocabulary, args.system_tokens)
-        shared = compare("(c) a long system prompt", model, work, args.repetitions, "unshared")
+        found.append(compare("(c) a long system prompt", model, work, args.repetitions, "unshared"))
+        shared = found[-1]["ratio"]
         closing.append(f"(c) {args.system_tokens} tokens before every prompt: read once / by every row = {shared:.2f}")
+    write_rows(args.out, found)
     print("\n".join(closing))
 
 

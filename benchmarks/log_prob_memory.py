@@ -28,6 +28,8 @@ import sys
 import time
 from typing import Any
 
+from provenance import add_out, write_rows
+
 WAYS = ("naive", "recomputed", "known derivative")
 
 
@@ -111,7 +113,7 @@ def free_bytes(device: str) -> int:
     return int(available_memory())
 
 
-def compare(tokens: int, vocabulary: int, args: argparse.Namespace) -> str:
+def compare(tokens: int, vocabulary: int, args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """One table; returns its last line."""
     logits, share = tokens * vocabulary * 4, 1
     while share < 64 and 3.5 * logits / share > free_bytes(args.device) and tokens % (4 * share) == 0:
@@ -137,7 +139,9 @@ def compare(tokens: int, vocabulary: int, args: argparse.Namespace) -> str:
         f"{best['naive']['seconds'] / best[way]['seconds']:.2f} of its speed"
         for way in WAYS[1:]
     ]
-    return f"{tokens} x {vocabulary}: " + "; ".join(parts)
+    shape = {"tokens": tokens, "vocabulary": vocabulary, "hidden": args.hidden}
+    rows = [{**shape, "way": way, "peak, bytes": best[way]["peak"], "CPU s": best[way]["seconds"]} for way in WAYS]
+    return f"{tokens} x {vocabulary}: " + "; ".join(parts), rows
 
 
 def over_tiles(args: argparse.Namespace) -> None:
@@ -168,6 +172,7 @@ def main() -> None:
     )
     parser.add_argument("--tile", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
     if args.device == "cuda":
         import torch
@@ -184,7 +189,9 @@ def main() -> None:
         over_tiles(args)
         return
     print(f"{args.threads} thread(s), load {os.getloadavg()[0]:.1f}, {free_bytes(args.device) / 1e9:.1f} GB free")
-    print("\n".join([compare(tokens, vocabulary, args) for tokens, vocabulary in shapes]))
+    found = [compare(tokens, vocabulary, args) for tokens, vocabulary in shapes]
+    write_rows(args.out, [row for _, rows in found for row in rows])
+    print("\n".join(line for line, _ in found))
 
 
 if __name__ == "__main__":

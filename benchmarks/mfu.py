@@ -141,6 +141,9 @@ def main() -> None:
     parser.add_argument("--cudnn", action="store_true", help="cuDNN's attention too, which the trainer does without")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the commands, with toy")
+    from provenance import add_out, write_rows
+
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
@@ -154,6 +157,7 @@ def main() -> None:
         f"{peak / 1e12:.0f} TFLOP/s",
         flush=True,
     )
+    rows = []
     for name in args.shapes:
         vocabulary = VOCAB if on_gpu else 1024
         for length in args.lengths:
@@ -169,10 +173,13 @@ def main() -> None:
                 f"MFU {flops / seconds / peak:.1%}, {memory:.0f} GB",
                 flush=True,
             )
+            row = {"shape": name, "rows": len(batch), "length": length, "s": seconds, "TFLOP/s": flops / seconds / 1e12}
+            rows.append(row | {"MFU": flops / seconds / peak, "GB": memory, "peak TFLOP/s": peak / 1e12})
             del model
             if on_gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

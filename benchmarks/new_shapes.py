@@ -17,6 +17,8 @@ import random
 import statistics
 from typing import Any
 
+from provenance import add_out, write_rows
+
 SHAPE = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
@@ -64,12 +66,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32, help="of (a)")
     parser.add_argument("--sequences", type=int, default=32, help="of (b)")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
     model = make(args.layers).to(args.device)
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
-    lines = []
+    lines, rows = [], []
     for name, what, size in (("passes", seconds_of_pass, args.rows), ("sampling", seconds_of_sampling, args.sequences)):
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(args.repetitions + 1):
@@ -83,8 +86,10 @@ def main() -> None:
             print(
                 f"{name}, cuDNN's attention {'on' if cudnn else 'off'}: {shown} s (the first not counted)", flush=True
             )
+        rows.append({"what": name, "with cuDNN, s": seconds[True], "without, s": seconds[False]})
         ratio = statistics.median(seconds[True][1:]) / statistics.median(seconds[False][1:])
         lines.append(f"{name}: with cuDNN / without = {ratio:.2f}")
+    write_rows(args.out, rows)
     print("\n".join(lines))
 
 

@@ -22,6 +22,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from provenance import add_out, write_rows
+
 
 def long_tail(rows: int) -> Any:
     """See above."""
@@ -35,8 +37,8 @@ def long_tail(rows: int) -> Any:
     return made_batch([rng.randint(60, 120) for _ in range(groups)], responses)
 
 
-def compare(name: str, model: Any, batch: Any, max_tokens: int, repetitions: int) -> list[str]:
-    """One table; returns its last lines."""
+def compare(name: str, model: Any, batch: Any, max_tokens: int, repetitions: int) -> list[dict[str, Any]]:
+    """One table; returns a row for each way."""
     import torch
     from training_work import gradients, in_order, padded_tokens, train, worst_difference
 
@@ -63,18 +65,17 @@ def compare(name: str, model: Any, batch: Any, max_tokens: int, repetitions: int
         differences.append(worst_difference(model, plain))
     best = {way: min(times) for way, times in seconds.items()}
     print(f"{name}: {len(batch)} rows of {int(lengths.min())} to {int(lengths.max())} tokens, {real} tokens in all")
-    lines = []
+    rows_of_ways = []
     for way, (parts, _) in ways.items():
         print(
             f"  {way:<21} {real / best[way]:7.0f} tokens/s, {best[way]:.2f} s of {[round(s, 2) for s in seconds[way]]}"
         )
         if way != "packed":
             padding, gain = padded_tokens(batch, parts) / real, best[way] / best["packed"]
-            lines.append(
-                f"{name}, {way}: padding {padding:.2f}, packed / padded = {gain:.2f}, of it {gain / padding:.2f}"
-            )
+            row = {"batch": name, "way": way, "tokens": real, "padding": padding, "packed / padded": gain}
+            rows_of_ways.append({**row, "padded, s": seconds[way], "packed, s": seconds["packed"]})
     print(f"  gradients differ by {max(differences):.1e} at most", flush=True)
-    return lines
+    return rows_of_ways
 
 
 def main() -> None:
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--rollouts", nargs="*", default=[], help="rollout rows of a run instead of the default task's")
     parser.add_argument("--rows", type=int, default=48, help="of the long tail")
+    add_out(parser)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     import torch
@@ -98,9 +100,13 @@ def main() -> None:
     model = make_model(args.size, max_positions=4096).to(args.device)
     files = [Path(name) for pattern in args.rollouts for name in sorted(glob.glob(pattern))]
     task = batch_of_rows(files) if args.rollouts else rollouts_of_the_default_task()
-    lines = compare("default task", model, task, args.max_tokens, args.repetitions)
-    lines += compare("long tail", model, long_tail(args.rows), args.max_tokens, args.repetitions)
-    print("\n".join(lines))
+    found = compare("default task", model, task, args.max_tokens, args.repetitions)
+    found += compare("long tail", model, long_tail(args.rows), args.max_tokens, args.repetitions)
+    write_rows(args.out, found)
+    for row in found:
+        padding, gain = row["padding"], row["packed / padded"]
+        said = f"padding {padding:.2f}, packed / padded = {gain:.2f}, of it {gain / padding:.2f}"
+        print(f"{row['batch']}, {row['way']}: {said}")
 
 
 if __name__ == "__main__":

@@ -137,16 +137,21 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--parser", action="append", choices=sorted(tool_parsers))
     options.add_argument("--kilobytes", type=int, nargs="+", default=[10, 30, 100, 300])
+    from provenance import add_out, write_rows
+
+    add_out(options)
     args = options.parse_args()
     lengths = sorted(kilobytes * 1000 for kilobytes in args.kilobytes)
     table = Table("parser", *(f"{length // 1000} kB" for length in lengths), "per byte", "repeated", title="CPU ms")
-    slowest, steepest = 0.0, 0.0
+    slowest, steepest, rows = 0.0, 0.0, []
     for name in args.parser or sorted(tool_parsers):
         text, seconds = worst(name, lengths)
+        rows.append({"parser": name, "bytes": lengths, "CPU s": seconds, "repeated": text})
         growth = (seconds[-1] / lengths[-1]) / (seconds[0] / lengths[0])
         slowest, steepest = max(slowest, seconds[-1]), max(steepest, growth)
         table.add_row(name, *(f"{s * 1e3:.1f}" for s in seconds), f"{growth:.2f}", escape(repr(text)[:44]))
     Console().print(table)
+    write_rows(args.out, rows)
     size, base = lengths[-1] // 1000, lengths[0] // 1000
     print(f"parsers: {size} kB in at most {slowest:.2f} s; per byte at most {steepest:.2f} times {base} kB's")
 

@@ -22,6 +22,8 @@ import os
 import random
 from typing import Any
 
+from provenance import add_out, write_rows
+
 
 def long_prompts(groups: int, size: int, *, system: int) -> Any:
     """See above."""
@@ -46,8 +48,8 @@ def tokens_through(batch: Any, parts: Any, *, share: bool) -> int:
     return total
 
 
-def compare(name: str, model: Any, batch: Any, repetitions: int) -> str:
-    """One table; returns its last line."""
+def compare(name: str, model: Any, batch: Any, repetitions: int) -> dict[str, Any]:
+    """One table; returns its row."""
     import torch
     from training_work import gradients, train, worst_difference
 
@@ -80,7 +82,7 @@ def compare(name: str, model: Any, batch: Any, repetitions: int) -> str:
         print(f"  {way:<19} {best[way]:.2f} s of {[round(s, 2) for s in seconds[way]]}")
     print(f"  gradients differ by {max(differences):.1e} at most", flush=True)
     gain = best["packed, not shared"] / best["packed, shared"]
-    return f"{name}: tokens {left:.2f}, not shared / shared = {gain:.2f}"
+    return {"batch": name, "tokens left": left, "not shared / shared": gain, "s": seconds}
 
 
 def main() -> None:
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[8, 16])
+    add_out(parser)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     import torch
@@ -101,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}, model {args.size}")
     model = make_model(args.size, max_positions=4096).to(args.device)
-    lines = []
+    found = []
     for size in args.group_sizes:
         groups = max(1, args.rows // size)
         settings = [f"data.train_batch_size={groups}", f"actor_rollout_ref.rollout.n={size}"]
@@ -110,8 +113,11 @@ def main() -> None:
             "long prompts": long_prompts(groups, size, system=300),
             "nothing common": long_prompts(groups, size, system=0),
         }
-        lines += [compare(f"{name}, group {size}", model, b, args.repetitions) for name, b in batches.items()]
-    print("\n".join(lines))
+        found += [compare(f"{name}, group {size}", model, b, args.repetitions) for name, b in batches.items()]
+    write_rows(args.out, found)
+    for row in found:
+        left, gain = row["tokens left"], row["not shared / shared"]
+        print(f"{row['batch']}: tokens {left:.2f}, not shared / shared = {gain:.2f}")
 
 
 if __name__ == "__main__":

@@ -141,8 +141,10 @@ def train(folder: Path, args: argparse.Namespace) -> tuple[Moved, int]:
     return moved, num_bytes
 
 
-def judge(folder: Path, target: float, moved: Moved, num_bytes: int) -> bool:
+def judge(folder: Path, args: argparse.Namespace, moved: Moved, num_bytes: int) -> bool:
     """Reads the run's files, and prints what was required and what came of it. Returns whether all was met."""
+    from provenance import write_rows
+
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = {line["step"]: line["val/accuracy"] for line in lines if "val/accuracy" in line}
     steps = [line for line in lines if "time/step_s" in line]
@@ -151,8 +153,8 @@ def judge(folder: Path, target: float, moved: Moved, num_bytes: int) -> bool:
     met = [
         verdict(
             f"learned: val/accuracy {', '.join(f'{a:.3f} ({step})' for step, a in accuracies.items())} (after steps)",
-            f">= {target}",
-            accuracies[last] >= target,
+            f">= {args.target}",
+            accuracies[last] >= args.target,
         ),
         *judge_rows(folder, steps),
         verdict(
@@ -163,6 +165,7 @@ def judge(folder: Path, target: float, moved: Moved, num_bytes: int) -> bool:
             max(passing, stored) < MAX_PASSING,
         ),
     ]
+    write_rows(args.out, [{"weights, bytes": num_bytes, **vars(moved)}, *lines])
     print(
         f"replicas: {sum(met)} of {len(met)} requirements met; accuracy {accuracies[last]:.3f} after {last} steps, "
         f"{median(step['time/step_s'] for step in steps):.1f} s per step",
@@ -236,6 +239,9 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=0.85, help="accuracy at which the run ends")
     parser.add_argument("--run", type=Path, help="keep the run's files in this folder")
     parser.add_argument("overrides", nargs="*", help="key=value of the trainer")
+    from provenance import add_out
+
+    add_out(parser)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import ray
@@ -253,7 +259,7 @@ def main() -> int:
         finally:
             ray.shutdown()
             cluster.shutdown()
-        return 0 if judge(folder, args.target, moved, num_bytes) else 1
+        return 0 if judge(folder, args, moved, num_bytes) else 1
 
 
 if __name__ == "__main__":

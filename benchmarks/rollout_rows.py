@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from provenance import add_out, write_rows
+
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup, TrajectoryRecord
 
 WORDS = ["the", "of", "a", "sum", "was", "found", "price", "to", "in", "add", "total", "and", "seven", "items", "cost"]
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="of a trajectory")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--folder", help="on the disk to write to; default: the temporary folder")
+    add_out(parser)
     args = parser.parse_args()
     rng = random.Random(0)
     groups = [
@@ -51,6 +54,11 @@ def main() -> None:
             f"{name}: {1e6 * seconds / num_tokens:.2f} us of CPU a token, {sizes[name] / num_tokens:.1f} bytes a token"
         )
     print(f"sealing, in the worker: {1e6 * sealing / num_tokens:.2f} us of CPU a token")
+    rows = [{"way": name, "CPU s": seconds, "bytes": sizes[name]} for name, seconds in found.items()]
+    write_rows(
+        args.out,
+        [{"tokens": num_tokens, **row} for row in [*rows, {"way": "sealing, in the worker", "CPU s": sealing}]],
+    )
     lines = found["jsonl"]
     print(
         f"rollout rows: jsonl / parquet = {lines / found['parquet']:.1f}, jsonl / parquet sealed elsewhere = "

@@ -37,6 +37,7 @@ from typing import Any
 
 from local_engine import Conversation, load_model, run_generate
 from models import SIZES, VOCAB, make_model, save
+from provenance import add_out, write_rows
 
 LENGTH, SYSTEM, GROUP = 512, 90, 8
 
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=4, help="of one repetition, at least; else --concurrency")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    add_out(parser)
     args = parser.parse_args()
     if args.dtype != "float32" and not args.model:
         parser.error("--dtype is of --model; random models are float32")
@@ -218,10 +220,15 @@ def main() -> None:
     load = os.getloadavg()[0]
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {load:.1f} on {os.cpu_count()} cores", flush=True)
     with tempfile.TemporaryDirectory(prefix="rollout_throughput_") as folder:
-        results = []
+        results, rows = [], []
         for name, model, path in models(Path(folder), args):
             results.append(asyncio.run(measure(name, model, path, args)))
             show(name, results[-1])
+            rows += [
+                {"model": name, "conversations": number, "engine": engine, **vars(of)}
+                for (number, engine), of in results[-1].items()
+            ]
+    write_rows(args.out, rows)
     first, most = results[0], max(args.concurrency)
     plain = first[most, "generate"].rate
     ratios = [first[most, name].rate / plain for name in ("sglang", "local")]

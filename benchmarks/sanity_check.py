@@ -19,6 +19,7 @@ import time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from provenance import add_out, write_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -88,23 +89,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, nargs="+", default=[100, 200, 400, 800])
     parser.add_argument("--repeats", type=int, default=3)
+    add_out(parser)
     args = parser.parse_args()
     chat = load_chat(TINY_MODEL)
     for mode in MODES:
         converse(chat, 4, mode)  # probes of the template, imports
     table = Table("turns", "tokens", *(f"{mode}, CPU s" for mode in MODES), "strict / off", "ignore / off")
-    ratios = []
+    ratios, rows = [], []
     for num_turns in args.turns:
         # In turn, not one mode after the other: what else the machine does then weighs on all of them alike.
         runs = [{mode: converse(chat, num_turns, mode) for mode in MODES} for _ in range(args.repeats)]
         best = {mode: min(run[mode][0] for run in runs) for mode in MODES}
         num_tokens = runs[0][SanityMode.OFF][1]
+        seconds_of = {str(mode): [run[mode][0] for run in runs] for mode in MODES}
+        rows.append({"turns": num_turns, "tokens": num_tokens, "CPU s": seconds_of})
         strict, ignore = (best[mode] / best[SanityMode.OFF] for mode in MODES[:2])
         ratios.append(f"{num_turns} turns {strict:.2f}")
         seconds = [f"{best[mode]:.2f}" for mode in MODES]
         table.add_row(str(num_turns), str(num_tokens), *seconds, f"{strict:.2f}", f"{ignore:.2f}")
     console = Console()
     console.print(table)
+    write_rows(args.out, rows)
     console.print(f"sanity check: strict / off at {', '.join(ratios)}", soft_wrap=True)
 
 

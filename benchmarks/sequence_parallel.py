@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from models import VOCAB, make_model
+from provenance import add_out, write_rows
 
 
 def resident(field: str) -> int:
@@ -105,8 +106,10 @@ def main() -> None:
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one number of ranks")
+    add_out(parser)
     args = parser.parse_args()
     found = {size: measure(size, args) for size in args.sizes}
+    write_rows(args.out, [{"ranks": size, "kept": kept, "peak": peak} for size, (kept, peak) in found.items()])
     first = found[args.sizes[0]]
     for size, (kept, peak) in found.items():
         print(

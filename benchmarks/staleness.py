@@ -4,6 +4,8 @@
     python benchmarks/staleness.py waiting [--bounds 2] [--over 2:1.5] [--seeds 0 1 2] [--out runs/waiting.jsonl]
     python benchmarks/staleness.py tune [--scales 0.02] [--seeds 0] [--steps 20] [--out runs/tune.jsonl]
 
+Words `key=value` behind the first one go to every run.
+
 `curve` trains the default task by each bound, without a correction, with weights per token of the trainer's policy over
 the sampler's (decoupled PPO, truncated importance sampling), and with ratios to the sampler.
 
@@ -15,7 +17,8 @@ what a synchronous step takes longer than one whose tool answers at once; what a
 `tune` looks for a synchronous step that would be faster than the one of `waiting`, with other threads, numbers of
 conversations at once, and tokens in a pass.
 
-Every run is a process of its own and one line of `--out`; what stands there is not run again.
+Every run is a process of its own and one line of `--out`, with its commit and machine; what stands there is not run
+again.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import yaml
+from provenance import provenance
 
 from verl_mt.doctor.ahead import measured_steps, seconds_ahead
 
@@ -94,7 +98,7 @@ def done(
     found = key | train(words, ahead or [], threads)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
-        file.write(json.dumps(found) + "\n")
+        file.write(json.dumps(found | provenance()) + "\n")
     print(
         "  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
     )
@@ -115,7 +119,8 @@ def curve(args: argparse.Namespace) -> None:
                 key = {"steps": args.steps, "seed": seed, "bound": bound, "correction": name}
                 words = [f"trainer.seed={seed}", f"trainer.max_staleness={bound}", *CORRECTIONS[name]]
                 words += [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
-                rows[bound, name].append(done(args.out, key, [*words, "trainer.val_before_train=False"]))
+                words += ["trainer.val_before_train=False", *args.overrides]
+                rows[bound, name].append(done(args.out, key | args.key, words))
     print("| max_staleness | correction | mean age | accuracy, sampled | greedy |\n|---|---|---|---|---|")
     for (bound, name), found in rows.items():
         age = fmean(run["age"] for run in found)
@@ -123,6 +128,12 @@ def curve(args: argparse.Namespace) -> None:
         print(f"| {bound} | {name if bound else ''} | {age:.2f} | {sampled} | {greedy} |")
     if args.draw is not None:
         draw({key: [run["accuracy"] for run in found] for key, found in rows.items()}, args.draw)
+    means = [
+        f"{bound}: {fmean(run['accuracy'] for run in found):.3f}"
+        for (bound, name), found in rows.items()
+        if not bound or name == "weights per token"
+    ]
+    print(f"accuracy by max_staleness, with weights per token: {', '.join(means)}")
 
 
 def draw(accuracy: dict[tuple[int, str], list[float]], path: Path) -> None:
@@ -179,9 +190,9 @@ def waiting(args: argparse.Namespace) -> None:
                     f"trainer.max_staleness={bound}",
                     f"data.over_sample={factor}",
                 ]
-                words += [slow_tool(Path(folder), scale)] if scale else []
+                words += [*([slow_tool(Path(folder), scale)] if scale else []), *args.overrides]
                 ahead = args.bounds if scale and not bound else None
-                rows[scale, bound, factor].append(done(args.out, key, words, ahead))
+                rows[scale, bound, factor].append(done(args.out, key | args.key, words, ahead))
     seconds = {key: [run["step_s"] for run in found] for key, found in rows.items()}
     print("| tools wait | max_staleness | over_sample | mean age | s a step | / synchronous | waiting removed ", end="")
     print("| accuracy, sampled | greedy |\n|---|---|---|---|---|---|---|---|---|")
@@ -200,6 +211,9 @@ def waiting(args: argparse.Namespace) -> None:
         for bound in args.bounds:
             said = [fmean(run["doctor"][str(bound)][one] for run in rows[scale, 0, 1.0]) for one in (0, 1)]
             print(f"| {scale:g} | {bound} | {said[0]:.2f}, {said[1]:.2f} | {fmean(seconds[scale, bound, 1.0]):.2f} |")
+    last = {key: fmean(of) / fmean(seconds[key[0], 0, 1.0]) for key, of in seconds.items() if key[0] == args.scales[-1]}
+    said = ", ".join(f"max_staleness {k} over_sample {f:g}: {ratio:.2f}" for (_, k, f), ratio in last.items())
+    print(f"step / synchronous, calls of {args.scales[-1]:g} s: {said}")
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -207,24 +221,34 @@ def tune(args: argparse.Namespace) -> None:
     print("| tools wait, scale in s | synchronous steps | s a step | / as shipped |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="slow_tools_") as folder:
         for scale in args.scales:
-            usual = None
+            usual, ratios = None, {}
             for name, (threads, words) in TUNED.items():
                 key = {"steps": args.steps, "tuned": name, "scale_s": scale}
                 more = [f"trainer.total_training_steps={args.steps}", f"trainer.test_freq={args.steps}"]
                 more += ["trainer.val_before_train=False", *([slow_tool(Path(folder), scale)] if scale else [])]
+                more += args.overrides
                 found = [
-                    done(args.out, {**key, "seed": seed}, [*more, f"trainer.seed={seed}", *words], threads=threads)
+                    done(
+                        args.out,
+                        {**key, **args.key, "seed": seed},
+                        [*more, f"trainer.seed={seed}", *words],
+                        threads=threads,
+                    )
                     for seed in args.seeds
                 ]
                 seconds = fmean(run["step_s"] for run in found)
                 usual = seconds if usual is None else usual
-                print(f"| {scale:g} | {name} | {seconds:.2f} | {seconds / usual:.2f} |", flush=True)
+                ratios[name] = seconds / usual
+                print(f"| {scale:g} | {name} | {seconds:.2f} | {ratios[name]:.2f} |", flush=True)
+            best = min(ratios, key=lambda name: ratios[name])
+            print(f"scale {scale:g} s: fastest {best}, step / as shipped {ratios[best]:.2f}", flush=True)
 
 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curve", "waiting", "tune"))
+    parser.add_argument("overrides", nargs="*", help="key=value of every run")
     parser.add_argument("--bounds", type=int, nargs="+", help="of max_staleness")
     parser.add_argument("--over", nargs="*", default=["2:1.5"], help="max_staleness:over_sample, of waiting")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -237,6 +261,7 @@ def main() -> None:
     if args.draw is not None and not is_curve:
         parser.error("--draw is of curve")
     args.bounds = args.bounds or ([0, 1, 2, 4, 8] if is_curve else [2])
+    args.key = {"overrides": args.overrides} if args.overrides else {}
     args.out = args.out or Path("runs") / ("staleness.jsonl" if is_curve else f"{args.what}.jsonl")
     {"curve": curve, "waiting": waiting, "tune": tune}[args.what](args)
 

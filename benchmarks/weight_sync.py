@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from models import SIZES, make_model, save
+from provenance import add_out, write_rows
 
 LENGTH = 256
 _IDLE_S = 5.0
@@ -248,6 +249,12 @@ def on_ray(args: argparse.Namespace) -> None:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+    names = ("engine, CPU s", "rank, CPU s", "sent, times the weights", "four replicas / one")
+    cases = {"one": one, "four": four, "three apart": three}
+    write_rows(
+        args.out,
+        [{"case": case, **{name: x for name, x in zip(names, of) if not math.isnan(x)}} for case, of in cases.items()],
+    )
     print(
         f"replica of four / replica of one: engine {four[0] / one[0]:.2f}, rank {four[1] / one[1]:.2f}; "
         f"sent by rank 0 to three engines: {three[2]:.2f} times the weights"
@@ -263,6 +270,7 @@ def main() -> None:
     parser.add_argument("--replicas", action="store_true", help="on Ray: beside ranks, and separate")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bucket-megabytes", type=int, nargs="+", default=[256, 16], help="for tensors; first counts")
+    add_out(parser)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     on_ray(args) if args.replicas else from_here(args)
@@ -299,6 +307,7 @@ def from_here(args: argparse.Namespace) -> None:
         seconds |= asyncio.run(measure("server", server, model, ways, args.repetitions))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    write_rows(args.out, [{"way": way, "bytes": num_bytes, "s": of} for way, of in seconds.items()])
     tensor, broadcast, files = (ratio(seconds, name) for name in (next(iter(buckets)), "broadcast", "disk"))
     print(f"weight sync / memory copy: tensors {tensor:.2f}, broadcast {broadcast:.2f}, disk {files:.2f}")
 

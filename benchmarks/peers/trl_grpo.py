@@ -45,8 +45,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 import transformers
+from provenance import add_out, write_rows
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -322,6 +325,11 @@ def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> No
         ours_median, theirs_median = median(sides[0]), median(sides[1])
         table.add_row(name, *cells, f"{theirs_median / ours_median:.2f}" if ours_median else "")
     console.print(table)
+    sides = {"verl_mt": ours, "TRL": theirs}
+    write_rows(
+        args.out,
+        [{"side": side, "step": k} | vars(step) for side, steps in sides.items() for k, step in enumerate(steps)],
+    )
     totals = [sum(step.trained_tokens for step in side) for side in (ours, theirs)]
     print(f"trained tokens in all: verl_mt {totals[0]}, TRL {totals[1]}")
     a, b = (median(step.wall_s for step in side) for side in (ours, theirs))
@@ -344,6 +352,7 @@ def parse_arguments() -> argparse.Namespace:
     trl_mode.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     trl_mode.add_argument("--compile", action="store_true", help="torch.compile the training forward pass")
     trl_mode.add_argument("--continuous-batching", action="store_true", help="generate_batch instead of generate")
+    add_out(parser)
     args = parser.parse_args()
     args.micro_batch = min(args.micro_batch, args.prompts * args.generations)
     if args.prompts * args.generations % args.micro_batch:
