@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
@@ -217,7 +218,9 @@ def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
 
 
 def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
-    """Write the Hugging Face folder `hf/` of a run."""
+    """Write the Hugging Face folder `hf/` of a run, which holds its lock: half an export is of a killed process."""
+    for leftover in run.path.glob(".hf.*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 
