@@ -7,6 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All is imported and nothing has run: see `rank_pool`."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        from rank_pool import make_template
+
+        make_template()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable]:
     """`ranks(3)` = three processes joined by gloo; see `RankPool`."""
