@@ -52,7 +52,7 @@ import asyncio, json, urllib.request
 
 def _ask(url, payload):
     request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request) as answer:
         return json.load(answer)["result"][0]
 
 async def local_search(url, query, topk, proxy=None):

@@ -242,7 +242,7 @@ def test_its_mcp_tools_run_on_our_client_against_a_real_server(tmp_path, monkeyp
     )
     entry = {
         "class_name": f"theirs_{revision[1:].replace('.', '_')}.MCPBaseTool",
-        "config": {"rate_limit": 50, "timeout": 10, "type": "mcp"},
+        "config": {"rate_limit": 50, "timeout": 600, "type": "mcp"},
         "mcp": {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": ["add", "find"]},
     }
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}))

@@ -201,13 +201,15 @@ def test_a_limit_of_two_keeps_two_in_flight_across_trajectories(kind):
     class Sync(Tool):
         def execute(self, instance_id, parameters, **kwargs):
             enter(1)
-            threads.wait()
+            threads.wait()  # two are in flight
+            time.sleep(0.02)  # a third one would come now
             enter(-1)
             return "ok"
 
     async def behave(parameters):
         enter(1)
         await tasks.wait()
+        await asyncio.sleep(0.02)
         enter(-1)
         return "ok"
 

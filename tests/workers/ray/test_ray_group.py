@@ -203,9 +203,8 @@ def test_a_rank_that_is_killed_while_nothing_is_asked_of_it_is_noticed(cluster, 
         group.check("waiting for the rollout")
         time.sleep(ray_group._CHECK_EVERY_S)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
     with pytest.raises(WorkerError, match=rf"rank 0 \(process {pid} on .*\) of 1 died while waiting for the rollout"):
-        while time.monotonic() < deadline:
+        while True:
             group.check("waiting for the rollout")
             time.sleep(0.05)
     with pytest.raises(WorkerError, match="rank 0"):
