@@ -64,11 +64,7 @@ def measure(size: str) -> dict[str, float]:
     """See above."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = [sys.executable, __file__, "--size", size, "--make", name]
-        made = subprocess.run(words, capture_output=True, text=True)  # in a process of its own
-        if made.returncode:
-            raise SystemExit(made.stderr)
-        weights = int(made.stdout.split()[-1])
+        weights = make(folder, size)
         idle = peak([sys.executable, "-c", IMPORTS])
         export = ["verl_mt.export", "--checkpoint", str(folder / "run"), "--out", str(folder / "out")]
         used = peak([sys.executable, "-m", *export])
@@ -79,12 +75,8 @@ def measure(size: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="large")
-    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     add_out(parser)
     args = parser.parse_args()
-    if args.make is not None:
-        print(make(args.make, args.size))
-        return
     found = measure(args.size)
     print(json.dumps(found))
     write_rows(args.out, [{"size": args.size, **found}])

@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--rollouts", nargs="*", default=[], help="rollout rows of a run instead of the default task's")
+    parser.add_argument("--prompts", type=int, default=16, help="of the default task's step, 8 samples each")
     parser.add_argument("--rows", type=int, default=48, help="of the long tail")
     add_out(parser)
     args = parser.parse_args()
@@ -99,7 +100,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}, model {args.size}")
     model = make_model(args.size, max_positions=4096).to(args.device)
     files = [Path(name) for pattern in args.rollouts for name in sorted(glob.glob(pattern))]
-    task = batch_of_rows(files) if args.rollouts else rollouts_of_the_default_task()
+    task = (
+        batch_of_rows(files)
+        if args.rollouts
+        else rollouts_of_the_default_task([f"data.train_batch_size={args.prompts}"])
+    )
     found = compare("default task", model, task, args.max_tokens, args.repetitions)
     found += compare("long tail", model, long_tail(args.rows), args.max_tokens, args.repetitions)
     write_rows(args.out, found)
