@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ class Round:
     def __init__(self, items: Sequence[pytest.Item], reach: ReachMap, root: Path, workers: int):
         self.items = {item.nodeid: item for item in items}
         self._reach, self._root, self._workers = reach, root, workers
-        self._live: dict[CodeKey, list[Any]] = live_functions(str(root / "verl_mt"))
+        self._live: dict[CodeKey, list[Any]] = live_functions(str(root))
 
     def run(self, mutants: Sequence[Mutant], suite: str, names: set[str]) -> Iterator[Verdict]:
         """Verdicts in the order in which they come; of the tests in `names`."""
@@ -214,8 +215,10 @@ class Round:
         plan = {"module": mutant.module, "path": str(path), "source": str(changed)}
         (folder / "plan.json").write_text(json.dumps(plan))
         install_import_hook(**plan)
-        functions = swap(changed_codes(mutant, source, str(path)), self._live)
-        return {**self.run_tests(names, folder), "functions": functions}
+        swapped = swap(changed_codes(mutant, source, str(path)), self._live)
+        if not swapped and mutant.module in sys.modules:
+            return {"error": "no function of the imported module took the new code"}
+        return self.run_tests(names, folder)
 
     def run_tests(self, names: Sequence[str], folder: Path) -> dict[str, Any]:
         """Run them in this order, up to the first failure."""
