@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -9,10 +12,11 @@ import mmap
 import os
 import struct
 import sys
-import threading
-from collections.abc import Iterable
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
 from typing import Any
+
+from mutants import codes_by_name, named_functions
 
 CodeKey = tuple[str, str, int]
 """File, `co_qualname`, first line."""
@@ -50,24 +54,24 @@ def swap(pairs: Iterable[tuple[CodeType, CodeType]], live: dict[CodeKey, list[Fu
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    source = ""
+    code: Any = None
 
     def get_code(self, fullname: str) -> Any:
-        return compile(self.source, self.path, "exec", dont_inherit=True)
+        return self.code(self.path)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, module: str, source: str):
-        self._module, self._source = module, source
+    def __init__(self, codes: dict[str, Callable[[str], CodeType]]):
+        self._codes = codes
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._module:
+        if fullname not in self._codes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.origin is None:
             return None
         loader = _Loader(fullname, spec.origin)
-        loader.source = self._source
+        loader.code = self._codes[fullname]
         spec.loader = loader
         return spec
 
@@ -75,46 +79,63 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install_import_hook(module: str, path: str, source: str) -> None:
     """Whoever imports the module from now on gets the file `source` instead of `path`."""
     with open(source, encoding="utf-8") as file:
-        sys.meta_path.insert(0, _Finder(module, file.read()))
+        text = file.read()
+    sys.meta_path.insert(0, _Finder({module: lambda path: compile(text, path, "exec", dont_inherit=True)}))
 
 
 class Tracer:
     """Writes `label function` lines: which functions of the target files ran, and under which label.
 
-    The label is a number in a file that the processes share: who runs the tests sets it before each, and processes that
-    a fixture started long ago see it as well.
+    Each function of these files reports when it begins; a profile function would slow all code down, and exceptions that
+    one thread sends to another would arrive in it. The label is a number in a file that the processes share: who runs the
+    tests sets it before each, and processes that a fixture started long ago see it as well.
     """
 
     def __init__(self, folder: str, root: str, targets: Iterable[str]):
-        self._targets = {os.path.join(root, target): target for target in targets}
+        self._root, self._targets = root, list(targets)
         with open(os.path.join(folder, "label"), "r+b") as file:
             self._label = mmap.mmap(file.fileno(), 4)
         self._out = os.path.join(folder, "reached")
-        self._names: dict[int, tuple[CodeType, str]] = {}
         self._seen: set[tuple[int, str]] = set()
 
     def start(self) -> None:
-        """In this thread and in all later ones."""
-        threading.setprofile(self._event)
-        sys.setprofile(self._event)
+        """In imported modules and in those that come later."""
+        setattr(builtins, _HIT, self._hit)
+        modules = {target.removesuffix(".py").replace("/", "."): target for target in self._targets}
+        codes = {module: functools.partial(self._compiled, target) for module, target in modules.items()}
+        sys.meta_path.insert(0, _Finder(codes))
+        loaded = {module: target for module, target in modules.items() if module in sys.modules}
+        live = live_functions(self._root) if loaded else {}
+        for target in loaded.values():
+            path = os.path.join(self._root, target)
+            with open(path, encoding="utf-8") as file:
+                old = codes_by_name(compile(file.read(), path, "exec", dont_inherit=True))
+            new = codes_by_name(self._compiled(target, path))
+            swap([pair for name in old for pair in zip(old[name], new[name], strict=True)], live)
 
     def set_label(self, label: int) -> None:
         """For all processes of the folder."""
         struct.pack_into("<i", self._label, 0, label)
 
-    def _event(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        known = self._names.get(id(code))
-        if known is None:
-            target = self._targets.get(code.co_filename)
-            name = f"{target}::{code.co_qualname}" if target else ""
-            known = self._names[id(code)] = (code, name)
-        if not known[1]:
-            return
-        hit = struct.unpack_from("<i", self._label)[0], known[1]
+    def _compiled(self, target: str, path: str) -> CodeType:
+        with open(path, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+        for name, node in named_functions(tree):
+            first = node.body[0]
+            after_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            report = ast.parse(f"{_HIT}({f'{target}::{name}'!r})").body[0]
+            for part in ast.walk(report):
+                if hasattr(part, "lineno"):
+                    ast.copy_location(part, first)
+            node.body.insert(1 if after_docstring else 0, report)
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def _hit(self, function: str) -> None:
+        hit = struct.unpack_from("<i", self._label)[0], function
         if hit not in self._seen:
             self._seen.add(hit)
             with open(self._out, "a", encoding="utf-8") as file:  # one write: other processes append too
                 file.write(f"{hit[0]} {hit[1]}\n")
+
+
+_HIT = "_mutation_reached"

@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,26 +128,30 @@ class Text:
         return last - len(stripped), first + len(self.source[first:last].rstrip())
 
 
-@functools.lru_cache(maxsize=64)
-def functions(source: str) -> dict[str, FunctionNode]:
-    """`__qualname__` -> node. Names that several functions of the file have are left out."""
-    found: dict[str, FunctionNode] = {}
-    several: set[str] = set()
+def named_functions(tree: ast.Module) -> list[tuple[str, FunctionNode]]:
+    """(`__qualname__`, node), in the order of the file."""
+    found: list[tuple[str, FunctionNode]] = []
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FunctionNode):
-                name = prefix + child.name
-                several.update({name} & found.keys())
-                found[name] = child
-                visit(child, f"{name}.<locals>.")
+                found.append((prefix + child.name, child))
+                visit(child, f"{prefix}{child.name}.<locals>.")
             elif isinstance(child, ast.ClassDef):
                 visit(child, f"{prefix}{child.name}.")
             else:
                 visit(child, prefix)
 
-    visit(ast.parse(source), "")
-    return {name: node for name, node in found.items() if name not in several}
+    visit(tree, "")
+    return found
+
+
+@functools.lru_cache(maxsize=200)
+def functions(source: str) -> dict[str, FunctionNode]:
+    """`__qualname__` -> node. Names that several functions of the file have are left out."""
+    found = named_functions(ast.parse(source))
+    count = Counter(name for name, _ in found)
+    return {name: node for name, node in found if count[name] == 1}
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
@@ -163,10 +168,12 @@ def changed_codes(mutant: Mutant, source: str, path: str) -> list[tuple[CodeType
     Raises:
         StaleMutantError: the bytecode is the same, or a running closure could not take the new code.
     """
-    old, new = (codes_by_name(text, path) for text in (source, mutant.apply(source)))
+    texts = source, mutant.apply(source)
+    old, new = (codes_by_name(compile(text, path, "exec", dont_inherit=True)) for text in texts)
     around = [name for name in old if mutant.function.startswith(name + ".<locals>.")]
     within = [name for name in old if name.startswith(mutant.function + ".<locals>.")]
-    if old[mutant.function][0] == new[mutant.function][0]:
+    before, after = old[mutant.function][0], new[mutant.function][0]
+    if same(before, after):
         raise StaleMutantError(f"{mutant.label}: the bytecode is the same")
     pairs = []
     for name in (*around, mutant.function, *within):
@@ -181,9 +188,20 @@ def changed_codes(mutant: Mutant, source: str, path: str) -> list[tuple[CodeType
     return pairs
 
 
-def codes_by_name(source: str, path: str) -> dict[str, list[CodeType]]:
+def same(one: CodeType, other: CodeType) -> bool:
+    """Equal but for positions."""
+    parts = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable")
+    if any(getattr(one, part) != getattr(other, part) for part in parts) or len(one.co_consts) != len(other.co_consts):
+        return False
+    return all(
+        same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else repr(a) == repr(b)
+        for a, b in zip(one.co_consts, other.co_consts)
+    )
+
+
+def codes_by_name(module: CodeType) -> dict[str, list[CodeType]]:
     """`co_qualname` -> code objects, in the order of the file."""
     found: dict[str, list[CodeType]] = {}
-    for code in codes_of(compile(source, path, "exec", dont_inherit=True)):
+    for code in codes_of(module):
         found.setdefault(code.co_qualname, []).append(code)
     return found

@@ -126,8 +126,8 @@ def _negated(node: ast.expr, text: Text) -> Iterator[Edit]:
 def _between(left: ast.expr, right: ast.expr, sign: str, other: str, text: Text) -> Iterator[Edit]:
     """The operator between two operands; comments and parentheses may stand there too."""
     start, end = text.span(left)[1], text.span(right)[0]
-    word = rf"\b{sign}\b" if sign.isalpha() else re.escape(sign)
-    found = re.search(word.replace(" ", r"\s+"), text.source[start:end])
+    word = rf"\b{sign}\b".replace(" ", r"\s+") if sign[0].isalpha() else re.escape(sign)
+    found = re.search(word, text.source[start:end])
     if found:
         yield start + found.start(), start + found.end(), other
 

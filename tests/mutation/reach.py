@@ -157,7 +157,6 @@ def trace(items: Sequence[pytest.Item], folder: Path, root: Path, targets: Seque
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         costs[item.nodeid] = sum(os.times()[:4]) - begin
         recorder.leave()
-    sys.setprofile(None)
     return _collected(items, recorder, costs, (folder / "reached").read_text())
 
 

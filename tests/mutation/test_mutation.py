@@ -32,7 +32,7 @@ TOY = textwrap.dedent('''
     @keep
     def bound(a: int, b: int = 3) -> bool:
         """Says 1 < 2."""
-        if a < b and not a == 0:
+        if a < b and not a != 0:
             raise ValueError(f"{a + b} is not {1}")
         return a > -1
 ''')
