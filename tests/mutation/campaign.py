@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import random
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from children import Done, Job, run_jobs
 from live_code import CodeKey, install_import_hook, live_functions, swap
-from mutants import Mutant, StaleMutantError, changed_codes, read_list
+from mutants import Mutant, StaleMutantError, changed_codes, functions, read_list
 from operators import mutants_of
 from reach import ReachMap, use_folder
 
@@ -65,16 +64,17 @@ class Mutants:
                 wrong.append(str(error))
         wrong += [f"{m.label}: give a proof of one line" for m in self.equivalent if len(m.proof.splitlines()) != 1]
         wrong += [f"{m.label}: a planted mutant needs a name" for m in self.planted if not m.name]
-        known = {mutant.function for mutant in self.all()}
         for entry in self.excluded:
-            fits = [f for f in self.files() if fnmatch.fnmatch(f, entry["file"])]
-            if not fits or not entry["reason"] or (entry["function"] != "*" and entry["function"] not in known):
+            path = self.root / entry["file"]
+            known = functions(path.read_text()) if path.is_file() else {}
+            if not known or not entry["reason"] or entry["function"] not in ("*", *known):
                 wrong.append(f"excluded.json: {entry}: no such file or function, or no reason")
         return wrong
 
     def files(self) -> list[str]:
         """That mutants are drawn from."""
-        return sorted({p.relative_to(self.root).as_posix() for pattern in self.targets for p in self.root.glob(pattern)})
+        found = {path for pattern in self.targets for path in self.root.glob(pattern)}
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
 
     def traced_files(self) -> list[str]:
         """Those of the planted mutants too."""
@@ -91,7 +91,7 @@ class Mutants:
     def is_excluded(self, mutant: Mutant) -> bool:
         """By the list of functions that no test of the quick and slow stages can reach."""
         return any(
-            fnmatch.fnmatch(mutant.file, entry["file"]) and entry["function"] in ("*", mutant.function)
+            mutant.file == entry["file"] and entry["function"] in ("*", mutant.function)
             for entry in self.excluded
         )
 
@@ -140,7 +140,7 @@ class Verdict:
 def choose_tests(mutant: Mutant, reach: ReachMap, known: Iterable[str]) -> list[str]:
     """Node ids in the order in which they run: the folder concerned first, cheap ones first, files kept together.
 
-    Tests of the same files come after those that reached the function: what a file computes once is looked at by several.
+    Tests of the same files come after those that reached the function: several may check a value that is computed once.
     """
     known = set(known)
     reached = [name for name in reach.reaching(f"{mutant.file}::{mutant.function}") if name in known]

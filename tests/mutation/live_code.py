@@ -86,9 +86,9 @@ def install_import_hook(module: str, path: str, source: str) -> None:
 class Tracer:
     """Writes `label function` lines: which functions of the target files ran, and under which label.
 
-    Each function of these files reports when it begins; a profile function would slow all code down, and exceptions that
-    one thread sends to another would arrive in it. The label is a number in a file that the processes share: who runs the
-    tests sets it before each, and processes that a fixture started long ago see it as well.
+    Each function of these files reports when it begins. A profile function would slow all code down, and exceptions
+    that one thread sends to another would arrive in it. The label is a number in a file that the processes share. The
+    process that runs the tests sets it before each, and processes that a fixture started long ago see it as well.
     """
 
     def __init__(self, folder: str, root: str, targets: Iterable[str]):

@@ -1,4 +1,4 @@
-"""Mutants by name: file, qualified function, old text and new text. No line numbers, so an edit above keeps the name."""
+"""Mutants by name: file, qualified function, old text and new text. No line number, so an edit above keeps it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Mutant:
 
     def as_json(self) -> dict[str, str | int]:
         """Without empty fields."""
-        return {name: value for name, value in asdict(self).items() if value != "" and (name, value) != ("occurrence", 1)}
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
 
 def read_list(path: Path) -> list[Mutant]:

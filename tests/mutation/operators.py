@@ -59,7 +59,10 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 def _count(text: str, old: str, at: int) -> int:
     """Which occurrence begins at `at`, from 1; overlapping ones count."""
-    return 1 + sum(text.startswith(old, place) for place in range(at))
+    number, place = 1, text.find(old)
+    while place < at:
+        place, number = text.find(old, place + 1), number + 1
+    return number
 
 
 def _body_edits(function: FunctionNode, text: Text) -> Iterator[Edit]:
@@ -83,9 +86,7 @@ def _statement(node: ast.stmt, text: Text, boolean: bool) -> Iterator[Edit]:
         yield start, end, "pass"
     elif isinstance(node, ast.AugAssign | ast.Delete) or (
         isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
-    ):
-        yield start, end, "pass"
-    elif isinstance(node, ast.Break | ast.Continue):
+    ) or isinstance(node, ast.Break | ast.Continue):
         yield start, end, "pass"
     if isinstance(node, ast.AugAssign) and type(node.op) in _ARITHMETIC:
         sign, other = _ARITHMETIC[type(node.op)]

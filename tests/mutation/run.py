@@ -1,14 +1,13 @@
 """Plant bugs one at a time and list those that no test notices: `python tests/mutation/run.py`.
 
 Neither `mutmut` 3.8 nor `cosmic-ray` 8.7 does this. cosmic-ray writes the bug to the file and starts the test command
-anew: five CPU seconds of imports for each mutant, one at a time for each copy of the tree, and no choice of tests.
-mutmut forks one warm process and chooses tests, but it rewrites the whole package (decorated functions are left out,
-registries see wrappers with other signatures), numbers its mutants by position, and no process that a test starts counts
-for its choice of tests.
+again: five CPU seconds of imports for each mutant, one mutant at a time in each copy of the tree, no choice of tests.
+mutmut forks one warm process and chooses tests, but it leaves out decorated functions, numbers its mutants by position,
+and misses functions that run only in processes that a test starts.
 
-One process imports and collects the tests and computes nothing. A traced run tells which tests run which function; it is
-kept in `.pytest_cache/mutation` for as long as code and tests stay the same. Each mutant gets a fork, where the
-function's code is swapped in place, and processes that its tests start import the mutant too.
+One process imports and collects the tests and computes nothing. A traced run tells which tests run which function. It is
+kept in `.pytest_cache/mutation` until code or tests change. Each mutant gets a fork, which swaps the function's code in
+place. Processes that its tests start import the mutant too.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ class Campaign:
             now = []
             for verdict in forks.run(left, suite, names[suite]):
                 now.append(verdict)
-                say(f"[{len(now)}/{len(left)}] {verdict.state} {verdict.killer} {verdict.cpu_s:.1f} s: {verdict.mutant.label}")
+                found = f"[{len(now)}/{len(left)}] {verdict.state} {verdict.killer} {verdict.cpu_s:.1f} s"
+                say(f"{found}: {verdict.mutant.label}")
             left = [verdict.mutant for verdict in now if not verdict.dead]
             self._merge(now)
         self.broken = forks.control(self.verdicts, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
@@ -101,7 +102,7 @@ def test_names_need_no_lines_and_count_occurrences():
     ],
 )
 def test_what_no_longer_applies_is_an_error(mutant: Mutant):
-    with pytest.raises(StaleMutantError, match="toy.py::"):
+    with pytest.raises(StaleMutantError, match=r"toy\.py::"):
         changed_codes(mutant, TOY, "toy.py")
 
 
@@ -121,14 +122,15 @@ def test_the_lists_apply_to_the_code_and_the_draw_depends_on_the_seed_alone():
     mutants = Mutants()
     assert mutants.check() == []
     assert len(mutants.planted) == len({m.name for m in mutants.planted}) >= 12
-    drawn = mutants.draw("a seed", 30)
-    assert drawn == Mutants().draw("a seed", 30) and len(set(drawn)) == 30
-    assert set(drawn) != set(mutants.draw("another seed", 30))
+    few = functools.partial(Mutants, targets=["verl_mt/algorithms/*.py"])
+    drawn = few().draw("a seed", 30)
+    assert drawn == few().draw("a seed", 30) and len(set(drawn)) == 30
+    assert set(drawn) != set(few().draw("another seed", 30))
     stale = Mutant(drawn[0].file, drawn[0].function, "no such text", "pass", proof="none")
     without_proof = Mutant(*drawn[1].key)
     wrong = Mutants(equivalent=[stale, without_proof]).check()
     assert len(wrong) == 2 and "no such text" in wrong[0] and "give a proof" in wrong[1]
-    assert not set(drawn[:5]) & set(Mutants(equivalent=drawn[:5]).draw("a seed", 30))
+    assert not set(drawn[:5]) & set(few(equivalent=drawn[:5]).draw("a seed", 30))
 
 
 def test_a_fork_that_spins_or_dies_ends_by_its_limit():
@@ -193,7 +195,7 @@ class Plugin:
         return True
 
 sys.exit(pytest.main(["-s", "-q", "-p", "no:cacheprovider", "--rootdir", sys.argv[1], sys.argv[1]], plugins=[Plugin()]))
-'''  # noqa: E501
+'''
 
 TOY_CODE = """
 import sys
@@ -238,6 +240,7 @@ def test_count():
 """
 
 
+@pytest.mark.slow
 def test_a_round_over_a_toy_project(tmp_path: Path):
     """In-process, through a fixture, in a started process, endless, equivalent and unreached ones."""
     (tmp_path / "toy").mkdir()
