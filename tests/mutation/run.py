@@ -5,8 +5,8 @@ again: five CPU seconds of imports for each mutant, one mutant at a time in each
 mutmut forks one warm process and chooses tests, but it leaves out decorated functions, numbers its mutants by position,
 and misses functions that run only in processes that a test starts.
 
-One process imports and collects the tests and computes nothing. A traced run tells which tests run which function. It is
-kept in `.pytest_cache/mutation` until code or tests change. Each mutant gets a fork, which swaps the function's code in
+One process imports and collects the tests and computes nothing. A traced run tells which tests run which function.
+It is kept in `.pytest_cache/mutation` until code or tests change. Each mutant gets a fork, which swaps the function's code in
 place. Processes that its tests start import the mutant too.
 """
 
