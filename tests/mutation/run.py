@@ -6,8 +6,8 @@ mutmut forks one warm process and chooses tests, but it leaves out decorated fun
 and misses functions that run only in processes that a test starts.
 
 One process imports and collects the tests and computes nothing. A traced run tells which tests run which function.
-It is kept in `.pytest_cache/mutation` until code or tests change. Each mutant gets a fork, which swaps the function's code in
-place. Processes that its tests start import the mutant too.
+It is kept in `.pytest_cache/mutation` until code or tests change. Each mutant gets a fork, which swaps the function's
+code in place. Processes that its tests start import the mutant too.
 """
 
 from __future__ import annotations
