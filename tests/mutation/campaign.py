@@ -95,10 +95,11 @@ class Mutants:
             for entry in self.excluded
         )
 
-    def draw(self, seed: str, count: int) -> list[Mutant]:
-        """At random without replacement; neither equivalent nor excluded ones."""
+    def draw(self, seed: str, count: int, under: str = "") -> list[Mutant]:
+        """At random without replacement, from files whose path begins with `under`; no equivalent or excluded ones."""
         equivalent = {mutant.key for mutant in self.equivalent}
-        order = [m for m in self.all() if m.key not in equivalent and not self.is_excluded(m)]
+        able = [m for m in self.all() if m.file.startswith(under) and not self.is_excluded(m)]
+        order = [m for m in able if m.key not in equivalent]
         random.Random(seed).shuffle(order)
         chosen: list[Mutant] = []
         for mutant in order:

@@ -103,14 +103,14 @@ def _statement(node: ast.stmt, text: Text, boolean: bool) -> Iterator[Edit]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements and expressions, through handlers, `with` items and cases; no annotations, no patterns."""
+    """Statements and expressions, through handlers, `with` items and cases; no annotations, patterns and keywords."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "pattern", "type"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.stmt | ast.expr):
                 yield child
-            elif isinstance(child, ast.excepthandler | ast.withitem | ast.match_case | ast.comprehension | ast.keyword):
+            elif isinstance(child, ast.excepthandler | ast.withitem | ast.match_case | ast.comprehension):
                 yield from _children(child)
 
 
@@ -165,6 +165,19 @@ def _expression(node: ast.expr, text: Text) -> Iterator[Edit]:
     for child in _children(node):
         if isinstance(child, ast.expr):
             yield from _expression(child, text)
+    if isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            yield from _keyword(keyword, text)
+
+
+def _keyword(keyword: ast.keyword, text: Text) -> Iterator[Edit]:
+    """`dim=-1` becomes -2: of a tensor with two dimensions, as most are, 1 is the same as -1."""
+    if keyword.arg != "dim":
+        yield from _expression(keyword.value, text)
+    elif isinstance(keyword.value, ast.UnaryOp):
+        yield *text.span(keyword.value), "-2"
+    elif isinstance(keyword.value, ast.Constant):
+        yield from _constant(keyword.value, *text.span(keyword.value))
 
 
 def _is_text_or_type(node: ast.BinOp) -> bool:

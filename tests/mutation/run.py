@@ -43,6 +43,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="random mutants")
     parser.add_argument("--suite", choices=GOALS, default="quick", help="ci: survivors meet the slow tests too")
     parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose line contains it, drawn or not")
+    parser.add_argument("--under", metavar="PATH", default="", help="draw from files whose path begins with it")
     parser.add_argument("--no-planted", action="store_true", help="without the named ones")
     parser.add_argument("--workers", type=int, default=2, help="forks at once")
     parser.add_argument("--map", type=Path, help="file with the traced run; made, or completed by tests that it lacks")
@@ -62,7 +63,7 @@ def chosen_mutants(mutants: Mutants, options: argparse.Namespace) -> list[Any]:
         everything = [*mutants.planted, *mutants.all()]
         return [m for m in everything if any(text in m.label for text in options.only)]
     planted = [] if options.no_planted else mutants.planted
-    return [*planted, *mutants.draw(options.seed, options.count)]
+    return [*planted, *mutants.draw(options.seed, options.count, options.under)]
 
 
 class Campaign:
