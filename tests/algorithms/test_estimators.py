@@ -180,3 +180,16 @@ def test_remax_takes_the_greedy_answer_for_baseline():
     assert a.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25])).tolist() == [0.75, -0.25]
     with pytest.raises(ValueError, match="must be alike"):
         a.remax(torch.zeros(2), torch.zeros(3))
+
+
+def test_the_number_added_to_the_variance_counts_where_rewards_hardly_differ():
+    """Two rewards 2e-4 apart: variance 2e-8, eps 1e-8."""
+    rewards = torch.tensor([1e-4, -1e-4], dtype=torch.float64)
+    got = a.by_name["reinforce_plus_plus"](rewards, torch.tensor([0, 1]), tokens_N=torch.ones(2), eps=1e-8)
+    assert got.tolist() == pytest.approx([3**-0.5, -(3**-0.5)], rel=1e-6)
+
+
+def test_equal_rewards_of_a_batch_give_exactly_zero_whatever_their_mean_rounds_to():
+    rewards = torch.full((7,), 0.1, dtype=torch.float64)
+    got = a.by_name["reinforce_plus_plus"](rewards, torch.arange(7), tokens_N=torch.tensor([3] * 6 + [1]))
+    assert got.tolist() == [0.0] * 7

@@ -65,3 +65,8 @@ def test_a_reward_behind_the_last_token_of_a_record_belongs_to_it_and_one_before
     rewards = torch.tensor([[5.0, 0.0, 2.0], [1.0, 0.0, 4.0]])
     streams = Streams.of(mask, torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert streams.gather_rewards(rewards).tolist() == [[3, 0, 4]]
+
+
+def test_without_rows_there_are_no_places():
+    none = torch.zeros(0, dtype=torch.long)
+    assert Streams.of(torch.zeros(0, 4, dtype=torch.bool), none, none).mask_NM.shape == (0, 0)

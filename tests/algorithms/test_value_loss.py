@@ -27,6 +27,15 @@ def test_the_clip_decides_where_it_makes_the_loss_larger():
     assert losses.item() == pytest.approx(0.32) and clipped.tolist() == [1]
 
 
+def test_a_value_within_the_range_is_not_clipped_however_large_it_is():
+    """0.1 is no sum of floats here: the held value differs from the value by a rounding, and makes the loss larger."""
+    values, old = torch.tensor([5.3, -5.3, 5.3]), torch.tensor([5.2, -5.2, 5.0])
+    _, clipped = value_loss(values, old, torch.tensor([5.3, -5.3, 5.3]), cliprange=0.2)
+    assert clipped.tolist() == [0, 0, 1]
+    opposite = value_loss(torch.tensor([0.5]), torch.tensor([-0.5]), torch.tensor([0.5]), cliprange=0.2)
+    assert opposite[1].tolist() == [1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=6), st.none() | st.floats(0, 2))
 def test_equal_to_a_plain_loop(tokens, cliprange):

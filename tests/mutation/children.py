@@ -78,6 +78,7 @@ def run_jobs(jobs: Iterable[Job], workers: int) -> Iterator[Done]:
 
 def _start(job: Job) -> _Running:
     folder = Path(tempfile.mkdtemp(prefix="mutation-"))
+    folder.chmod(0o755)  # tests of a sandbox enter it as another user
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -59,7 +59,10 @@ def edits(source: str, function: str = "f") -> set[str]:
         ("return 7", {"return 8"}),
         ("return True", {"return False"}),
         ("return a.sum(dim=b)", {"return a.mean(dim=b)"}),
-        ("return g(a, dim=-1, keepdim=True)", {"return g(a, dim=-2, keepdim=True)", "return g(a, dim=-1, keepdim=False)"}),
+        (
+            "return g(a, dim=-1, keepdim=True)",
+            {"return g(a, dim=-2, keepdim=True)", "return g(a, dim=-1, keepdim=False)"},
+        ),
         ("return min(a, b)", {"return max(a, b)"}),
         ("return a.clamp(min=b)", {"return a.clamp(max=b)"}),
         ("return a.detach()", {"return a"}),
