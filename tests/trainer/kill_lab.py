@@ -274,7 +274,7 @@ def arm(phase: str, end: Callable[[], None]) -> None:
         if self.step_number == first:
             PPOTrainer.step = step
             PHASES[phase](end)
-        return PPOTrainer.step(self)
+        return step(self)
 
     PPOTrainer.step = stepping
 
