@@ -6,7 +6,9 @@ import functools
 import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,9 @@ from reference_data import SHARED_DATA
 # Properties that say nothing else draw 40 examples; CI draws the same ones every time.
 settings.register_profile("verl_mt", max_examples=40, deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("verl_mt")
+
+if TYPE_CHECKING:
+    from finished_runs import Finished, FinishedRuns
 
 gc.disable()  # until all tests are imported: nothing of that can be freed
 
@@ -70,3 +75,22 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"reference data not found at {SHARED_DATA} (set VERL_MT_TEST_DATA)")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """Runs of this session that tests read and do not change (`finished_runs.KINDS`)."""
+    from finished_runs import FinishedRuns  # torch, which most tests import later or not at all
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return FinishedRuns(shared / "finished_runs")
+
+
+@pytest.fixture
+def finished(finished_runs: FinishedRuns, tmp_path: Path) -> Iterator[Finished]:
+    """`finished(kind)`: a copy of a finished run for this test alone."""
+    from finished_runs import copy_run
+
+    yield lambda kind: copy_run(finished_runs.original(kind), tmp_path / f"finished-{kind}")
+    finished_runs.require_unchanged()

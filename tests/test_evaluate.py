@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 
 from verl_mt import evaluate
-from verl_mt.config.compose import compose
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import pass_at_k
 from verl_mt.tiny.problems import rows
 from verl_mt.trainer import inference
-from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import start_for_groups
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
@@ -48,17 +46,9 @@ def data(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run of one step."""
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    overrides = [
-        "data.train_batch_size=2", "data.train_max_samples=8", "data.val_max_samples=4",
-        "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1", "trainer.val_before_train=False",
-        "trainer.logger=[]", f"trainer.default_local_dir={folder}", *QUICK,
-    ]  # fmt: skip
-    build_trainer(compose(overrides)).fit()
-    return folder
+@pytest.fixture
+def run(finished) -> Path:
+    return finished("plain")
 
 
 def metrics_in(folder: Path) -> dict[str, float]:

@@ -22,12 +22,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("exported") / "run"
-    trainer = build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder}"]))
-    trainer.fit()
-    return folder
+@pytest.fixture
+def run(finished) -> Path:
+    return finished("plain")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -52,7 +49,7 @@ def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
     """As Ray workers leave it: the small part in state.pt, all tensors in actor/."""
     (tmp_path / "run").mkdir()
     shutil.copy(run / "config.yaml", tmp_path / "run")
-    state = checkpoint.load(run / "checkpoints" / "step_000001")
+    state = checkpoint.load(run / "checkpoints" / "step_000004")
     tensors = state["workers"]["actor"].pop("tensors")
     store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
     folder = store.save(1, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
@@ -83,34 +80,32 @@ def test_float32_weights_of_a_bfloat16_run_are_those_of_its_optimizer(tmp_path, 
         assert torch.equal(found[own], master) and torch.equal(rounded[own], master.to(torch.bfloat16))
 
 
-def test_adapters_are_exported_with_the_weights_that_they_were_trained_on(tmp_path, capsys):
-    options = [f"trainer.default_local_dir={tmp_path / 'run'}", "actor_rollout_ref.model.dtype=bfloat16"]
-    build_trainer(compose([*SMALL, *options, "actor_rollout_ref.model.lora_rank=2"])).fit()
-    told = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--dtype"]
+def test_adapters_are_exported_with_the_weights_that_they_were_trained_on(finished, tmp_path, capsys):
+    run = finished("lora")
+    told = ["--checkpoint", str(run), "--out", str(tmp_path / "model"), "--dtype"]
     assert export.main([*told, "float32"]) == 2 and "trained on weights in bfloat16" in capsys.readouterr().err
     assert export.main([*told, "bfloat16"]) == 0
-    assert same(weights(tmp_path / "model"), weights(tmp_path / "run" / "hf"))
+    assert same(weights(tmp_path / "model"), weights(run / "hf"))
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(run, tmp_path, capsys):
-    shutil.copytree(run, tmp_path / "run")
-    store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
-    damaged = store.save(2, checkpoint.load(store.latest()), score=None)
+    store = checkpoint.CheckpointStore(run / "checkpoints")
+    damaged = store.save(5, checkpoint.load(store.latest()), score=None)
     content = bytearray((damaged / "state.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (damaged / "state.pt").write_bytes(content)
-    assert export.main(["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
+    assert export.main(["--checkpoint", str(run), "--out", str(tmp_path / "model")]) == 2
     said = capsys.readouterr().err
     assert f"{damaged}/state.pt is damaged" in said
-    assert f"--checkpoint {tmp_path}/run/checkpoints/step_000001 exports it" in said
+    assert f"--checkpoint {run}/checkpoints/step_000004 exports it" in said
     assert not (tmp_path / "model").exists()
 
 
 def test_what_is_no_checkpoint_or_has_no_config_is_refused(run, tmp_path, capsys):
     assert export.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "model")]) == 2
     assert "neither a checkpoint (no meta.json) nor a run directory" in capsys.readouterr().err
-    moved = tmp_path / "a" / "b" / "step_000001"
-    shutil.copytree(run / "checkpoints" / "step_000001", moved)
+    moved = tmp_path / "a" / "b" / "step_000004"
+    shutil.copytree(run / "checkpoints" / "step_000004", moved)
     assert export.main(["--checkpoint", str(moved), "--out", str(tmp_path / "model")]) == 2
     assert "--config" in capsys.readouterr().err
     words = ["--checkpoint", str(moved), "--out", str(tmp_path / "model"), "--config", str(run / "config.yaml")]

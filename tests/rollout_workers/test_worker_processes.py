@@ -85,8 +85,17 @@ def expected(pooled):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("phase", ["tool", "reward", "sending"])
-@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "evaluation"),
+    [
+        ("tool", False),
+        ("reward", True),
+        ("sending", False),
+        pytest.param("tool", True, marks=pytest.mark.release),
+        pytest.param("reward", False, marks=pytest.mark.release),
+        pytest.param("sending", True, marks=pytest.mark.release),
+    ],
+)
 def test_a_worker_that_dies_costs_its_unfinished_groups_and_each_comes_once(pooled, expected, phase, evaluation):
     inference, folder = pooled
     wait_until(lambda: all(inference.stream.pool.pids))
@@ -105,8 +114,9 @@ def test_a_worker_that_dies_costs_its_unfinished_groups_and_each_comes_once(pool
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_an_idle_worker_that_is_killed_costs_nothing(pooled, expected, number):
+    """By SIGKILL, from outside."""
     inference, _ = pooled
     pool = inference.stream.pool
     before = pool.metrics()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from finished_runs import SMALL
 
 from verl_mt import prompt_log
 from verl_mt.config.compose import compose
@@ -14,17 +15,11 @@ from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
-STEPS = 4
-SMALL = [
-    "data.train_batch_size=2", "data.train_max_samples=32", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.response_length=48", f"trainer.total_training_steps={STEPS}", "trainer.logger=[]",
-    f"trainer.test_freq={STEPS}", "trainer.num_threads=1", "trainer.save_freq=2", "trainer.val_before_train=False",
-    "trainer.export_at_end=False",
-]  # fmt: skip
+QUICK = ("data.val_max_samples=2", "actor_rollout_ref.rollout.response_length=48", "trainer.export_at_end=False")
 
 
 def run(folder, *overrides):
-    trainer = build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder}", *overrides]))
+    trainer = build_trainer(compose([*SMALL, *QUICK, f"trainer.default_local_dir={folder}", *overrides]))
     trainer.fit()
     return trainer
 
@@ -35,24 +30,15 @@ def last_line(capsys, folder):
     return status, capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    run(folder)
-    return folder
-
-
 @pytest.fixture
-def copied(finished, tmp_path):
-    """A copy of the finished run, to be changed."""
-    import shutil
-
-    return shutil.copytree(finished, tmp_path / "copy")
+def copied(finished):
+    """A copy of a finished run, to be changed."""
+    return finished("plain")
 
 
-def test_a_finished_run_holds(finished, capsys):
-    assert last_line(capsys, finished) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
-    prompts = read_prompt_log(finished).prompts.values()
+def test_a_finished_run_holds(copied, capsys):
+    assert last_line(capsys, copied) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
+    prompts = read_prompt_log(copied).prompts.values()
     assert [p.trained_in for p in prompts] == [[1], [1], [2], [2], [3], [3], [4], [4]]
     assert all(p.starts == p.attempts == 1 for p in prompts)
 
@@ -148,8 +134,8 @@ def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them
     assert last_line(capsys, folder) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
 
 
-def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(finished, tmp_path, capsys):
-    source = finished / "checkpoints/step_000002"
+def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(copied, tmp_path, capsys):
+    source = copied / "checkpoints/step_000002"
     run(tmp_path / "on", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")
     assert last_line(capsys, tmp_path / "on") == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
     assert sorted(read_prompt_log(tmp_path / "on").prompts) == [4, 5, 6, 7]
@@ -174,6 +160,7 @@ def test_a_run_that_an_older_version_began_is_compared_from_where_its_log_begins
     for folder in (copied / "checkpoints").iterdir():
         state = torch.load(folder / "state.pt", weights_only=False)
         state["prompts"] = {"drawn": 4, "trained": 4, "left_out": 0}
+        (folder / "state.pt").unlink()  # other copies have the same file
         torch.save(state, folder / "state.pt")
     status = prompt_log.main([str(copied)])
     out = capsys.readouterr().out
@@ -183,7 +170,9 @@ def test_a_run_that_an_older_version_began_is_compared_from_where_its_log_begins
 
 def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
     newest = sorted((copied / "checkpoints").iterdir())[-1] / "state.pt"
-    newest.write_bytes(newest.read_bytes()[:1000])
+    content = newest.read_bytes()
+    newest.unlink()  # other copies have the same file
+    newest.write_bytes(content[:1000])
     assert prompt_log.main([str(copied)]) == 2
     assert f"{newest} cannot be read" in capsys.readouterr().err
 

@@ -56,9 +56,8 @@ def test_the_best_checkpoint_is_one_that_was_validated(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_val_only_validates_the_checkpoint_it_is_given(tmp_path):
-    fit(tmp_path / "run", *TINY_STEPS, "trainer.total_training_steps=2", "data.val_files=null")
-    saved = tmp_path / "run" / "checkpoints" / "step_000002"
+def test_val_only_validates_the_checkpoint_it_is_given(finished_runs, tmp_path):
+    saved = finished_runs.original("plain") / "checkpoints" / "step_000002"
     lines = fit(
         tmp_path / "validated",
         *TINY_STEPS,
@@ -345,10 +344,10 @@ def test_the_export_keeps_the_template_that_was_trained_with(tmp_path):
     )
 
 
-def test_a_checkpoint_of_another_architecture_names_both(tmp_path):
+def test_a_checkpoint_of_another_architecture_names_both(finished_runs, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fit(tmp_path / "run", *TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1")
+    saved = finished_runs.original("plain") / "checkpoints" / "step_000002"
     folder = shutil.copytree(resolve_model_path("verl_mt://tiny"), tmp_path / "other")
     config = AutoConfig.from_pretrained(folder)
     layers, config.num_hidden_layers = config.num_hidden_layers, 1
@@ -361,11 +360,11 @@ def test_a_checkpoint_of_another_architecture_names_both(tmp_path):
             *NO_VALIDATION,
             f"actor_rollout_ref.model.path={folder}",
             "trainer.resume_mode=resume_path",
-            f"trainer.resume_from_path={tmp_path}/run/checkpoints/step_000001",
+            f"trainer.resume_from_path={saved}",
         )
     said = str(caught.value)
     for part in (
-        "run/checkpoints/step_000001",
+        "plain/checkpoints/step_000002",
         "tiny",
         f"num_hidden_layers {layers}",
         str(folder),
