@@ -133,9 +133,10 @@ def test_a_blocked_loop_is_replaced(caplog):
 
 def test_cancelling_the_caller_cancels_the_call():
     class Waits(Base):
-        ended = threading.Event()
+        begun, ended = threading.Event(), threading.Event()
 
         async def wait(self):
+            self.begun.set()
             try:
                 await asyncio.sleep(1e6)
             finally:
@@ -145,13 +146,13 @@ def test_cancelling_the_caller_cancels_the_call():
 
     async def main():
         task = asyncio.create_task(user_code_of(plugin, Base, "p").call("wait", (), {}, timeout_s=60))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(plugin.begun.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
-    assert plugin.ended.wait(2)
+    assert plugin.ended.wait(60)
 
 
 def test_a_copy_of_a_used_plugin_works():

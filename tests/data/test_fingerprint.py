@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import pyarrow
 import pyarrow.parquet
@@ -147,8 +146,8 @@ class TestLargeFiles:
     def test_a_file_of_the_same_size_and_date_that_was_changed_is_hashed_again(self, tmp_path, hashed, settled):
         path = write(tmp_path / "data.jsonl", rows(8))
         before, stat = of(path), os.stat(path)
-        time.sleep(0.02)  # a tick of the clock that the disk's times are taken from
-        write(tmp_path / "data.jsonl", rows(8, start=1))
+        while os.stat(path).st_ctime_ns == stat.st_ctime_ns:  # until the clock of the disk's times has ticked
+            write(tmp_path / "data.jsonl", rows(8, start=1))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
         assert "row 1" in difference("K", before, of(path)) and hashed == [8, 8]

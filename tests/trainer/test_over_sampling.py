@@ -487,7 +487,7 @@ def test_a_group_that_is_being_written_is_written_before_its_plan_has_stopped(tm
     stream.keep = keep
     try:
         stream.start(plan_of([5]))
-        assert begun.wait(5)
+        assert begun.wait(60)
         stream.stop()
         assert written == ["s000003.00000", "closed"] and not stream.started("s000003")
     finally:
