@@ -489,7 +489,7 @@ def random_kills(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
         run, finished = folder / f"killed-{len(different) + 1}", False
         while not finished:
             go_on = sum(kills.values()) >= num_kills
-            finished, _, last = run_child(run, None if go_on else rng.randint(1, max(2, num_events // 3)))
+            finished, _, last = run_child(run, None if go_on else rng.randint(1, max(2, 2 * num_events // 3)))
             if not finished:
                 kills[last] += 1
         different[run.name] = differences(reference, run)
