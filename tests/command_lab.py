@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import warm_start
 import yaml
 
 from verl_mt.config.compose import compose
@@ -37,7 +38,7 @@ def command(*overrides: str) -> list[str]:
 
 def run_command(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run it in `folder` to its end."""
-    return subprocess.run(command(*overrides), cwd=folder, capture_output=True, text=True, env=environment())
+    return warm_start.run(command(*overrides), cwd=folder, capture_output=True, text=True, env=environment())
 
 
 def environment() -> dict[str, str]:
