@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 
 import pytest
+import warm_start
 from rich.console import Console
 from toys import CHATML, toy_tokenizer
 
@@ -198,7 +198,7 @@ def test_the_report_names_refused_shapes_with_their_cause_and_the_mismatches(mod
 def test_the_command_runs_as_a_module_with_clean_stdout(model, chat, tmp_path):
     file = write(tmp_path, conversation(chat, "A1", "A2<|im_end|>"))
     command = [sys.executable, "-m", "verl_mt.check_template", "--model", model, "--conversations", file, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm_start.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 and json.loads(done.stdout)["warnings"]
 

@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import warm_start
 
 from verl_mt import evaluate
 from verl_mt.config_paths import resolve_model_path
@@ -115,9 +115,7 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
 
     def command(*more: str, end: str = "") -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "SCORED": str(scored), "ENDED": end}
-        # Where the tests run in a shell's background they ignore Ctrl-C, and so would what they start.
-        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.run([*words, *more], env=env, capture_output=True, text=True, timeout=240, preexec_fn=heard)
+        return warm_start.run([*words, *more], env=env, capture_output=True, text=True, timeout=240)
 
     assert command(end="SIGKILL 7").returncode == -signal.SIGKILL
     killed = len(list((out / "unfinished" / "spool").glob("*.pickle")))
@@ -298,7 +296,7 @@ def test_ctrl_c_at_the_prompt_ends_the_command(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_command_talks_over_a_pipe(run):
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, "-m", "verl_mt.evaluate", "--run", str(run), "--chat", GREEDY],
         input=f"{QUESTION}\n",
         capture_output=True,

@@ -7,12 +7,12 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 
 import pytest
+import warm_start
 
 import verl_mt
 from verl_mt.config.compose import compose
@@ -240,7 +240,7 @@ def test_what_stands_in_main_needs_no_name(tmp_path):
         return verl_mt.train("verl_mt://tiny", rows, reward=score, interaction=Teacher, tools=[], **{SMALL!r})
     print(asyncio.run(cell()).steps)
     """
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
 REPO = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve()
@@ -82,7 +82,7 @@ def test_wheels_are_what_the_project_needs_and_neither_ray_nor_sglang():
 def test_stages_that_are_done_are_not_done_again(tmp_path):
     def rehearse(*words):
         out = ("--out", str(tmp_path))
-        done = subprocess.run([sys.executable, str(SCRIPT), *out, *words], capture_output=True, text=True)
+        done = warm_start.run([sys.executable, str(SCRIPT), *out, *words], capture_output=True, text=True)
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
@@ -93,14 +93,14 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory", "mfu-0.5B")
     assert code == 0 and "log-prob-memory:" not in printed and results["stages"]["log-prob-memory"] == first
     assert "MFU" in results["stages"]["mfu-0.5B"]["numbers"]["lines"][0]
-    refused = subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path)], capture_output=True, text=True)
+    refused = warm_start.run([sys.executable, str(SCRIPT), "--out", str(tmp_path)], capture_output=True, text=True)
     assert refused.returncode and "is of a rehearsal: give another --out" in refused.stderr
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--rehearse", "--only", "train-float32", "resume"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm_start.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     first, more = (stages[name]["numbers"] for name in ("train-float32", "resume"))
@@ -113,6 +113,6 @@ def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
 def test_the_trainer_runs_without_ray_and_sglang_and_tells_its_memory(tmp_path):
     small = ("trainer.total_training_steps=1", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.device=cpu")
     command = [sys.executable, str(SCRIPT), "--inside-trainer", *small, "trainer.default_local_dir=run"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = warm_start.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "peak memory: " in done.stdout.splitlines()[-1] and "imported without" not in done.stdout

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
 
 
 def kills(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+    return warm_start.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
 
 
 @pytest.mark.release

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 
 from verl_mt.config.actor import OptimConfig
@@ -287,7 +287,7 @@ def test_a_program_with_its_own_hydra_main_finds_the_shipped_files(tmp_path):
     program.write_text(PROGRAM.format(folder=str(tmp_path)))
     words = [sys.executable, str(program), "hydra.run.dir=out", "hydra.output_subdir=null", "data.seed=1"]
     env = dict(os.environ, PYTHONPATH=str(REPO))
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = warm_start.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "99", done.stderr
 
 

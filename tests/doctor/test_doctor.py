@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from command_lab import environment
 from doctor_faults import FAULTS, QUICK
 from rich.console import Console
@@ -247,7 +247,7 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["verl_mt.doctor"], ["verl_mt.trainer", "trainer.dry_run=True"]])
 @pytest.mark.parametrize(("override", "status"), [("trainer.seed=1", 0), ("data.max_prompt_length=20", 2)])
 def test_both_commands_print_the_same_list_and_the_exit_status_says_it(tmp_path, words, override, status):
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, "-m", *words, override, *FEW], cwd=tmp_path, capture_output=True, text=True, env=environment()
     )
     assert done.returncode == status, done.stdout + done.stderr

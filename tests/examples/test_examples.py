@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK_START = EXAMPLES / "09_own_task.py"
@@ -30,7 +30,7 @@ SAYS = {
 def test_every_example_runs(example, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(example), *ARGUMENTS.get(example.name, [])]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = warm_start.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert SAYS.get(example.name, "") in result.stdout
     assert "trajectory failed" not in result.stderr + result.stdout
@@ -48,6 +48,6 @@ def test_the_quick_start_learns_its_task_and_stands_on_the_first_page(tmp_path):
     program = (
         f"{code}\nfirst, *_, last = run.curve('val/accuracy').values()\nassert last > first + 0.3, (first, last)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = warm_start.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "20 steps, reward/mean" in done.stdout

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import conformance
 import pytest
+import warm_start
 from write_compatibility import COMMITS, NOT_INSTALLED, PAGE, PROVED, REPO, marked_slow
 
 ROW = re.compile(r"^\| `([^`]+)` \| (\S+) (\S+) \| ([^|]*) \| (.*) \|$", re.MULTILINE)
@@ -52,7 +52,7 @@ def test_the_page_is_what_comes_of_the_files_when_they_are_tried():
     sources = conformance.peer("verl", "").parents[0] / "SOURCES.md"
     assert all(commit in sources.read_text() for commit in COMMITS.values())
     script = Path(__file__).with_name("write_compatibility.py")
-    done = subprocess.run([sys.executable, str(script), "--print"], cwd=REPO, capture_output=True, text=True)
+    done = warm_start.run([sys.executable, str(script), "--print"], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     written, now = rows_of(PAGE.read_text()), rows_of(done.stdout)
     assert written.keys() == now.keys()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 import yaml
 
 from verl_mt.config.compose import compose
@@ -252,14 +252,14 @@ def test_two_steps_of_the_real_architecture_and_tokenizer(shared_data, tiny_qwen
             "--out",
             f"{tmp_path}/{name}.parquet",
         ]
-        subprocess.run(made, check=True, capture_output=True)
+        warm_start.run(made, check=True, capture_output=True)
     out = tmp_path / "result.json"
     command = [
         sys.executable, str(REPO / "recipes" / "beside_verl.py"), "--task", task, "--model", str(tiny_qwen), "--steps",
         "2", "--only", "ours", "--out", str(out), "--train", f"{tmp_path}/train.parquet", "--val",
         f"{tmp_path}/val.parquet", *SMALL,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = warm_start.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["task"] == task and found["gpus"] == 1 and found["ours"]["steps"] == 2

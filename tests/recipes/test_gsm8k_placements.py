@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_start
 from ray_machines import two_machines
 
 from verl_mt.config.compose import compose, hydra_main
@@ -107,7 +108,7 @@ def data(tmp_path_factory) -> Path:
         source.write_text("".join(json.dumps({k: p[k] for k in ("question", "answer")}) + "\n" for p in problems))
         words = ["--source", source, "--split", split, "--out", folder / f"{split}.parquet", "--style", "interaction"]
         command = [sys.executable, RECIPE / "prepare.py", *words, "--system", "Answer as #### N."]
-        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        warm_start.run(list(map(str, command)), check=True, capture_output=True)
     return folder
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.data.dataset import load_rows
@@ -228,7 +229,7 @@ def test_a_scripted_model_searches_and_is_scored_on_a_real_row(shared_data, tmp_
 def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_path, monkeypatch):
     """The retrieval server in a process of its own, BM25 over 6,359 real passages and the boxes between them."""
     corpus, boxes = tmp_path / "corpus.jsonl", tmp_path / "boxes"
-    subprocess.run([sys.executable, str(RECIPE / "tiny" / "world.py"), "--out", str(boxes)], check=True)
+    warm_start.run([sys.executable, str(RECIPE / "tiny" / "world.py"), "--out", str(boxes)], check=True)
     sources = [str(shared_data / "tasks" / "search_corpus.jsonl.gz"), str(boxes / "corpus.jsonl")]
     assert prepare.main(["corpus", "--source", *sources, "--out", str(corpus)]) == 0
     overrides = [

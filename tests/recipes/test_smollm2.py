@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import warm_start
 from transformers import AutoModelForCausalLM
 
 from verl_mt.check_template import main as check_template
@@ -159,7 +160,7 @@ def data(shared_data, tmp_path_factory) -> Path:
 
 
 def _run(*words: object, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, cwd=cwd)
+    done = warm_start.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -210,7 +211,7 @@ def test_rates_are_fitted_to_a_run_s_own_files_and_tell_its_steps(formula, tmp_p
         "data.val_files=null", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.num_threads=1",
         "trainer.total_training_steps=5", f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[]",
     ]  # fmt: skip
-    subprocess.run([sys.executable, "-m", "verl_mt.trainer", *overrides], check=True, capture_output=True)
+    warm_start.run([sys.executable, "-m", "verl_mt.trainer", *overrides], check=True, capture_output=True)
     observed = importlib.import_module("observe").observe_run(tmp_path / "run")
     assert [step.work.trajectories for step in observed] == [16] * 4
     for step in observed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_mt.config_paths import TINY_MODEL, resolve_model_path
@@ -22,7 +22,7 @@ SHIPPED = Path(resolve_model_path(TINY_MODEL))
 def test_the_recipe_builds_a_checkpoint_with_the_shipped_tokenizer(tmp_path):
     command = [sys.executable, str(RECIPE / "build.py"), "--steps", "3", "--out", str(tmp_path)]
     options = ["--eval-problems", "10", "--threads", "1"]
-    done = subprocess.run(command + options, capture_output=True, text=True, check=True)
+    done = warm_start.run(command + options, capture_output=True, text=True, check=True)
     assert "stopped after 3 steps" in done.stdout and "held out, greedy: accuracy" in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in SHIPPED.iterdir()}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm_start
 import yaml
 from toys import CHATML
 
@@ -561,7 +561,7 @@ def test_a_checkpoint_that_cannot_be_resumed_leaves_no_new_run(refusal, tmp_path
 )
 def test_the_command_ends_with_status_2_and_no_traceback(tmp_path, overrides, parts):
     words = [sys.executable, "-m", "verl_mt.trainer", *QUICK, "trainer.experiment_name=bad", *overrides]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+    done = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -15,6 +15,7 @@ from statistics import fmean
 
 import pytest
 import torch
+import warm_start
 import yaml
 from command_lab import (
     NO_VALIDATION,
@@ -202,6 +203,7 @@ def test_ctrl_c_in_a_tool_call_saves_the_last_step_and_the_same_command_goes_on(
     overrides = [f"{TOOLS}={tools}", "trainer.total_training_steps=4", "trainer.save_freq=100", PATIENT_TOOLS]
     run = tmp_path / "runs" / "tiny"
     words = command(*overrides)
+    # A real start: the signal meets the interpreter's own handlers, and its own end follows.
     process = subprocess.Popen(
         words, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     )
@@ -243,7 +245,7 @@ def test_sigterm_ends_with_a_checkpoint_and_143_so_that_what_follows_does_not_be
     run = tmp_path / "runs" / "tiny"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     words = command(*NO_VALIDATION, "trainer.logger=[console]", "trainer.total_training_steps=1000")
-    process = subprocess.Popen(words, cwd=tmp_path, **pipes)
+    process = warm_start.Popen(words, cwd=tmp_path, **pipes)
     try:
         wait_for(lambda: (run / "rollouts" / "step_000001.jsonl").exists(), process, "the first step")
         second = run_command(tmp_path, *NO_VALIDATION, "trainer.logger=[console]", "trainer.total_training_steps=1")

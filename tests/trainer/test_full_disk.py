@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import warm_start
 from command_lab import NO_VALIDATION, command, environment, metrics_of, small_trainer
 
 from verl_mt.data import run_files
@@ -63,14 +64,14 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_once_there_is_room(
     folder, resize = small_disk
     resize(room)
     words = command(f"trainer.default_local_dir={folder}/run", "trainer.save_freq=1", "data.val_files=null")
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    ended = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stderr
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
     assert "space" in error and str(folder) in error
     assert not [p for p in Path(folder).rglob("*") if p.name.startswith((".partial-", ".step_")) or p.suffix == ".tmp"]
     resize("200m")
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    again = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2, 3]
     assert (folder / "run" / "FINISHED").exists()

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import warm_start
 from command_lab import NO_VALIDATION, command, environment, interrupt_after, metrics_of, rows_of, small_trainer
 from test_debug_data import groups
 
@@ -140,15 +141,16 @@ def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path)
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
+    # A real start: the limit holds for this process alone.
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment(), preexec_fn=limited)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
     assert "step_000001.parquet: File too large" in error
     assert not list((tmp_path / "run" / "rollouts").glob("*"))
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    again = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2] and len(row_files(tmp_path / "run")) == 2
-    printed = subprocess.run(
+    printed = warm_start.run(
         [sys.executable, "-m", "verl_mt.report.rows", str(tmp_path / "run"), "--step", "2"],
         capture_output=True,
         env=environment(),
