@@ -95,22 +95,28 @@ def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
     assert metrics_in(tmp_path / "one")["val/accuracy"] == line["val/accuracy_greedy"]
 
 
+COUNTED = """
+import os, signal
+from pathlib import Path
+
 def counted(data_source, solution_str, ground_truth, extra_info):
-    """Leaves a line for each conversation that it scores; its process ends at one of them, as `ENDED` says."""
     scored, end = Path(os.environ["SCORED"]), os.environ["ENDED"]
     with scored.open("a") as file:
-        file.write(f"{ground_truth}\n")
+        file.write(f"{ground_truth}\\n")
     if end and len(scored.read_text().splitlines()) >= int(end.split()[1]) and not scored.with_name(end).exists():
         scored.with_name(end).touch()
         os.kill(os.getpid(), signal.Signals[end.split()[0]])
     return float(len(solution_str) % 2)
+"""
+"""Leaves a line for each conversation that it scores; its process ends at one of them, as `ENDED` says."""
 
 
 def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
-    out, scored = tmp_path / "out", tmp_path / "scored"
+    out, scored, reward = tmp_path / "out", tmp_path / "scored", tmp_path / "reward.py"
+    reward.write_text(COUNTED)
     words = [
         sys.executable, "-m", "verl_mt.evaluate", "--model", "verl_mt://tiny", "--data", str(data), "--n", "2",
-        "--out", str(out), f"reward.path={__file__}:counted", "actor_rollout_ref.rollout.max_concurrent=2", *QUICK,
+        "--out", str(out), f"reward.path={reward}:counted", "actor_rollout_ref.rollout.max_concurrent=2", *QUICK,
     ]  # fmt: skip
 
     def command(*more: str, end: str = "") -> subprocess.CompletedProcess[str]:

@@ -178,7 +178,7 @@ def test_what_a_fork_cannot_repeat_is_a_real_start(tmp_path):
     def with_variables(**changes: str) -> str | None:
         return why_real("-c", "", env={**os.environ, **changes})
 
-    assert with_variables(COLUMNS="99", MY_OWN="1", PATH="/bin") is None
+    assert with_variables(COLUMNS="99", MY_OWN="1", ONEDNN_PRIMITIVE_CACHE_CAPACITY="7") is None
     assert with_variables(HF_HUB_OFFLINE="0") == "HF_HUB_OFFLINE is read at import"
     assert with_variables(OMP_NUM_THREADS="2") == "OMP_NUM_THREADS is read at import"
     assert with_variables(PYTHONWARNINGS="error") == "PYTHONWARNINGS is read at import"
@@ -219,6 +219,7 @@ def small_server(monkeypatch):
     """One that has imported next to nothing."""
 
     def start(*imported: str) -> warm_start.Server:
+        monkeypatch.setattr(warm_start, "START_ENVIRONMENT", dict(os.environ))  # other tests have imported verl_mt
         made = warm_start.Server(imported)
         monkeypatch.setattr(warm_start, "_servers", {os.getpid(): made})
         return made
@@ -230,7 +231,6 @@ def test_a_server_with_a_thread_does_not_fork(tmp_path, monkeypatch, small_serve
     (tmp_path / "with_thread.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait).start()"
     )
-    monkeypatch.setitem(warm_start.START_ENVIRONMENT, "PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     small_server("with_thread")
     with pytest.raises(RuntimeError, match="2 threads are running"):
@@ -272,14 +272,10 @@ input()
 
 RUN = (*SMALL, "trainer.deterministic=True", "trainer.total_training_steps=2", "trainer.default_local_dir=run")
 COMMANDS = (
-    ("verl_mt.trainer", *RUN, "trainer.dry_run=True"),
     ("verl_mt.trainer", *RUN, "data.train_batch_size=0"),
     ("verl_mt.trainer", *RUN),
-    ("verl_mt", "report", "run"),
     ("verl_mt.evaluate", "--run", "run", "--n", "2", "--out", "answers"),
     ("verl_mt.export", "--checkpoint", "run", "--out", "exported"),
-    ("verl_mt.prompt_log", "run"),
-    ("verl_mt.sft", "--help"),
 )
 
 
@@ -293,7 +289,7 @@ def test_commands_do_the_same_as_real_starts(tmp_path):
             folder.mkdir(exist_ok=True)
             pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             with start([sys.executable, "-m", *command], cwd=folder, env=environment(), **pipes) as process:
-                printed = [without_numbers(text) for text in process.communicate()]
+                printed = [without_numbers(text.replace(str(folder), "")) for text in process.communicate()]
             assert getattr(process, "why_real", None) is None
             files = {without_numbers(str(file.relative_to(folder))) for file in folder.rglob("*")}
             exact = ("metrics.json", "metrics.jsonl", "model.safetensors", "prompt_log.jsonl", "config.yaml")
@@ -305,7 +301,7 @@ def test_commands_do_the_same_as_real_starts(tmp_path):
             seen[name] = {"status": process.returncode, "printed": printed, "files": files, "contents": contents}
         assert seen["warm"] == seen["real"], command
         statuses.append(process.returncode)
-    assert statuses == [0, 2, *[0] * 6] and len(contents) >= 7
+    assert statuses == [2, 0, 0, 0] and len(contents) == 5
 
 
 def without_numbers(text: str) -> str:

@@ -61,8 +61,9 @@ _TOLD = struct.Struct("<4si")
 
 START_ENVIRONMENT = dict(os.environ)  # before any test changes it
 
-_HARMLESS = {"COLUMNS", "LINES"}
-"""Read while accelerate is imported, for the menus of its questionnaire."""
+_HARMLESS = {"COLUMNS", "LINES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
+"""The first two are read while accelerate is imported, for the menus of its questionnaire; the last two at the first
+product of a process, which the server never computes. Loading a model sets them, so most tests' commands have them."""
 _READ_BY_LIBRARIES = (
     "ARROW_", "ATEN_", "DNNL_", "FSSPEC_", "GLIBC_", "GOMP_", "JE_ARROW_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_",
     "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TQDM_", "TZ",
@@ -110,8 +111,8 @@ class Server:
         wanted = self.set_at_import | dict(environment)
         for name in sorted(wanted.keys() | self._environment.keys()):
             differs = wanted.get(name) != self._environment.get(name)
-            at_import = name in self.read_at_import - _HARMLESS or name.startswith(_READ_BY_LIBRARIES)
-            if differs and at_import and name != "PYTHONPATH":
+            at_import = name in self.read_at_import or name.startswith(_READ_BY_LIBRARIES)
+            if differs and at_import and name not in _HARMLESS and name != "PYTHONPATH":
                 return f"{name} is read at import"
         ours, theirs = _entries(self._environment), _entries(environment)
         if [entry for entry in theirs if entry in ours] != ours:
@@ -437,7 +438,8 @@ def _begin(request: dict[str, Any], descriptors: list[int], path: list[str], set
     words = request["words"]
     sys.orig_argv = list(words)
     first = {"-m": request["cwd"], "-c": ""}.get(words[1], request["first_entry"])
-    sys.path[:] = [first, *request["pythonpath"], *path]
+    given = request["pythonpath"]
+    sys.path[:] = [first, *given, *(entry for entry in path if entry not in given)]  # as site.py: nothing twice
     importlib.invalidate_caches()
     if process := sys.modules.get("multiprocessing.process"):
         process.ORIGINAL_DIR = request["cwd"]
@@ -536,4 +538,10 @@ def _below_this_file(frames: types.TracebackType | None) -> types.TracebackType 
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    except BaseException:
+        traceback.print_exc()
+    finally:  # without waiting for a thread that an import has started
+        sys.stderr.flush()
+        os._exit(1)
