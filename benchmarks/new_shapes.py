@@ -4,10 +4,10 @@
 
 Where torch prefers cuDNN's attention (Hopper), cuDNN builds an execution plan for each new shape. Packed rows of
 conversations have new shapes in every step, and so has a cache that grows; verl_mt takes the kernel out
-(`verl_mt/workers/process.py`). A random model of SmolLM2-135M's shape in bfloat16. Each batch is new to both ways,
-which take turns: (a) forward and backward of packed rows of 120 to 420 tokens, prefixes shared; (b) the local engine,
-prompts of other lengths each time, 48 tokens each. The last lines are the ratios of the medians, above 1 where the
-process without cuDNN's attention is faster. On a CPU both ways are the same.
+(`verl_mt/workers/process.py`). A random model of SmolLM2-135M's shape in `--dtype`, bfloat16 if not given. Each batch
+is new to both ways, which take turns: (a) forward and backward of packed rows of 120 to 420 tokens, prefixes shared;
+(b) the local engine, prompts of other lengths each time, 48 tokens each. The last lines are the ratios of the medians,
+above 1 where the process without cuDNN's attention is faster. On a CPU both ways are the same.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make(layers: int) -> Any:
+def make(layers: int, dtype: str) -> Any:
     """The model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": layers}, dtype=torch.bfloat16)
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": layers}, dtype=getattr(torch, dtype))
+    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
 def seconds_of_pass(model: Any, rows: int, seed: int) -> float:
@@ -65,12 +65,13 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="batches per way")
     parser.add_argument("--rows", type=int, default=32, help="of (a)")
     parser.add_argument("--sequences", type=int, default=32, help="of (b)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     add_out(parser)
     args = parser.parse_args()
     import torch
 
-    model = make(args.layers).to(args.device)
+    model = make(args.layers, args.dtype).to(args.device)
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     lines, rows = [], []
     for name, what, size in (("passes", seconds_of_pass, args.rows), ("sampling", seconds_of_sampling, args.sequences)):

@@ -94,3 +94,17 @@ def finished(finished_runs: FinishedRuns, tmp_path: Path) -> Iterator[Finished]:
 
     yield lambda kind: copy_run(finished_runs.original(kind), tmp_path / f"finished-{kind}")
     finished_runs.require_unchanged()
+
+
+@pytest.fixture(scope="module")
+def warm_workers() -> Iterator[None]:
+    """Rollout workers of this machine are warm starts."""
+    from types import SimpleNamespace
+
+    import warm_start
+
+    from verl_mt.rollout_workers import links
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "subprocess", SimpleNamespace(**vars(links.subprocess) | {"Popen": warm_start.Popen}))
+        yield

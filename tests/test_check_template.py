@@ -9,6 +9,7 @@ import sys
 import pytest
 import warm_start
 from rich.console import Console
+from tables import one_of_each
 from toys import CHATML, toy_tokenizer
 
 from verl_mt.chat import load_chat, replay
@@ -207,16 +208,24 @@ def test_the_command_runs_as_a_module_with_clean_stdout(model, chat, tmp_path):
 @pytest.mark.cap("P5", "P7", "P11", "P18")
 @pytest.mark.parametrize(
     ("tokenizer", "template", "sample", "verdict"),
-    [
-        ("qwen2.5", "Qwen-Qwen2.5-7B-Instruct", "a tool call, then a user turn", "clean"),
-        ("qwen3", "Qwen-Qwen3-0.6B", "reasoning, then a user turn", "stripped_reasoning"),
-        ("qwen3", "Qwen-Qwen3-0.6B", "two plain turns", "template_default_text"),
-        ("qwen2.5", "Qwen-QwQ-32B", "a tool call", "stripped_reasoning"),
-        ("gpt-oss", "openai-gpt-oss-120b", "two plain turns", "turn_separator"),
-        ("mistral-7b-v3", "mistralai-Mistral-Nemo-Instruct-2407", "a tool call, then a user turn", "rewrites_history"),
-        ("phi-3-mini", "microsoft-Phi-3-mini-4k-instruct", "two plain turns", "clean"),
-        ("llama3.1", "meta-llama-Llama-3.1-8B-Instruct", "a tool call", "clean"),
-    ],
+    one_of_each(
+        [
+            ("qwen2.5", "Qwen-Qwen2.5-7B-Instruct", "a tool call, then a user turn", "clean"),
+            ("qwen3", "Qwen-Qwen3-0.6B", "reasoning, then a user turn", "stripped_reasoning"),
+            ("qwen3", "Qwen-Qwen3-0.6B", "two plain turns", "template_default_text"),
+            ("qwen2.5", "Qwen-QwQ-32B", "a tool call", "stripped_reasoning"),
+            ("gpt-oss", "openai-gpt-oss-120b", "two plain turns", "turn_separator"),
+            (
+                "mistral-7b-v3",
+                "mistralai-Mistral-Nemo-Instruct-2407",
+                "a tool call, then a user turn",
+                "rewrites_history",
+            ),
+            ("phi-3-mini", "microsoft-Phi-3-mini-4k-instruct", "two plain turns", "clean"),
+            ("llama3.1", "meta-llama-Llama-3.1-8B-Instruct", "a tool call", "clean"),
+        ],
+        lambda case: case[3],
+    ),
 )
 @pytest.mark.filterwarnings("ignore:AutoTokenizer made")
 def test_what_the_sanity_check_says_about_published_templates(shared_data, tokenizer, template, sample, verdict):

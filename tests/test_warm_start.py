@@ -61,6 +61,7 @@ def test_a_fork_looks_like_a_new_interpreter(tmp_path, kind):
         with open(tmp_path / "input") as given, open(tmp_path / name, "w") as out:
             started = start(
                 words, cwd=tmp_path, stdin=given, stdout=out, stderr=subprocess.PIPE, start_new_session=kind == "-c",
+                pass_fds=(out.fileno(),) if kind == "-m" else (),
                 env={**os.environ, "PYTHONPATH": f"{PATH}:programs", "ONE": "1"},
             )  # fmt: skip
             assert started.communicate() == (None, b"") and started.returncode == 0

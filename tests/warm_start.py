@@ -18,6 +18,7 @@ import array
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -166,13 +167,13 @@ class Popen(subprocess.Popen):
         words = [os.fspath(word) for word in args]
         if len(words) < 2 or words[0] != sys.executable or (words[1][:1] == "-" and words[1] not in ("-m", "-c")):
             raise ValueError(f"{words[:2]} is no plain start of Python: use subprocess for it")
-        for name in ("preexec_fn", "shell", "executable", "pass_fds", "user", "group", "extra_groups", "umask"):
+        for name in ("preexec_fn", "shell", "executable", "user", "group", "extra_groups", "umask"):
             if kwargs.get(name):
                 raise ValueError(f"a fork has no {name}: use subprocess for it")
         super().__init__(words, *more, **kwargs)
 
     def _execute_child(self, *arguments: Any) -> None:
-        args, _, _, _, _, cwd, env = arguments[:7]
+        args, _, _, _, pass_fds, cwd, env = arguments[:7]
         stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr = arguments[10:16]
         start_new_session, process_group = arguments[21:23]
         environment = dict(os.environ if env is None else env)
@@ -190,10 +191,11 @@ class Popen(subprocess.Popen):
         request = {
             "words": list(args), "cwd": folder, "environment": environment, "pythonpath": _entries(environment, folder),
             "first_entry": first_entry, "new_session": start_new_session, "process_group": process_group,
+            "pass_fds": list(pass_fds),
         }  # fmt: skip
         given = [own if own != -1 else k for k, own in enumerate((stdin, stdout, stderr))]
         with theirs:
-            server().start(request, [*given, theirs.fileno()])
+            server().start(request, [*given, *pass_fds, theirs.fileno()])
         self.pid = self._said(b"pid ")
         self._child_created = True
         self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)
@@ -274,7 +276,7 @@ def _send(control: socket.socket, message: dict[str, Any], descriptors: Sequence
 
 def _receive(control: socket.socket, descriptors: list[int] | None = None) -> dict[str, Any] | None:
     """None: the other end is closed."""
-    head, fds, _, _ = socket.recv_fds(control, _SIZE.size, 4)
+    head, fds, _, _ = socket.recv_fds(control, _SIZE.size, 64)
     if descriptors is not None:
         descriptors += fds
     if not head:
@@ -448,8 +450,13 @@ def _begin(request: dict[str, Any], descriptors: list[int], path: list[str], set
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
     _open_standard_streams()
-    os.write(descriptors[3], _TOLD.pack(b"pid ", os.getpid()))
-    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    os.write(descriptors[-1], _TOLD.pack(b"pid ", os.getpid()))
+    last = max(*map(int, os.listdir("/proc/self/fd")), *request["pass_fds"])
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, last + 1) for descriptor in descriptors[3:-1]]
+    os.closerange(3, last + 1)
+    for descriptor, number in zip(above, request["pass_fds"]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 

@@ -97,7 +97,7 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
     assert refused.returncode and "is of a rehearsal: give another --out" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--rehearse", "--only", "train-float32", "resume"]
     done = warm_start.run(command, capture_output=True, text=True)

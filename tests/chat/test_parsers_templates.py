@@ -229,7 +229,7 @@ def test_turns_come_back_as_they_were(shared_data, grammar, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda g: g.template)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_many_turns_come_back_as_they_were(shared_data, grammar, data):
     check_round_trip(chat_of(shared_data, grammar.template), grammar, data)
 
@@ -237,7 +237,7 @@ def test_many_turns_come_back_as_they_were(shared_data, grammar, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("grammar", [g for g in GRAMMARS if g.template in VOCABULARIES], ids=lambda g: g.template)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_turns_come_back_through_the_ids_of_real_vocabularies(shared_data, grammar, data):
     check_round_trip(chat_of(shared_data, grammar.template, VOCABULARIES[grammar.template]), grammar, data)
 

@@ -91,8 +91,7 @@ class Mutants:
     def is_excluded(self, mutant: Mutant) -> bool:
         """By the list of functions that no test of the quick and slow stages can reach."""
         return any(
-            mutant.file == entry["file"] and entry["function"] in ("*", mutant.function)
-            for entry in self.excluded
+            mutant.file == entry["file"] and entry["function"] in ("*", mutant.function) for entry in self.excluded
         )
 
     def draw(self, seed: str, count: int, under: str = "") -> list[Mutant]:

@@ -84,9 +84,11 @@ def _statement(node: ast.stmt, text: Text, boolean: bool) -> Iterator[Edit]:
         if _is_log_call(node.value, text):
             return
         yield start, end, "pass"
-    elif isinstance(node, ast.AugAssign | ast.Delete) or (
-        isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
-    ) or isinstance(node, ast.Break | ast.Continue):
+    elif (
+        isinstance(node, ast.AugAssign | ast.Delete)
+        or (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript))
+        or isinstance(node, ast.Break | ast.Continue)
+    ):
         yield start, end, "pass"
     if isinstance(node, ast.AugAssign) and type(node.op) in _ARITHMETIC:
         sign, other = _ARITHMETIC[type(node.op)]

@@ -170,7 +170,7 @@ def test_tests_of_the_folder_and_cheap_ones_run_first():
     ]  # fmt: skip
 
 
-TOY_ROUND = '''
+TOY_ROUND = """
 import os, sys
 sys.path.insert(0, HERE)
 from pathlib import Path
@@ -199,7 +199,7 @@ class Plugin:
         return True
 
 sys.exit(pytest.main(["-s", "-q", "-p", "no:cacheprovider", "--rootdir", sys.argv[1], sys.argv[1]], plugins=[Plugin()]))
-'''
+"""
 
 TOY_CODE = """
 import sys

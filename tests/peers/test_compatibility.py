@@ -47,7 +47,7 @@ def test_a_file_is_said_to_have_trained_or_run_only_where_a_test_does_it():
         assert verdict != "runs after a named edit" or said
 
 
-@pytest.mark.slow
+@pytest.mark.release  # every row names a slow test of its file, which runs per commit
 def test_the_page_is_what_comes_of_the_files_when_they_are_tried():
     sources = conformance.peer("verl", "").parents[0] / "SOURCES.md"
     assert all(commit in sources.read_text() for commit in COMMITS.values())

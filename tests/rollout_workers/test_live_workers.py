@@ -9,6 +9,7 @@ import time
 from collections import Counter
 
 import pytest
+import ray_machines
 from command_lab import metrics_of
 
 from verl_mt.config.compose import compose
@@ -26,6 +27,7 @@ SGLANG = [f"{RO}.name=sglang", f"{RO}.engine_timeout_s=240", f"{RO}.max_num_seqs
 @pytest.fixture
 def trainer_of(tmp_path, monkeypatch):
     made = []
+    ray_machines.disconnect()
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
     def make(*overrides: str):
@@ -50,22 +52,22 @@ def versions_of(trajectories) -> set[int]:
     return {int(v) for t in trajectories for r in t.records for v, s in zip(r.policy_versions, r.sampled) if s}
 
 
-def assert_each_once(steps) -> None:
+def assert_each_once(steps, number=32) -> None:
     for trajectories in steps:
         ids = Counter(t.trajectory_id for t in trajectories)
-        assert len(ids) == 32 and set(ids.values()) == {1}
+        assert len(ids) == number and set(ids.values()) == {1}
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_ray_places_workers_whose_requests_come_to_the_engine_of_the_trainers_process(trainer_of, tmp_path):
-    trainer = trainer_of(f"{RO}.num_workers=2", "trainer.total_training_steps=2")
+    trainer = trainer_of(f"{RO}.num_workers=2", "trainer.total_training_steps=2", "data.train_batch_size=2")
     steps = watched(trainer)
     pids = trainer.stream.pool.pids
     assert len({*pids, os.getpid()}) == 3
     trainer.fit()
     assert [versions_of(step) for step in steps] == [{0}, {1}]
-    assert_each_once(steps)
+    assert_each_once(steps, 8)
     assert all(line["rollout/worker_restarts"] == 0 for line in metrics_of(tmp_path / "run"))
 
 

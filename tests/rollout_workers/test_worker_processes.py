@@ -20,7 +20,7 @@ from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import Inference
 
-pytestmark = pytest.mark.slow  # processes that load a tokenizer
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_workers")]  # processes that load a tokenizer
 
 RO = "actor_rollout_ref.rollout"
 COUNTS = ("rollout/worker_restarts", "rollout/groups_restarted")
@@ -56,7 +56,7 @@ def test_numbers_and_rows_are_the_same_with_0_1_and_2_workers(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pooled(tmp_path_factory):
+def pooled(warm_workers, tmp_path_factory):
     """Two workers under a tool and a reward that kill their process on demand."""
     folder = tmp_path_factory.mktemp("deadly")
     os.environ[deadly.FOLDER] = str(folder)

@@ -264,6 +264,18 @@ KEPT: dict[str, Fault] = {
 }
 """Phases of an asynchronous run, whose finished groups outlive the process: of its first step."""
 PHASES = FIRST_STEP | LATER | KEPT
+IN_A_ROW = 3
+"""A run that goes on from its checkpoint comes to the next phase, and ends there again: so many ends per run."""
+LAST_BEFORE_CHECKPOINT = "before a checkpoint has its name"
+"""Later ones leave a checkpoint behind which no other phase comes."""
+
+
+def runs() -> list[list[str]]:
+    """Phases by the run that ends in them, one after the other, before it goes on to its end."""
+    names = list(LATER)
+    last = names.index(LAST_BEFORE_CHECKPOINT) + 1
+    rows = [names[k : min(k + IN_A_ROW, last)] for k in range(0, last, IN_A_ROW)]
+    return [*([name] for name in FIRST_STEP), *rows, *([name] for name in (*names[last:], *KEPT))]
 
 
 def arm(phase: str, end: Callable[[], None]) -> None:
@@ -394,21 +406,23 @@ def differences(reference: Path, other: Path) -> list[str]:
 
 
 def each_phase(folder: Path) -> dict[str, list[str]]:
-    """Phase -> what is wrong with the run that was ended in it and resumed."""
+    """Phase -> what is wrong with the run that was ended in it, and in its row of phases, and resumed."""
     reference = folder / "reference"
     run_to_its_end(lambda: train(reference, DETERMINISTIC), "the reference")
     begun = folder / "begun"
     run_to_its_end(lambda: begin(begun), "the first steps")
     wrong = {}
-    for number, phase in enumerate(PHASES):
-        run, mode = folder / f"phase-{number}", AHEAD if phase in KEPT else DETERMINISTIC
-        if phase in LATER:
+    for number, phases in enumerate(runs()):
+        run, mode = folder / f"run-{number}", AHEAD if phases[0] in KEPT else DETERMINISTIC
+        if phases[0] in LATER:
             shutil.copytree(begun, run)
-        end_in(phase, run)
-        run_to_its_end(lambda run=run, mode=mode: train(run, mode), phase)
-        wrong[phase] = differences(reference, run) if mode == DETERMINISTIC else prompts_of(run)
+        for phase in phases:
+            end_in(phase, run)
+        run_to_its_end(lambda run=run, mode=mode: train(run, mode), " and ".join(phases))
+        found = differences(reference, run) if mode == DETERMINISTIC else prompts_of(run)
         if mode == AHEAD:
-            wrong[phase] += sorted(name for name in names_in(run) if name.startswith("spool"))
+            found += sorted(name for name in names_in(run) if name.startswith("spool"))
+        wrong |= dict.fromkeys(phases, found)
     return wrong
 
 

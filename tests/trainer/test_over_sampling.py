@@ -30,6 +30,7 @@ from verl_mt.trainer.in_flight import OverSampling, over_sampling, step_of
 from verl_mt.trainer.spool import GroupSpool
 
 assert slow_tool  # a fixture
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 def test_of_one_batch_there_is_nothing_to_choose():

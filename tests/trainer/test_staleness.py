@@ -340,6 +340,7 @@ def test_the_limit_of_conversations_is_one_for_all_steps_and_older_ones_come_fir
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize(
     "words",
     [

@@ -50,7 +50,7 @@ def as_in_checkpoint(module: nn.Module, state: dict[str, Tensor]) -> dict[str, T
     from transformers.core_model_loading import revert_weight_conversion
 
     lora = lora_of(module)
-    return revert_weight_conversion(module, state if lora is None else merged(lora, state))  # type: ignore[arg-type]
+    return revert_weight_conversion(module, state if lora is None else merged(lora, state))
 
 
 @dataclass(frozen=True)

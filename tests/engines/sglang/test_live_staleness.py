@@ -108,6 +108,7 @@ def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatc
     with two_machines() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
-        lines = train(tmp_path / "run", 8, late_calculator, *words)
+        small = ("data.train_batch_size=4", ROLLOUT + "n=4")
+        lines = train(tmp_path / "run", 6, late_calculator, *words, *small)
     require_what_was_promised(tmp_path / "run", lines)
     assert {line["rollout/replicas"] for line in lines} == {2}

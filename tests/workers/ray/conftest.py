@@ -8,28 +8,34 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import ray_machines
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[SimpleNamespace]:
+def cluster_of_session() -> Iterator[SimpleNamespace]:
     """`address` for drivers, `dashboard` for jobs (None without `ray[default]`)."""
-    import ray
+    from ray.cluster_utils import Cluster
 
     with_dashboard = importlib.util.find_spec("aiohttp_cors") is not None  # ray[default] brings it
-    context = ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=with_dashboard,
-        dashboard_host="127.0.0.1",
-        object_store_memory=200 * 1024 * 1024,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    dashboard = f"http://{context.dashboard_url}" if with_dashboard else None
+    node = {"num_cpus": 4, "object_store_memory": 200 * 1024 * 1024, "dashboard_host": "127.0.0.1"}
+    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": with_dashboard})
+    dashboard = f"http://{made.head_node.webui_url}" if with_dashboard else None
     if dashboard is not None:
         wait_for_job_agent(dashboard)
-    yield SimpleNamespace(address=context.address_info["address"], dashboard=dashboard)
-    ray.shutdown()
+    yield SimpleNamespace(address=made.address, dashboard=dashboard)
+    ray_machines.disconnect()
+    made.shutdown()
+
+
+@pytest.fixture
+def cluster(cluster_of_session: SimpleNamespace) -> SimpleNamespace:
+    """This process is connected to it; it may have been connected to another one since the last test of this folder."""
+    import ray
+
+    if not ray.is_initialized() or ray.get_runtime_context().gcs_address != cluster_of_session.address:
+        ray_machines.disconnect()
+        ray.init(address=cluster_of_session.address, log_to_driver=False, logging_level="ERROR")
+    return cluster_of_session
 
 
 def wait_for_job_agent(dashboard: str, patience_s: float = 300.0) -> None:
