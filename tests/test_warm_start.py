@@ -302,7 +302,7 @@ def test_commands_do_the_same_as_real_starts(tmp_path):
             seen[name] = {"status": process.returncode, "printed": printed, "files": files, "contents": contents}
         assert seen["warm"] == seen["real"], command
         statuses.append(process.returncode)
-    assert statuses == [2, 0, 0, 0] and len(contents) == 5
+    assert statuses == [2, 0, 0, 0] and len(contents) == 6
 
 
 def without_numbers(text: str) -> str:

@@ -96,17 +96,19 @@ def test_keys_that_change_nothing_computed_may_change(tmp_path):
 
 
 def test_how_ranks_hold_the_policy_may_change_but_not_in_a_deterministic_run(tmp_path):
-    def config(deterministic: bool, **actor):
-        trainer = {"seed": 0, "deterministic": deterministic}
+    def config(deterministic: bool, ranks: int, **actor):
+        trainer = {"seed": 0, "deterministic": deterministic, "n_workers_per_node": ranks}
         return CONFIG | {"trainer": trainer, "actor_rollout_ref": {"actor": {"grad_clip": 1.0, **actor}}}
 
     before = {"fsdp_size": None, "ulysses_sequence_parallel_size": 1, "param_offload": False}
     after = {"fsdp_size": 8, "ulysses_sequence_parallel_size": 4, "param_offload": True}
-    open_run(tmp_path / "a", config(False, **before)).close()
-    assert open_run(tmp_path / "a", config(False, **after)).path == tmp_path / "a" / "run"
-    open_run(tmp_path / "b", config(True, **before)).close()
+    open_run(tmp_path / "a", config(False, 2, **before)).close()
+    assert open_run(tmp_path / "a", config(False, 1, **after)).path == tmp_path / "a" / "run"
+    open_run(tmp_path / "b", config(True, 2, **before)).close()
     with pytest.raises(CheckpointError, match=r"fsdp_size: 8"):
-        open_run(tmp_path / "b", config(True, **after))
+        open_run(tmp_path / "b", config(True, 2, **after))
+    with pytest.raises(CheckpointError, match=r"n_workers_per_node: 1"):
+        open_run(tmp_path / "b", config(True, 1, **before))
 
 
 def test_disable_starts_anew_beside_an_unfinished_run(tmp_path):

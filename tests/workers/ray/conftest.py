@@ -27,9 +27,9 @@ def cluster_of_session() -> Iterator[SimpleNamespace]:
     made.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(cluster_of_session: SimpleNamespace) -> SimpleNamespace:
-    """This process is connected to it; it may have been connected to another one since the last test of this folder."""
+    """This process is connected to it; it may have been connected to another one since the last file of this folder."""
     import ray
 
     if not ray.is_initialized() or ray.get_runtime_context().gcs_address != cluster_of_session.address:
