@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from children import Done, Job, run_jobs
-from live_code import CodeKey, install_import_hook, live_functions, swap
+from live_code import CodeKey, fork_ranks_from_here, install_import_hook, live_functions, swap
 from mutants import Mutant, StaleMutantError, changed_codes, functions, read_list
 from operators import mutants_of
 from reach import ReachMap, use_folder
@@ -218,6 +218,7 @@ class Round:
         swapped = swap(changed_codes(mutant, source, str(path)), self._live)
         if not swapped and mutant.module in sys.modules:
             return {"error": "no function of the imported module took the new code"}
+        fork_ranks_from_here()
         return self.run_tests(names, folder)
 
     def run_tests(self, names: Sequence[str], folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from children import Job, run_jobs
-from live_code import Tracer
+from live_code import Tracer, fork_ranks_from_here
 
 OVERLAY = Path(__file__).parent / "overlay"
 
@@ -147,6 +147,7 @@ def trace(items: Sequence[pytest.Item], folder: Path, root: Path, targets: Seque
     items[0].config.pluginmanager.register(recorder)
     caches, file, costs = own_caches(str(root)), None, {}
     tracer.start()
+    fork_ranks_from_here()
     for item, following in zip(items, [*items[1:], None]):
         if item.path != file:
             file = item.path
