@@ -193,3 +193,8 @@ def test_equal_rewards_of_a_batch_give_exactly_zero_whatever_their_mean_rounds_t
     rewards = torch.full((7,), 0.1, dtype=torch.float64)
     got = a.by_name["reinforce_plus_plus"](rewards, torch.arange(7), tokens_N=torch.tensor([3] * 6 + [1]))
     assert got.tolist() == [0.0] * 7
+
+
+def test_one_trained_token_alone_has_no_variance_and_no_advantage():
+    got = a.by_name["reinforce_plus_plus"](torch.tensor([0.7]), torch.tensor([0]), tokens_N=torch.tensor([1]))
+    assert got.tolist() == [0.0]

@@ -401,3 +401,9 @@ def test_no_text_of_a_model_makes_a_parser_raise_or_lose_a_malformed_call(parser
         assert bad.text in turn.content and bad.error
     if in_reasoning and "</think>" not in text and parser not in ("gpt_oss", "mistral", "seed_oss"):
         assert turn.calls == [] and turn.content == ""
+
+
+def test_a_list_of_which_one_item_is_no_call_is_an_answer():
+    text = '[{"name": "f", "parameters": {}}, 5]'
+    turn = get_parser("llama3_json").parse(text, [])
+    assert not turn.calls and not turn.malformed and turn.content == text

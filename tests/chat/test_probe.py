@@ -171,3 +171,8 @@ def test_reasoning_that_only_turns_with_calls_show_is_found():
 def test_published_templates_that_drop_reasoning_are_found(shared_data, template, key):
     found = generic_template(shared_data / "templates" / f"{template}.jinja").capabilities
     assert (found.reasoning_key, found.reasoning_content) == (key, "dropped_after_user")
+
+
+@pytest.mark.cap("P11")
+def test_what_writes_no_tools_does_not_move_them():
+    assert not capabilities(CHATML).rewrites_prompt

@@ -65,7 +65,6 @@ ORDINARY = {
 }
 
 
-@pytest.mark.slow  # published templates
 @pytest.mark.parametrize("name", ORDINARY)
 def test_no_published_template_is_refused_an_ordinary_conversation(shared_data, name):
     messages, tools = ORDINARY[name]

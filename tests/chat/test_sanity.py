@@ -568,3 +568,12 @@ def test_ignore_strippable_is_silent_exactly_for_white_space(text, blanks, at):
     assert run(chat, messages, parts, IGNORE) is None
     messages[1] = assistant(drifted + "!")
     assert run(chat, messages, parts, IGNORE) is not None
+
+
+def test_numbers_of_a_step_are_of_the_plans_whose_names_begin_so():
+    monitor = SanityMonitor(SanityMode.STRICT)
+    for plan in ("s000001", "s000001.001", "s000002", "x.s000001"):
+        monitor.observe(None, plan)
+    assert monitor._counts.keys() == {"s000001", "s000001.001", "s000002", "x.s000001"}
+    monitor.metrics(of="s000001")
+    assert monitor._counts.keys() == {"s000002", "x.s000001"}

@@ -57,3 +57,10 @@ def test_rows_of_a_file_get_their_images_beside_it_and_bytes_as_text(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1: 0 places <video> in the text, but videos holds 2"):
         load_rows(str(tmp_path / "rows.jsonl"), split="train")
+
+
+def test_numbers_beside_a_picture_stay_numbers():
+    item = {"image": "a.png", "max_pixels": 4}
+    messages = [{"role": "user", "content": "<image>"}]
+    (placed,) = place_media(messages, {"images": [item]}, "w", folder="there")
+    assert [part for part in placed["content"] if part.get("type") == "image"][0]["image"] == item

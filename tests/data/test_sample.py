@@ -140,3 +140,19 @@ def test_keys_that_are_no_texts_are_dumped_as_str_writes_them():
     assert plain({numpy.int64(3): "a", name: "b", 4: "c"}) == {"3": "a", str(name): "b", 4: "c"}
     (odd,) = plain({Unshowable(): 1})
     assert "__repr__ raised" in odd
+
+
+def test_one_reply_of_the_engine_updates_status_version_and_counts():
+    sample = Sample()
+    reply = {
+        "finish_reason": {"type": "length"}, "weight_version": 3, "spec_accept_token_num": 6,
+        "spec_draft_token_num": 8, "spec_verify_ct": 2, "completion_tokens": 9, "cached_tokens": 5, "prompt_tokens": 20,
+    }  # fmt: skip
+    sample.update_from_meta_info(None, reply)
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == ["3"]
+    assert (sample.spec_info.spec_accept_rate, sample.spec_info.spec_accept_length) == (0.75, 4.5)
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.25
+    sample.update_from_meta_info(None, {"finish_reason": {"type": "stop"}})
+    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == ["3"]
+    sample.update_from_meta_info(None, {})
+    assert sample.status is Sample.Status.COMPLETED and Sample().spec_info.spec_accept_rate == 0.0

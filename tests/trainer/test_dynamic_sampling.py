@@ -12,7 +12,7 @@ from verl_mt.data import batch as col
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
-from verl_mt.trainer.dynamic_sampling import Selection, response_length
+from verl_mt.trainer.dynamic_sampling import Selection, response_length, why_left_out
 
 FINISHED, CUT, FAILED = StopReason.FINISHED, StopReason.RESPONSE_LENGTH, StopReason.ERROR
 
@@ -243,3 +243,25 @@ def test_a_step_in_which_everything_was_cut_moves_nothing(tmp_path):
     (line,) = fit(tmp_path / "run", *NO_VALIDATION, *tiny, "algorithm.filter_overlong=True")
     assert line["data/filtered_overlong"] == line["rollout/trajectories"]
     assert line["actor/num_updates"] == 0
+
+
+def test_one_reward_that_differs_is_a_signal_beside_others_that_do_not():
+    parts = [{"right": 1.0, "format": 1.0}, {"right": 0.0, "format": 1.0}]
+    assert Selection("seq_final_reward", several=("right", "format"))._has_signal(group("a", [2.0, 1.0], parts=parts))
+
+
+def test_each_prompt_of_which_nothing_was_trained_has_its_reason():
+    trained, filtered, overlong = group("a", MIXED), group("b", FLAT), group("c", MIXED)
+    lost = group("d", [0.0, 0.0], reasons=[CUT, FAILED])
+    for trajectory in lost.trajectories:
+        trajectory.records = []
+    filtered.leave_out()
+    groups = [trained, filtered, overlong, lost]
+    batch = col.build_batch(trained.trajectories[:1], pad_token_id=0)
+    assert why_left_out(groups, batch) == {
+        "a": None,
+        "b": "algorithm.filter_groups",
+        "c": "algorithm.filter_overlong",
+        "d": f"nothing to train: {CUT.value}, {FAILED.value}",
+    }
+    assert why_left_out(groups[:1], None) == {"a": "algorithm.filter_overlong"}

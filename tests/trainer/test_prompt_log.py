@@ -14,7 +14,6 @@ from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
-pytestmark = pytest.mark.slow
 QUICK = ("data.val_max_samples=2", "actor_rollout_ref.rollout.response_length=48", "trainer.export_at_end=False")
 
 
@@ -91,6 +90,7 @@ def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
     assert status == 1 and line.endswith(what)
 
 
+@pytest.mark.slow
 def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     folder = tmp_path / "run"
     run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
@@ -102,6 +102,7 @@ def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     assert f"left out {counts[2]}: algorithm.filter_groups" in out
 
 
+@pytest.mark.slow
 def test_prompts_whose_conversations_failed_are_left_out_with_a_reason(tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -118,6 +119,7 @@ def test_prompts_whose_conversations_failed_are_left_out_with_a_reason(tmp_path,
     assert out.splitlines()[-1] == "8 drawn, 4 trained, 4 left out, 0 open, 0 missing, 0 double"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them(tmp_path, monkeypatch, capsys):
     folder, collect = tmp_path / "run", PPOTrainer._while_waiting
 
@@ -177,6 +179,7 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
     assert f"{newest} cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["off", "jsonl"])
 def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_path, monkeypatch, capsys, first):
     """`trainer.rollout_rows` may change when a run goes on."""
@@ -195,6 +198,7 @@ def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_pa
     assert "steps have no rollout rows to compare with" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, capsys):
     run(tmp_path / "run", "trainer.rollout_rows=off")
     status = prompt_log.main([str(tmp_path / "run")])
@@ -205,3 +209,14 @@ def test_without_rollout_rows_the_log_is_held_against_the_checkpoint(tmp_path, c
 def test_no_log_is_one_line_and_status_2(tmp_path, capsys):
     assert prompt_log.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_of_many_lines_the_first_are_said_and_the_others_counted(copied, capsys, monkeypatch):
+    monkeypatch.setattr(prompt_log, "_SHOWN", 2)
+    (copied / "rollouts/step_000002.jsonl").unlink()
+    (copied / "rollouts/step_000003.jsonl").unlink()
+    assert prompt_log.main([str(copied)]) == 1
+    found = prompt_log.examine(copied).missing
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing: ")]
+    shown = [f"missing: {line}" for line in found[:2]]
+    assert len(found) >= 2 and said == [*shown, *([f"missing: and {len(found) - 2} more"] if len(found) > 2 else [])]

@@ -18,8 +18,6 @@ from verl_mt.modeling.values import ValueModel
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.workers.critic import update_policy_and_critic
 
-pytestmark = pytest.mark.slow  # models
-
 
 def gradients(worker, batch) -> list[dict[str, torch.Tensor]]:
     """Before each optimizer step, by name."""

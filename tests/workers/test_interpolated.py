@@ -112,7 +112,6 @@ def watched(batch, **kwargs):
     return seen, passes, actor.update(batch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ppo_epochs": 2}, {"ppo_epochs": 2, "ppo_mini_batch_size": None}])
 def test_several_updates_pass_every_row_once_each(options):
     passes = {}
@@ -153,7 +152,6 @@ def test_no_gradient_is_made_on_the_way_forward_that_depends_on_log_probs(monkey
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["fipo"])
 def test_no_split_into_micro_batches_changes_the_gradient(loss):
     kwargs = {**SEVERAL, "lr": 0.0, "grad_clip": 0.0, "policy_loss": {"loss_mode": loss}, "correction": TOKEN}

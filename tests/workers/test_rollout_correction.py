@@ -242,3 +242,13 @@ def test_one_pair_of_bounds_is_of_the_ratio_or_of_its_inverse(kind, kept):
     found = divergences(ratios.log(), torch.zeros_like(ratios), mask, over="token", estimator="k1")
     chosen = within(found, mask, estimator="k1", lower=lower, upper=upper)
     assert ratios[chosen].tolist() == pytest.approx(kept)
+
+
+def test_a_ratio_at_a_bound_is_not_cut():
+    """All ratios are 1."""
+    batch = drifted(0.0)
+    own = own_log_probs(batch)
+    batch[col.ROLLOUT_LOG_PROBS] = own
+    for bound in ({"rollout_is_threshold": 1.0}, {"rollout_is_threshold_lower": 1.0}):
+        metrics = RolloutCorrection(read_rollout_correction({"rollout_is": "token", **bound})).metrics(own, batch)
+        assert metrics["rollout_is_cut_fraction"] == 0.0
