@@ -63,4 +63,4 @@ def test_numbers_beside_a_picture_stay_numbers():
     item = {"image": "a.png", "max_pixels": 4}
     messages = [{"role": "user", "content": "<image>"}]
     (placed,) = place_media(messages, {"images": [item]}, "w", folder="there")
-    assert [part for part in placed["content"] if part.get("type") == "image"][0]["image"] == item
+    assert next(part for part in placed["content"] if part.get("type") == "image")["image"] == item

@@ -262,6 +262,6 @@ def test_each_prompt_of_which_nothing_was_trained_has_its_reason():
         "a": None,
         "b": "algorithm.filter_groups",
         "c": "algorithm.filter_overlong",
-        "d": f"nothing to train: {CUT.value}, {FAILED.value}",
+        "d": "nothing to train: error, response_length",
     }
     assert why_left_out(groups[:1], None) == {"a": "algorithm.filter_overlong"}
