@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mt.algorithms import advantages as a
+from verl_mt.algorithms.gae import whiten_tokens
 from verl_mt.algorithms.masked import masked_whiten
 from verl_mt.data.trajectory import MAX_REWARD
 
@@ -190,11 +191,21 @@ def test_the_number_added_to_the_variance_counts_where_rewards_hardly_differ():
 
 
 def test_equal_rewards_of_a_batch_give_exactly_zero_whatever_their_mean_rounds_to():
-    rewards = torch.full((7,), 0.1, dtype=torch.float64)
-    got = a.by_name["reinforce_plus_plus"](rewards, torch.arange(7), tokens_N=torch.tensor([3] * 6 + [1]))
-    assert got.tolist() == [0.0] * 7
+    for reward, tokens in ((0.1, [3] * 6 + [1]), (-1.8223974331296149, [13, 40, 8])):
+        rewards = torch.full((len(tokens),), reward, dtype=torch.float64)
+        got = a.by_name["reinforce_plus_plus"](rewards, torch.arange(len(tokens)), tokens_N=torch.tensor(tokens))
+        assert got.tolist() == [0.0] * len(tokens)
 
 
 def test_one_trained_token_alone_has_no_variance_and_no_advantage():
     got = a.by_name["reinforce_plus_plus"](torch.tensor([0.7]), torch.tensor([0]), tokens_N=torch.tensor([1]))
     assert got.tolist() == [0.0]
+
+
+def test_small_advantages_are_whitened_like_large_ones():
+    """Equal but for rounding is a question of their size."""
+    mask = torch.tensor([[True, True, False]])
+    for size in (1e-6, 1e6):
+        values = torch.tensor([[1.0, 3.0, 9.0]], dtype=torch.float64) * size
+        expected = size * torch.tensor([[-1.0, 1.0, 0.0]], dtype=torch.float64) / math.sqrt(2 * size**2 + 1e-8)
+        torch.testing.assert_close(whiten_tokens(values, mask), expected)

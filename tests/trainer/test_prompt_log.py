@@ -40,6 +40,7 @@ def test_a_finished_run_holds(copied, capsys):
     prompts = read_prompt_log(copied).prompts.values()
     assert [p.trained_in for p in prompts] == [[1], [1], [2], [2], [3], [3], [4], [4]]
     assert all(p.starts == p.attempts == 1 for p in prompts)
+    assert prompt_log.main([str(copied)]) == 0 and capsys.readouterr().out.count("\n") == 1
 
 
 def test_rows_that_are_gone_are_missing(copied, capsys):

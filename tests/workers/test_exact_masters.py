@@ -102,3 +102,9 @@ def test_a_run_resumed_before_its_first_update_has_them_too(folders):
     again.load_state_dict(saved)
     name, parameter = next(iter(again.module.named_parameters()))
     assert torch.equal(state_of(again.optimizer, parameter)["master"], dict(tiny_policy().named_parameters())[name])
+
+
+def test_the_actor_corrects_as_the_algorithm_says(folders):
+    needs = AlgorithmNeeds(rollout_correction={"rollout_is": "token", "rollout_is_threshold": 1.7})
+    actor, _, _ = load_workers(replace(setup_of(folders["float32"]), algorithm=needs))
+    assert actor.loss.correction is not None and actor.loss.correction.options.rollout_is_threshold == 1.7

@@ -20,7 +20,6 @@ from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE
 from verl_mt.workers.shares import Share
 
-pytestmark = pytest.mark.slow  # every option over every split
 OPTIONS = {
     "token weights": {"rollout_is": "token"},
     "token weights between bounds": {"rollout_is": "token", "rollout_is_threshold_lower": 0.8},
@@ -104,6 +103,7 @@ def _stays(given: dict, own: float, sequence: list[float]) -> bool:
     return lower <= math.exp(found) <= upper
 
 
+@pytest.mark.slow  # every option over every split
 @pytest.mark.cap("C65")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_factors_are_those_of_the_formulas_written_out(name):
@@ -117,6 +117,7 @@ def test_factors_are_those_of_the_formulas_written_out(name):
     assert int((touched != 1).sum()) > 0 and bool((touched != 0).any()), "it does something, and not to everything"
 
 
+@pytest.mark.slow  # every option over every split
 @pytest.mark.parametrize("name", SOME)
 def test_no_split_into_micro_batches_and_no_order_of_rows_changes_a_decision(name):
     batch = drifting(2)
@@ -162,6 +163,7 @@ def conversations(turns: set[int]):
     return batch
 
 
+@pytest.mark.slow  # every option over every split
 @pytest.mark.parametrize("name", [*SOME, "veto", "unlearn"])
 def test_a_trajectory_is_one_sequence_however_many_records_it_became(name):
     given = OPTIONS.get(name) or {"off_policy_sequence_mask_delta": 0.1}
@@ -251,4 +253,4 @@ def test_a_ratio_at_a_bound_is_not_cut():
     batch[col.ROLLOUT_LOG_PROBS] = own
     for bound in ({"rollout_is_threshold": 1.0}, {"rollout_is_threshold_lower": 1.0}):
         metrics = RolloutCorrection(read_rollout_correction({"rollout_is": "token", **bound})).metrics(own, batch)
-        assert metrics["rollout_is_cut_fraction"] == 0.0
+        assert metrics["rollout_corr/rollout_is_cut_fraction"] == 0.0
