@@ -147,3 +147,9 @@ def test_drifted_sequences_unlearn_nothing(advantage, kept):
     mask = c.off_policy_sequences(new, old, advantage * torch.ones(1, 2), torch.ones(1, 2), 0.05)
     assert mask[0].int().tolist() == kept
     assert c.off_policy_sequences(new, old, advantage * torch.ones(1, 2), torch.ones(1, 2), 0.3).all()
+
+
+def test_a_drifted_sequence_without_an_advantage_stays():
+    old, new = torch.full((1, 2), -1.0), torch.full((1, 2), -2.0)
+    kept = [c.off_policy_sequences(new, old, torch.full((1, 2), a), torch.ones(1, 2), 0.5).all() for a in (0.0, -1.0)]
+    assert kept == [True, False]

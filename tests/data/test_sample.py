@@ -156,3 +156,13 @@ def test_one_reply_of_the_engine_updates_status_version_and_counts():
     assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == ["3"]
     sample.update_from_meta_info(None, {})
     assert sample.status is Sample.Status.COMPLETED and Sample().spec_info.spec_accept_rate == 0.0
+
+
+def test_masks_and_log_probs_given_as_arrays_become_lists_and_wrong_ones_are_named():
+    sample = Sample(tokens=[1, 2], loss_mask=torch.tensor([1, 0]), rollout_log_probs=numpy.array([-0.5, -1.0]))
+    sample.check_types()
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0], [-0.5, -1.0])
+    for wrong in ({"loss_mask": [0, 2]}, {"rollout_log_probs": ["x"]}, {"remove_sample": 3}):
+        (field,) = wrong
+        with pytest.raises(LedgerError, match=f"sample.{field}"):
+            Sample(**wrong).check_types()
