@@ -265,9 +265,9 @@ KEPT: dict[str, Fault] = {
 """Phases of an asynchronous run, whose finished groups outlive the process: of its first step."""
 PHASES = FIRST_STEP | LATER | KEPT
 IN_A_ROW = 3
-"""A run that goes on from its checkpoint comes to the next phase, and ends there again: so many ends per run."""
+"""How often one run is ended. After each end it resumes from its checkpoint, and is ended in the next phase."""
 LAST_BEFORE_CHECKPOINT = "before a checkpoint has its name"
-"""Later ones leave a checkpoint behind which no other phase comes."""
+"""Later phases come after a new checkpoint, so no earlier phase can follow them."""
 
 
 def runs() -> list[list[str]]:
@@ -406,7 +406,7 @@ def differences(reference: Path, other: Path) -> list[str]:
 
 
 def each_phase(folder: Path) -> dict[str, list[str]]:
-    """Phase -> what is wrong with the run that was ended in it, and in its row of phases, and resumed."""
+    """Phase -> what is wrong with the run that was ended in it. Phases that share a run share the answer."""
     reference = folder / "reference"
     run_to_its_end(lambda: train(reference, DETERMINISTIC), "the reference")
     begun = folder / "begun"
