@@ -4,20 +4,22 @@ during rollouts (`param_offload`)."""
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from actor_toys import REWARDS, fill_advantages, make_batch, tiny_policy, worker
 from sharded_jobs import one_update, patience_of_groups, three_updates
+from torch import nn
 
 from verl_mt.errors import EngineGoneError
-from verl_mt.workers.sharding import ALONE
+from verl_mt.workers.sharding import ALONE, _patient
 from verl_mt.workers.trainable import HostWeights
 from verl_mt.workers.weight_sync import LiveWeights, WeightSync
 from verl_mt.workers.worker_group import InlineWorkerGroup
-
-pytestmark = pytest.mark.slow
 
 
 def a_batch(seed: int = 0):
@@ -26,6 +28,7 @@ def a_batch(seed: int = 0):
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
 @pytest.mark.parametrize(("shard", "sequence"), [(2, 1), (1, 1), (2, 2)])
 def test_three_updates_over_four_ranks_are_those_of_one_process(ranks, shard, sequence, offload):
@@ -39,6 +42,7 @@ def test_three_updates_over_four_ranks_are_those_of_one_process(ranks, shard, se
         assert all(bytes_ == 0 for bytes_ in waiting) == offload
 
 
+@pytest.mark.slow
 def test_a_group_holds_all_and_each_of_its_ranks_a_part(ranks):
     whole_bytes, whole_state = one_update(ALONE, a_batch())["bytes"]
     for shard, share in ((2, 0.55), (4, 0.3)):
@@ -46,10 +50,23 @@ def test_a_group_holds_all_and_each_of_its_ranks_a_part(ranks):
             assert got["bytes"][0] < share * whole_bytes and got["bytes"][1] < share * whole_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "sequence"), [(2, 1), (None, 2), (2, 2)])
 def test_groups_of_some_ranks_wait_as_long_as_all(ranks, shard, sequence):
     for limit, of_groups in ranks(4)(patience_of_groups, shard=shard, sequence=sequence):
         assert of_groups and set(of_groups) == {limit}
+
+
+def test_groups_of_a_mesh_get_the_time_limit_of_the_group_of_all_ranks():
+    limit = timedelta(seconds=1234)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        groups = [dist.new_group([0], timeout=timedelta(seconds=5)) for _ in range(2)]
+        mesh = SimpleNamespace(device_type="cpu", get_all_groups=lambda: groups)
+        assert _patient(mesh) is mesh
+        assert [group._get_backend(torch.device("cpu")).options._timeout for group in groups] == [limit, limit]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_that_are_in_use_stay_whoever_puts_them_away():
@@ -139,3 +156,17 @@ def test_memory_of_a_file_that_was_opened_stays(tmp_path):
     host.put_away()
     host.bring()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(mapped.parameters(), policy.parameters(), strict=True))
+
+
+def test_the_cuda_cache_stays_where_nothing_left_a_gpu(monkeypatch):
+    """Neither weights in CPU memory nor memory that cannot be let go."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    mapped = nn.Linear(2, 1, bias=False)
+    mapped.weight.data = torch.from_numpy(np.ones((1, 2), np.float32))
+    for module, left in ((nn.Linear(2, 1, bias=False), 0), (mapped, 8)):
+        host = HostWeights(module)
+        host.put_away()
+        assert module.weight.untyped_storage().nbytes() == left and calls == []
+        host.bring()
+        assert module.weight.untyped_storage().nbytes() == 8
