@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_mt.engines.base import Disk, InPlace, TensorBuckets
+from verl_mt.engines.base import Disk, FromRanks, InPlace, TensorBuckets
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, WorkerError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.workers.weight_sync import Transport, WeightSync, weight_update_for
-from verl_mt.workers.worker_group import InlineWorkerGroup
+from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
 
 
 class RecordingEngine(ScriptedEngine):
@@ -63,6 +63,26 @@ def test_the_lightest_way_that_the_engine_takes_is_chosen(module, tmp_path):
     assert not tensors.streamed
     files = update("disk")
     assert isinstance(files, Disk) and load_causal_lm(files.path) is not None
+
+
+def test_weights_come_straight_from_ranks_only_where_there_are_ranks_and_the_engine_takes_it(module):
+    elsewhere = type("Elsewhere", (WorkerGroup,), dict.fromkeys(WorkerGroup.__abstractmethods__))()
+    told = []
+    elsewhere.hand_over = lambda *arguments: told.append(arguments) or [None]  # type: ignore[method-assign]
+    both, buckets = (
+        RecordingEngine(*ways).capabilities for ways in (("from_ranks", "tensor_buckets"), ("tensor_buckets",))
+    )
+    update = weight_update_for(both, elsewhere, 3, Transport(bucket_bytes=99))
+    assert isinstance(update, FromRanks) and update.version == 3 and told == []
+    assert asyncio.run(update.hand_over(["receiver"], "my.Giver", ("float32",))) == [None]
+    assert told == [(HandedOver(3, "my.Giver", ("float32",), 99), ["receiver"])]
+    for capabilities, policy, streamed in (
+        (buckets, elsewhere, True),
+        (both, group(module), False),
+        (both, module, False),
+    ):
+        update = weight_update_for(capabilities, policy, 3)
+        assert isinstance(update, TensorBuckets) and update.streamed == streamed
 
 
 def test_an_engine_that_takes_nothing_that_can_be_made_is_refused(module):
