@@ -112,6 +112,18 @@ def test_a_shared_trunk_feels_nothing_of_the_critic():
     assert sum(p.numel() for p in worker.module.parameters()) < 400, "a head, not a second model"
 
 
+def test_a_head_learns_in_eval_mode_and_keeps_its_dropout():
+    """Only a module that recomputes activations goes to training mode, without dropout. A head recomputes none."""
+    head = value_head()
+    head.layers.append(torch.nn.Dropout(0.5))
+    worker, modes = critic(head, policy=tiny_policy()), []
+    batch = batch_with_values(worker)
+    head.register_forward_hook(lambda module, *_: modes.append(module.training))
+    worker.update(batch)
+    assert modes and set(modes) == {False}
+    assert head.layers[-1].p == 0.5
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_shared_trunk_gives_the_values_of_the_policy_as_it_is_now(adapters):
     policy = lora_policy() if adapters else copy.deepcopy(tiny_policy())
