@@ -136,6 +136,18 @@ def test_what_training_computed_goes_back_to_each_record_in_its_length():
     assert table["a", 1] == {"advantages": [0.0, 0.5], "old_log_probs": [-1.0, -1.0]}
 
 
+@pytest.mark.parametrize(("missing", "kept"), [([], True), ([0], False), ([8], False), ([0, 8], False), ([9], True)])
+def test_a_column_with_a_missing_number_of_a_token_is_absent(missing, kept):
+    """Place 9 is padding: the record has 9 tokens."""
+    longer = make_record([1], [([7], [5] * 9)])
+    batch = build([make_trajectory("a", "g", 1.0, [two_turns()]), make_trajectory("b", "g", 1.0, [longer])])
+    batch[col.OLD_LOG_PROBS] = torch.arange(22.0).view(2, 11)
+    batch[col.OLD_LOG_PROBS][0, missing] = float("nan")
+    found = {key: {name: v.tolist() for name, v in columns.items()} for key, columns in col.per_record(batch).items()}
+    own = {"old_log_probs": [float(place) for place in range(9)]} if kept else {}
+    assert found == {("a", 0): own, ("b", 0): {"old_log_probs": [float(11 + place) for place in range(11)]}}
+
+
 def test_a_trajectory_without_reward_is_named():
     with pytest.raises(DataError, match=r"'a'.*has no reward"):
         col.build_batch([make_trajectory("a", "g", None, [two_turns()])], pad_token_id=0)

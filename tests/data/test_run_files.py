@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -151,6 +152,37 @@ def test_nan_is_never_written(tmp_path):
 @settings(max_examples=40, deadline=None)
 def test_plain_json_is_left_alone(value):
     assert to_json_value(value) == value
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    held: object
+
+
+@pytest.mark.parametrize(
+    ("wrap", "written"),
+    [
+        (lambda v: [v], lambda v: [v]),
+        (lambda v: (v,), lambda v: [v]),
+        (lambda v: frozenset({v}), lambda v: [v]),
+        (lambda v: {"k": v}, lambda v: {"k": v}),
+        (Box, lambda v: {"held": v}),
+    ],
+    ids=["list", "tuple", "set", "dict", "dataclass"],
+)
+def test_each_container_is_a_level_and_those_too_deep_become_a_text(wrap, written):
+    deep, text = wrap(wrap(wrap("x"))), "(nested too deeply to be written)"
+    assert to_json_value(deep) == to_json_value(deep, 3) == written(written(written("x")))
+    assert to_json_value(deep, 2) == written(written(text))
+    assert to_json_value(deep, 0) == text
+
+
+def test_a_list_in_itself_is_written_200_levels_deep():
+    value, expected = [], "(nested too deeply to be written)"
+    value.append(value)
+    for _ in range(200):
+        expected = [expected]
+    assert to_json_value(value) == expected
 
 
 def test_keys_that_are_no_texts_are_written_as_str_writes_them():
