@@ -61,6 +61,16 @@ def as_json(rows):
     return [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
 
 
+def test_what_the_trainer_still_decides_is_not_part_of_what_was_sealed():
+    trajectory = one_record()
+    trajectory.reward = 1.0
+    sealed = seal([trajectory])
+    trajectory.reward, trajectory.reward_parts, trajectory.counters = 0.5, {"overlong": -0.5}, {"filtered": 1.0}
+    trajectory.trained_version = 3
+    (row,) = to_rows(table_of([sealed], [late_of(trajectory, {"a": [None], "b": [None], "c": [None]}, 2)]))
+    assert row == trajectory_to_row(trajectory, step=2) and row["trained_version"] == 3
+
+
 @given(rollouts())
 @settings(max_examples=5, deadline=None)
 def test_rows_that_were_sealed_are_those_of_the_json_lines_byte_for_byte(tmp_path_factory, made):
@@ -126,16 +136,6 @@ def test_numbers_stand_in_columns_of_numbers(tmp_path):
     assert (columns["clipped"], columns["step"], columns["reward"]) == ([[[2]]], [4], [None])
     assert (columns["status"], columns["stop_reason"]) == (["completed"], ["finished"])
     assert "token_ids" not in columns["details"][0] and columns["other"] == [None]
-
-
-def test_what_the_trainer_still_decides_is_not_part_of_what_was_sealed():
-    trajectory = one_record()
-    trajectory.reward = 1.0
-    sealed = seal([trajectory])
-    trajectory.reward, trajectory.reward_parts, trajectory.counters = 0.5, {"overlong": -0.5}, {"filtered": 1.0}
-    trajectory.trained_version = 3
-    (row,) = to_rows(table_of([sealed], [late_of(trajectory, {"a": [None], "b": [None], "c": [None]}, 2)]))
-    assert row == trajectory_to_row(trajectory, step=2) and row["trained_version"] == 3
 
 
 def test_rows_of_before_they_knew_what_they_had_trained_stand_in_columns_too():

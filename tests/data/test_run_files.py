@@ -78,6 +78,34 @@ def trajectories(draw):
     )  # fmt: skip
 
 
+def test_a_row_has_the_fields_of_its_trajectory_in_this_order():
+    """All but the step's own come back."""
+    fields = {
+        "trajectory_id": "t", "prompt_id": "p", "group_id": "g", "episode_id": "e", "data_source": "d", "row_index": 5,
+        "num_turns": 1, "reward": 0.5, "reward_parts": {"score": 0.75}, "tool_rewards": {"add": [0.25]},
+        "turn_scores": [0.1], "messages": [{"role": "user", "content": "q"}], "turn_texts": ["a"],
+        "tools": [{"name": "add"}], "counters": {"retries": 1.0}, "sanity": {"cause": "x"}, "error": "why",
+        "info": {"k": 1}, "source": "train",
+    }  # fmt: skip
+    where_known = {
+        "greedy_reward": 0.2, "tool_calls": [{"name": "add"}], "tool_reward_turns": {"add": [1]},
+        "turn_rewards": {1: 0.3}, "execution_id": "x", "replicas": ["r0"], "ground_truth": "yes",
+    }  # fmt: skip
+    begin = {"schema_version": 2, "step": 3, "trained_version": 7}
+    times = {"phase": "tool", "start_s": 1.0, "end_s": 2.0, "turn": 1, "name": "add"}
+    end = {"status": "completed", "stop_reason": "finished", "time_spans": [times], "records": []}
+    plain = Trajectory(
+        **fields, trained_version=7, stop_reason=StopReason.FINISHED, time_spans=[TimeSpan("tool", 1.0, 2.0, 1, "add")]
+    )
+    row = trajectory_to_row(plain, step=3)
+    assert list(row.items()) == list((begin | fields | end).items())
+    assert row_to_trajectory(row) == dataclasses.replace(plain, trained_version=None)
+    known = dataclasses.replace(plain, **where_known)
+    row = trajectory_to_row(known, step=3)
+    assert list(row.items()) == list((begin | fields | where_known | {"turn_rewards": {"1": 0.3}} | end).items())
+    assert row_to_trajectory(row) == dataclasses.replace(known, trained_version=None)
+
+
 @given(trajectories())
 @settings(max_examples=15, deadline=None)
 def test_a_trajectory_survives_the_way_through_a_file(tmp_path_factory, trajectory):
