@@ -192,3 +192,38 @@ def test_the_bound_is_reached_so_that_the_property_above_can_fail():
             run.train_one(10, 0)
         run.close()
     assert max(run.ages) == 2 and set(run.ages) == {0, 1, 2}
+
+
+def test_further_prompts_of_a_step_have_the_next_free_number():
+    """Prompts that are left out make room for others before the batch."""
+    sampling = SamplingParams(1)
+    with TemporaryDirectory() as folder:
+        plan = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9, 1, over_sampling(2, 2.0, 1))
+        run = Run(Path(folder), plan, lambda: 1)
+        for left_out in ([], ["s000001.00000", "s000001.00003"], ["s000001.002.00001"]):
+            run.flight.ended(1, dict.fromkeys(left_out, "left out"))
+            run.flight.admit(0)
+        opened = [known.prompt_id for known in run.log.open]
+        run.close()
+    first = [f"s000001.0000{k}" for k in (1, 2)]
+    assert opened == [*first, "s000001.002.00000", "s000001.003.00000"]
+
+
+@pytest.mark.parametrize("spooled", [False, True])
+def test_groups_that_are_trained_go_to_the_spool_where_there_is_one(tmp_path, spooled):
+    kept: list[tuple[str, str]] = []
+    spool = SimpleNamespace(keep=lambda plan, group: kept.append((plan.name, group.prompt_id)))
+    sampling = SamplingParams(1)
+    plan, log = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9), PromptLog.after(None, tmp_path, rows=False)
+    stream = TimedStream(lambda: 1)
+    PromptsInFlight(plan, Rows(), stream, log, spool if spooled else None, lambda: None, lambda: None)
+    assert stream.arrived == log.finished
+    if spooled:
+        for name, evaluation in (("s000001", False), ("v000001", True)):
+            stream.keep(
+                RolloutPlan([], 1, name, evaluation=evaluation), TrajectoryGroup(f"{name}.00000", f"{name}.00000", [])
+            )
+    else:
+        assert stream.keep is None
+    assert kept == [("s000001", "s000001.00000")] * spooled
+    log.close()

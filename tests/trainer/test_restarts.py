@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +67,101 @@ def fails(monkeypatch):
 def same_bits(folder, other):
     for name in ("metrics.jsonl", "hf/model.safetensors"):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+class Life:
+    """A trainer whose run ends as it is told, in the directory `path`."""
+
+    def __init__(self, path, end=None):
+        self.log = SimpleNamespace(run=SimpleNamespace(path=path))
+        self.interrupts, self.end = SimpleNamespace(requested=threading.Event()), end
+
+    def fit(self):
+        if self.end is not None:
+            raise self.end
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """`scripted(lives)`: each call of `build_trainer` returns or raises the next one. Returns the keys of all calls."""
+    asked = []
+
+    def plant(lives):
+        script = iter(lives)
+
+        def build(config, **keys):
+            asked.append(keys)
+            made = next(script)
+            if isinstance(made, Exception):
+                raise made
+            return made
+
+        monkeypatch.setattr(restarts, "build_trainer", build)
+        clock = SimpleNamespace(now=0.0)
+        time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
+        monkeypatch.setattr(restarts, "time", time)
+        return asked
+
+    return plant
+
+
+def limits(max_restarts: int, worker_timeout_s: float = 20.0):
+    """As much of a configuration as restarts read."""
+    return SimpleNamespace(trainer=SimpleNamespace(max_restarts=max_restarts, worker_timeout_s=worker_timeout_s))
+
+
+def test_each_life_behind_the_first_goes_on_in_the_lost_ones_directory(scripted, capsys):
+    lives = [Life("a", WorkerError("rank 0 died")), Life("b", EngineGoneError("gone")), Life("c")]
+    asked = scripted(lives)
+    assert run_to_the_end(limits(2)) is lives[2]
+    assert asked == [{}, {"lost": "a"}, {"lost": "b"}]
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["restart 1 of 2: rank 0 died", "restart 2 of 2: gone"]
+
+
+def test_a_loss_before_there_is_a_directory_is_followed_by_a_restart_without_one(scripted):
+    last = Life("a")
+    asked = scripted([WorkerError("lost at once"), last])
+    assert run_to_the_end(limits(1)) is last and asked == [{}, {"lost": None}]
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_the_loss_after_the_last_restart_is_raised_and_says_so(scripted, most):
+    errors = [WorkerError(f"loss {number}") for number in range(most + 1)]
+    asked = scripted([Life("a", error) for error in errors])
+    with pytest.raises(WorkerError) as raised:
+        run_to_the_end(limits(most))
+    assert raised.value is errors[-1] and len(asked) == most + 1
+    notes = ["trainer.max_restarts=2: that many restarts were tried"] if most else []
+    assert getattr(raised.value, "__notes__", []) == notes
+
+
+def test_neither_other_errors_nor_a_loss_after_a_request_to_stop_are_followed_by_a_restart(scripted):
+    stopped, failed = Life("a", WorkerError("SIGTERM")), Life("a", ConfigError("no"))
+    stopped.interrupts.requested.set()
+    for life in (stopped, failed):
+        asked = scripted([life])
+        with pytest.raises(type(life.end)):
+            run_to_the_end(limits(3))
+        assert asked.pop() == {} and not asked
+
+
+def test_only_a_restart_waits_for_room_as_long_as_ranks_wait_for_each_other(scripted, capsys):
+    """It looks every 10 seconds; what is raised comes from the first look behind the time."""
+    no_room = NoRoomError("no room")
+    asked = scripted([no_room])
+    with pytest.raises(NoRoomError):
+        run_to_the_end(limits(3))
+    assert asked.pop() == {} and not asked
+    last = Life("b")
+    asked = scripted([Life("a", WorkerError("lost")), no_room, no_room, last])
+    assert run_to_the_end(limits(1)) is last and asked == [{}] + [{"lost": "a"}] * 3
+    assert capsys.readouterr().err.splitlines() == ["restart 1 of 1: lost"] + ["waiting for machines: no room"] * 2
+    asked.clear()
+    scripted([Life("a", WorkerError("lost"))] + [no_room] * 9)
+    with pytest.raises(NoRoomError):
+        run_to_the_end(limits(1, worker_timeout_s=20.0))
+    assert asked == [{}] + [{"lost": "a"}] * 4, "after 0, 10, 20 and 30 seconds"
 
 
 @pytest.mark.slow
