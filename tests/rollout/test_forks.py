@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from toys import FORGETFUL, toy_tokenizer
+from toys import CHATML, FORGETFUL, toy_tokenizer
 
 from verl_mt.algorithms.advantages import grpo
 from verl_mt.chat.parsers import get_parser
@@ -28,10 +28,12 @@ def said(text: str) -> tuple:
     return ids, None, "stop", [-0.5] * len(ids)
 
 
-def converse(turns, answers, *, fork=True, limits=None) -> tuple[RolloutSession, ScriptedEngine]:
+def started(
+    turns, *, chat=CHAT, messages=QUESTION, tools=(), fork=True, limits=None
+) -> tuple[RolloutSession, ScriptedEngine]:
     engine = ScriptedEngine(turns)
     context = SessionContext(
-        chat=CHAT,
+        chat=chat,
         engine=engine,
         limits=limits or Limits(response_length=2000, max_model_len=4000),
         parser=get_parser("hermes"),
@@ -40,7 +42,12 @@ def converse(turns, answers, *, fork=True, limits=None) -> tuple[RolloutSession,
         use_inference_chat_template=fork,
     )
     session = RolloutSession(context, Trajectory("t", "p", "p", "t"))
-    session.start(CHAT.prompt_ids(QUESTION), QUESTION, [])
+    session.start(chat.prompt_ids(messages, list(tools) or None), messages, list(tools))
+    return session, engine
+
+
+def converse(turns, answers, **keys) -> tuple[RolloutSession, ScriptedEngine]:
+    session, engine = started(turns, **keys)
 
     async def go():
         for answer in [*answers, None]:
@@ -116,3 +123,100 @@ def test_all_records_of_a_trajectory_share_its_advantage():
     for row, sign in ((0, 1), (1, 1), (2, -1)):
         trained = advantages[row][batch[LOSS_MASK][row]]
         assert trained.unique().tolist() == pytest.approx([sign * 0.7071], abs=1e-3)
+
+
+class Once(dict):
+    """A message that may be compared once, so that a comparison that never ends fails."""
+
+    compared = False
+
+    def __eq__(self, other):
+        assert not self.compared
+        self.compared = True
+        return dict(self) == other
+
+
+@pytest.mark.parametrize(
+    ("contents", "trusted"),
+    [
+        (["a<|im_end|>", "b<|im_end|>"], 2),
+        (["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"], 2),
+        (["a<|im_end|>", "c<|im_end|>", "b<|im_end|>"], 1),
+        (["a<|im_end|>"], 1),
+        (["b<|im_end|>", "a<|im_end|>"], 0),
+    ],
+)
+def test_only_messages_that_the_prompt_begins_with_too_keep_their_control_tokens(contents, trusted):
+    """Each has one. All messages end with another one."""
+    session, engine = started([said("one")], messages=[user("a<|im_end|>"), user("b<|im_end|>")])
+    session.rewrite([Once(user(content)) for content in contents], [])
+    asyncio.run(session.generate())
+    (request,) = engine.requests
+    shown = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in contents)
+    assert CHAT.decode(request.input_ids) == f"{shown}<|im_start|>assistant\n"
+    assert request.input_ids.count(EOS) == len(contents) + trusted
+
+
+def tool(name: str) -> dict:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+
+
+@pytest.mark.parametrize("later", [tool("add"), tool("sub")])
+def test_each_record_is_checked_with_the_tools_that_it_showed(later):
+    session, engine = started([said("one"), said("two")], tools=[tool("add")])
+    history = [*QUESTION, user("u1")]
+
+    async def go():
+        await session.generate()
+        session.rewrite(history, [later])
+        await session.generate()
+        session.end(StopReason.FINISHED)
+        await session.finish()
+
+    asyncio.run(go())
+    assert [r.input_ids for r in engine.requests] == [
+        CHAT.prompt_ids(QUESTION, [tool("add")]), CHAT.prompt_ids(history, [later])
+    ]  # fmt: skip
+    first, second = session.trajectory.records
+    assert first.tools == (None if later == tool("add") else [tool("add")]) and second.tools is None
+    assert session.trajectory.tools == [later]
+    assert session.trajectory.sanity is None, "both are what the template makes of their messages and tools"
+
+
+def test_a_turn_goes_on_inside_the_last_assistant_message_of_a_rewritten_history():
+    session, engine = started([said("gin")])
+    session.rewrite([*QUESTION, {"role": "assistant", "content": "be"}], [])
+    asyncio.run(session.generate())
+    assert CHAT.decode(engine.requests[0].input_ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nbe"
+    assert session.messages == [*QUESTION, {"role": "assistant", "content": "begin"}]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CALLED = [{"id": "call_1_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("text", "ignored", "read"),
+    [
+        ("one", {"content": "one"}, {"content": "one"}),
+        (
+            "<think>a</think>one",
+            {"content": "<think>a</think>one"},
+            {"content": "one", "reasoning_content": "a"},
+        ),
+        (
+            f"<think>a</think>one{CALL}",
+            {"content": "one", "tool_calls": CALLED},
+            {"content": "one", "tool_calls": CALLED, "reasoning_content": "a"},
+        ),
+    ],
+    ids=["no thought", "a thought", "a thought and a call"],
+)
+def test_a_message_holds_its_thought_where_the_template_reads_it(text, ignored, read):
+    """In the content where the template has no key for it; a turn with a call then leaves it out."""
+    thought = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    reads = ChatTemplate(toy_tokenizer(CHATML.replace("{{ message.content }}", thought + "{{ message.content }}")))
+    for chat, expected in ((CHAT, ignored), (reads, read)):
+        session, _ = started([said(text)], chat=chat, tools=[tool("add")])
+        asyncio.run(session.generate())
+        assert session.messages[-1] == {"role": "assistant"} | expected

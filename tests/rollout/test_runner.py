@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -434,3 +435,45 @@ def test_the_rollouts_thread_ends_whatever_closing_raises(failing):
     assert closed == ["tools", "engine"] and not stream._thread.is_alive()
     stream.close(lambda: close("engine"))
     assert closed == ["tools", "engine"]
+
+
+def test_a_stream_stops_only_when_what_it_gave_up_has_ended():
+    """The plan waits in its `finally` block until the stream has had time to stop without it."""
+    ended, early = [], []
+    begun, gate = threading.Event(), asyncio.Event()
+
+    class Runner:
+        tools = None
+
+        async def run(self, plan):
+            try:
+                begun.set()
+                await asyncio.sleep(1e6)
+                yield
+            finally:
+                await gate.wait()
+                ended.append(plan.name)
+
+    stream = RolloutStream(Runner())
+    call = stream.call
+
+    def watched(coroutine):
+        async def look_then_open_the_gate():
+            waits = asyncio.ensure_future(coroutine)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            early.append(waits.done())
+            gate.set()
+            return await waits
+
+        return call(look_then_open_the_gate())
+
+    stream.call = watched
+    try:
+        stream.start(RolloutPlan(prompts_of(["q"]), 1, "s1"))
+        assert begun.wait(60)
+        stream.stop()
+        assert (early, ended) == ([False], ["s1"]) and not stream.started("s1")
+    finally:
+        stream.call = call
+        stream.close()
