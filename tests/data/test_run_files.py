@@ -79,7 +79,7 @@ def trajectories(draw):
 
 
 def test_a_row_has_the_fields_of_its_trajectory_in_this_order():
-    """All but the step's own come back."""
+    """All come back, except those of the step."""
     fields = {
         "trajectory_id": "t", "prompt_id": "p", "group_id": "g", "episode_id": "e", "data_source": "d", "row_index": 5,
         "num_turns": 1, "reward": 0.5, "reward_parts": {"score": 0.75}, "tool_rewards": {"add": [0.25]},

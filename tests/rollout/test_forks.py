@@ -126,7 +126,7 @@ def test_all_records_of_a_trajectory_share_its_advantage():
 
 
 class Once(dict):
-    """A message that may be compared once, so that a comparison that never ends fails."""
+    """A message that may be compared once: an endless loop of comparisons fails at once."""
 
     compared = False
 
@@ -147,7 +147,7 @@ class Once(dict):
     ],
 )
 def test_only_messages_that_the_prompt_begins_with_too_keep_their_control_tokens(contents, trusted):
-    """Each has one. All messages end with another one."""
+    """Each content has one control token, and each message ends with another."""
     session, engine = started([said("one")], messages=[user("a<|im_end|>"), user("b<|im_end|>")])
     session.rewrite([Once(user(content)) for content in contents], [])
     asyncio.run(session.generate())
@@ -213,7 +213,7 @@ CALLED = [{"id": "call_1_0", "type": "function", "function": {"name": "add", "ar
     ids=["no thought", "a thought", "a thought and a call"],
 )
 def test_a_message_holds_its_thought_where_the_template_reads_it(text, ignored, read):
-    """In the content where the template has no key for it; a turn with a call then leaves it out."""
+    """Without such a key the content holds it. A turn with a call then leaves it out."""
     thought = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     reads = ChatTemplate(toy_tokenizer(CHATML.replace("{{ message.content }}", thought + "{{ message.content }}")))
     for chat, expected in ((CHAT, ignored), (reads, read)):

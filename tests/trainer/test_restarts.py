@@ -70,7 +70,7 @@ def same_bits(folder, other):
 
 
 class Life:
-    """A trainer whose run ends as it is told, in the directory `path`."""
+    """A trainer whose run raises `end`, if there is one. Its directory is `path`."""
 
     def __init__(self, path, end=None):
         self.log = SimpleNamespace(run=SimpleNamespace(path=path))
@@ -110,7 +110,7 @@ def limits(max_restarts: int, worker_timeout_s: float = 20.0):
     return SimpleNamespace(trainer=SimpleNamespace(max_restarts=max_restarts, worker_timeout_s=worker_timeout_s))
 
 
-def test_each_life_behind_the_first_goes_on_in_the_lost_ones_directory(scripted, capsys):
+def test_every_restart_goes_on_in_the_directory_of_the_lost_run(scripted, capsys):
     lives = [Life("a", WorkerError("rank 0 died")), Life("b", EngineGoneError("gone")), Life("c")]
     asked = scripted(lives)
     assert run_to_the_end(limits(2)) is lives[2]
@@ -119,7 +119,7 @@ def test_each_life_behind_the_first_goes_on_in_the_lost_ones_directory(scripted,
     assert said == ["restart 1 of 2: rank 0 died", "restart 2 of 2: gone"]
 
 
-def test_a_loss_before_there_is_a_directory_is_followed_by_a_restart_without_one(scripted):
+def test_a_loss_before_there_is_a_directory_restarts_without_one(scripted):
     last = Life("a")
     asked = scripted([WorkerError("lost at once"), last])
     assert run_to_the_end(limits(1)) is last and asked == [{}, {"lost": None}]
@@ -136,7 +136,7 @@ def test_the_loss_after_the_last_restart_is_raised_and_says_so(scripted, most):
     assert getattr(raised.value, "__notes__", []) == notes
 
 
-def test_neither_other_errors_nor_a_loss_after_a_request_to_stop_are_followed_by_a_restart(scripted):
+def test_other_errors_and_a_loss_after_a_request_to_stop_cause_no_restart(scripted):
     stopped, failed = Life("a", WorkerError("SIGTERM")), Life("a", ConfigError("no"))
     stopped.interrupts.requested.set()
     for life in (stopped, failed):
@@ -147,7 +147,7 @@ def test_neither_other_errors_nor_a_loss_after_a_request_to_stop_are_followed_by
 
 
 def test_only_a_restart_waits_for_room_as_long_as_ranks_wait_for_each_other(scripted, capsys):
-    """It looks every 10 seconds; what is raised comes from the first look behind the time."""
+    """It looks every 10 seconds and raises at the first look after the limit."""
     no_room = NoRoomError("no room")
     asked = scripted([no_room])
     with pytest.raises(NoRoomError):

@@ -46,7 +46,7 @@ def test_values_metrics_and_weights_are_those_of_one_process(ranks, size, shared
 
 @dataclass(frozen=True)
 class ThreadRanks(Ranks):
-    """A rank that is a thread. One computes at a time; they meet where they add up."""
+    """A rank that is a thread. Threads compute one at a time and meet in `sum`."""
 
     values: list = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -117,7 +117,7 @@ def test_gradients_are_added_up_only_for_a_head_that_every_rank_has_whole(shared
 
 
 class Gathered(ShardedPolicy):
-    """Says what it is asked for, in order; its pass finds what it is given."""
+    """Records its calls. A pass returns `found`."""
 
     def __init__(self, *found):
         nn.Module.__init__(self)

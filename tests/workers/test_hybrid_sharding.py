@@ -159,7 +159,7 @@ def test_memory_of_a_file_that_was_opened_stays(tmp_path):
 
 
 def test_the_cuda_cache_stays_where_nothing_left_a_gpu(monkeypatch):
-    """Neither weights in CPU memory nor memory that cannot be let go."""
+    """Weights in CPU memory leave no GPU, and memory of another owner stays."""
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
     mapped = nn.Linear(2, 1, bias=False)
