@@ -61,6 +61,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(HANG_S))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ray's workers and SGLang's engines of marked tests are warm starts."""
+    if item.get_closest_marker("ray"):
+        import warm_start
+
+        warm_start.warm_ray()
+    if item.get_closest_marker("sglang"):
+        import warm_start
+
+        warm_start.warm_engines()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no garbage collection looks through it again, nor after every 700 objects."""
     gc.collect()

@@ -44,18 +44,22 @@ print(json.dumps({
 
 
 def words_of(folder: Path, kind: str, program: str) -> list[str]:
-    """Three ways to start a program."""
+    """Ways to start a program."""
     (folder / "programs").mkdir(exist_ok=True)
     (folder / "programs" / "script.py").write_text(program)
     (folder / "module_of_test.py").write_text(program)
-    plain = {"-c": ["-c", program], "-m": ["-m", "module_of_test"], "script": ["./programs/script.py"]}
+    plain = {
+        "-c": ["-c", program], "-m": ["-m", "module_of_test"], "script": ["./programs/script.py"],
+        "-W": ["-W", "ignore", "-W", "error::ImportWarning", "-c", program],
+    }  # fmt: skip
     return [sys.executable, *plain[kind], "--option", "value"]
 
 
-@pytest.mark.parametrize("kind", ["-c", "-m", "script"])
+@pytest.mark.parametrize("kind", ["-c", "-m", "script", "-W"])
 def test_a_fork_looks_like_a_new_interpreter(tmp_path, kind):
     words = words_of(tmp_path, kind, DESCRIBE_PROCESS)
     (tmp_path / "input").write_text("some input\n")
+    warm_start.server()  # sets a variable
     seen = {}
     for name, start in (("warm", warm_start.Popen), ("real", subprocess.Popen)):
         with open(tmp_path / "input") as given, open(tmp_path / name, "w") as out:
@@ -107,6 +111,28 @@ def test_status_output_and_traceback_are_those_of_a_real_start(tmp_path, kind, e
     without_ids = [re.sub(r"0x[0-9a-f]+", "0x", text) for text in (warm.stderr, real.stderr)]
     assert (warm.returncode, warm.stdout, without_ids[0]) == (real.returncode, real.stdout, without_ids[1])
     assert warm.returncode == status
+
+
+def test_an_option_about_warnings_is_obeyed():
+    program = "import warnings; warnings.warn('said'); warnings.warn('raised', BytesWarning)"
+    words = [sys.executable, "-W", "ignore::UserWarning", "-W", "error::BytesWarning", "-c", program]
+    warm, real = (run(words, capture_output=True, text=True) for run in (warm_start.run, subprocess.run))
+    assert (warm.returncode, warm.stderr) == (real.returncode, real.stderr)
+    assert warm.returncode == 1 and "BytesWarning: raised" in warm.stderr and "said" not in warm.stderr
+
+
+def test_one_whose_fate_is_shared_ends_with_who_asked_for_it():
+    request = {
+        "words": [sys.executable, "-c", LOOP], "options": [], "cwd": os.getcwd(), "environment": dict(os.environ),
+        "first_entry": os.getcwd(), "new_session": False, "process_group": -1, "pass_fds": [], "fate_shared": True,
+    }  # fmt: skip
+    with open(os.devnull, "r+b") as nothing:
+        pid, status = warm_start.ask(warm_start.ADDRESS, request, [nothing.fileno()] * 3)
+    end = os.pidfd_open(pid)
+    assert not select.select([end], [], [], 0.1)[0]
+    status.close()
+    select.select([end], [], [])
+    os.close(end)
 
 
 def test_a_module_that_is_not_there_is_named(tmp_path):
@@ -221,8 +247,9 @@ def small_server(monkeypatch):
 
     def start(*imported: str) -> warm_start.Server:
         monkeypatch.setattr(warm_start, "START_ENVIRONMENT", dict(os.environ))  # other tests have imported verl_mt
+        monkeypatch.setenv(warm_start.ADDRESS, "")
         made = warm_start.Server(imported)
-        monkeypatch.setattr(warm_start, "_servers", {os.getpid(): made})
+        monkeypatch.setattr(warm_start, "_servers", {(os.getpid(), warm_start.ADDRESS): made})
         return made
 
     return start

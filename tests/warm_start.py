@@ -21,10 +21,12 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import importlib.util
 import io
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -35,8 +37,10 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
-from importlib.machinery import BuiltinImporter, SourceFileLoader
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -51,8 +55,16 @@ IMPORTED = (
     "verl_mt.trainer.build",
     "verl_mt.trainer.restarts",
     "verl_mt.engines.local",
+    "verl_mt.engines.sglang.processes",
 )
 """What every run of the tiny model imports. A module that a test starts with `-m` must not be among it."""
+IMPORTED_BY_ENGINES = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+)
+_WITHOUT_A_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Of the server alone: pyarrow's allocator would start one."""
 _TOLD = struct.Struct("<4si")
 """`pid ` when a fork begins, `end ` with its wait status."""
 
@@ -61,10 +73,15 @@ _TOLD = struct.Struct("<4si")
 # ---------------------------------------------------------------------------------------------------------------------
 
 START_ENVIRONMENT = dict(os.environ)  # before any test changes it
+ADDRESS, ENGINE_ADDRESS = "VERL_MT_TESTS_WARM_START", "VERL_MT_TESTS_WARM_ENGINE"
+"""Environment variables that tell the servers to processes that tests have started, as to Ray's workers."""
+_WARM_RAY = "VERL_MT_TESTS_WARM_RAY"
+_ENGINE = "verl_mt.engines.sglang.processes"
 
-_HARMLESS = {"COLUMNS", "LINES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
-"""The first two are read while accelerate is imported, for the menus of its questionnaire; the last two at the first
-product of a process, which the server never computes. Loading a model sets them, so most tests' commands have them."""
+_HARMLESS = {"COLUMNS", "LINES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTHONBREAKPOINT"}
+"""The first two are read while accelerate is imported, for the menus of its questionnaire; the next two at the first
+product of a process, which the server never computes, and the last by `breakpoint()`. Loading a model and connecting to
+Ray set them, so most tests' commands have them."""
 _READ_BY_LIBRARIES = (
     "ARROW_", "ATEN_", "DNNL_", "FSSPEC_", "GLIBC_", "GOMP_", "JE_ARROW_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_",
     "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "TQDM_", "TZ",
@@ -75,15 +92,17 @@ _READ_BY_LIBRARIES = (
 class Server:
     """The process that has imported. It ends with the process that started it: its socket closes."""
 
-    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+    def __init__(
+        self, imported: Sequence[str] = IMPORTED, address: str = ADDRESS, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._control, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this object)
-        environment = START_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+        environment = START_ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *imported],
                 pass_fds=[theirs.fileno()], cwd=REPO,
-                env=environment | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},  # pyarrow's thread
+                env=environment | _WITHOUT_A_THREAD,
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
             )  # fmt: skip
         atexit.register(self.close)
@@ -91,71 +110,67 @@ class Server:
         if ready is None:
             raise RuntimeError(f"the server of warm starts could not import:\n{self.log()}")
         self.set_at_import: dict[str, str] = ready["set"]
-        self.read_at_import = set(ready["read"])
-        self._environment = environment | self.set_at_import
-        self.modules: dict[str, list[str]] = ready["modules"]
-        self._sending = threading.Lock()
+        self.address: str = ready["address"]
+        os.environ[address] = self.address  # for processes that are started from now on
 
     def log(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
-
-    def start(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-        with self._sending:
-            _send(self._control, request, descriptors)
 
     def close(self) -> None:
         self._control.close()
         self.process.wait()
 
-    def why_not(self, environment: Mapping[str, str], first_entry: str) -> str | None:
-        """Why a start in this environment is no fork of this server; None if it can be one."""
-        wanted = self.set_at_import | dict(environment)
-        for name in sorted(wanted.keys() | self._environment.keys()):
-            differs = wanted.get(name) != self._environment.get(name)
-            at_import = name in self.read_at_import or name.startswith(_READ_BY_LIBRARIES)
-            if differs and at_import and name not in _HARMLESS and name != "PYTHONPATH":
-                return f"{name} is read at import"
-        ours, theirs = _entries(self._environment), _entries(environment)
-        if [entry for entry in theirs if entry in ours] != ours:
-            return "PYTHONPATH leaves out entries of the tests"
-        for folder in (first_entry, *(entry for entry in theirs if entry not in ours)):
-            if found := self._shadowed(folder):
-                return found
-        return None
 
-    def _shadowed(self, folder: str) -> str | None:
-        """What an import finds in `folder` before the version that the server imported."""
-        try:
-            files = list(os.scandir(folder or "."))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        for file in files:
-            name, _, ending = file.name.partition(".")
-            imports = ending == "py" or ending.endswith("so") or os.path.exists(f"{file.path}/__init__.py")
-            if name in ("sitecustomize", "usercustomize") and imports:
-                return f"{file.path} runs at the start of Python"
-            if name in self.modules and imports and os.path.realpath(file.path) not in self.modules[name]:
-                return f"{file.path} stands before the imported {name}"
-        return None
-
-
-_servers: dict[int, Server] = {}
+_servers: dict[tuple[int, str], Server] = {}
 _starting = threading.Lock()
 
 
-def server() -> Server:
+def server(address: str = ADDRESS) -> Server:
     """The server of this process."""
     with _starting:
-        if os.getpid() not in _servers:
-            _servers[os.getpid()] = Server()
-        return _servers[os.getpid()]
+        key = (os.getpid(), address)
+        if key not in _servers:
+            _servers[key] = Server() if address == ADDRESS else _engine_server()
+        return _servers[key]
+
+
+def _engine_server() -> Server:
+    from verl_mt.engines.sglang.processes import _environment
+
+    return Server(IMPORTED_BY_ENGINES, ENGINE_ADDRESS, _environment())
+
+
+def warm_engines() -> None:
+    """SGLang's engines that processes of this session start from now on are forks, too."""
+    server(ENGINE_ADDRESS)
+    _replace_starts_of_engines()
+
+
+def _replace_starts_of_engines() -> None:
+    from verl_mt.engines.sglang import processes
+
+    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
+
+
+def warm_ray() -> None:
+    """Workers of Ray clusters that processes of this session start from now on are forks, too."""
+    from ray._private import ray_constants
+
+    server()
+    os.environ[_WARM_RAY] = "1"
+    _replace_starts_of_ray(ray_constants)
+
+
+def _replace_starts_of_ray(ray_constants: Any) -> None:
+    ray_constants.SETUP_WORKER_FILENAME = str(REPO / "tests" / "warm_ray_worker.py")  # joined to a folder of Ray's
 
 
 class Popen(subprocess.Popen):
     """`subprocess.Popen` of Python, which forks the server where it can.
 
     Raises:
-        ValueError: `args` do not begin with `sys.executable` and `-m`, `-c` or a script, or an argument needs an exec.
+        ValueError: `args` do not begin with `sys.executable` and `-m`, `-c` or a script (`-W what` may stand between),
+            or an argument needs an exec.
     """
 
     why_real: str | None = None
@@ -165,7 +180,8 @@ class Popen(subprocess.Popen):
 
     def __init__(self, args: Sequence[str | os.PathLike[str]], *more: Any, **kwargs: Any) -> None:
         words = [os.fspath(word) for word in args]
-        if len(words) < 2 or words[0] != sys.executable or (words[1][:1] == "-" and words[1] not in ("-m", "-c")):
+        rest = _split(words[1:])[1] if words[:1] == [sys.executable] else []
+        if not rest or (rest[0][:1] == "-" and rest[0] not in ("-m", "-c")):
             raise ValueError(f"{words[:2]} is no plain start of Python: use subprocess for it")
         for name in ("preexec_fn", "shell", "executable", "user", "group", "extra_groups", "umask"):
             if kwargs.get(name):
@@ -176,36 +192,34 @@ class Popen(subprocess.Popen):
         args, _, _, _, pass_fds, cwd, env = arguments[:7]
         stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr = arguments[10:16]
         start_new_session, process_group = arguments[21:23]
-        environment = dict(os.environ if env is None else env)
         folder = os.path.abspath(cwd or ".")
-        script = None if args[1] in ("-m", "-c") else os.path.realpath(os.path.join(folder, args[1]))
+        options, words = _split(args[1:])
+        script = None if words[0] in ("-m", "-c") else os.path.realpath(os.path.join(folder, words[0]))
+        address = ENGINE_ADDRESS if _ENGINE in words else ADDRESS
         if not os.path.isdir(folder) or (script and not os.path.isfile(script)):
             self.why_real = "a folder or a script that does not exist"
+        elif address == ENGINE_ADDRESS and address not in os.environ:
+            self.why_real = "no engine is to be warm here"
         else:
-            first_entry = os.path.dirname(script) if script else folder
-            self.why_real = server().why_not(environment, first_entry)
+            given = [own if own != -1 else k for k, own in enumerate((stdin, stdout, stderr))]
+            environment = dict(os.environ if env is None else env)
+            self._request(address, {
+                "words": [args[0], *words], "options": options, "cwd": folder, "environment": environment,
+                "first_entry": os.path.dirname(script) if script else folder, "new_session": start_new_session,
+                "process_group": process_group, "pass_fds": list(pass_fds),
+            }, [*given, *pass_fds])  # fmt: skip
         if self.why_real:
             super()._execute_child(*arguments)
             return
-        self._status, theirs = socket.socketpair()
-        request = {
-            "words": list(args), "cwd": folder, "environment": environment, "pythonpath": _entries(environment, folder),
-            "first_entry": first_entry, "new_session": start_new_session, "process_group": process_group,
-            "pass_fds": list(pass_fds),
-        }  # fmt: skip
-        given = [own if own != -1 else k for k, own in enumerate((stdin, stdout, stderr))]
-        with theirs:
-            server().start(request, [*given, *pass_fds, theirs.fileno()])
-        self.pid = self._said(b"pid ")
         self._child_created = True
         self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)
 
-    def _said(self, expected: bytes) -> int:
-        assert self._status is not None
-        said = self._status.recv(_TOLD.size, socket.MSG_WAITALL)
-        if said[:4] != expected:
-            raise RuntimeError(f"the server of warm starts, or its fork, ended:\n{said!r}\n{server().log()}")
-        return int(_TOLD.unpack(said)[1])
+    def _request(self, address: str, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        answer = ask(address, request, descriptors)
+        if isinstance(answer, str):
+            self.why_real = answer
+        else:
+            self.pid, self._status = answer
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """As `os.waitpid(self.pid, wait_flags)`: until this returns the wait status, the process is a zombie."""
@@ -213,7 +227,7 @@ class Popen(subprocess.Popen):
             return super()._try_wait(wait_flags)
         if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
             return 0, 0
-        status = self._said(b"end ")
+        status = said(self._status, b"end ")
         self._status.sendall(b".")  # let it be reaped
         self._status.recv(1)  # it is
         self._status.close()
@@ -231,6 +245,37 @@ class Popen(subprocess.Popen):
             finally:
                 self._waitpid_lock.release()
         return self.returncode
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What follows each `-W`, and the other words."""
+    options, rest = [], list(words)
+    while rest[:1] == ["-W"]:
+        options, rest = [*options, rest[1]], rest[2:]
+    return options, rest
+
+
+def ask(address: str, request: dict[str, Any], descriptors: Sequence[int]) -> str | tuple[int, socket.socket]:
+    """Ask the server for a fork.
+
+    Returns:
+        The fork's process id and what tells its end (`Popen._try_wait`); or why it has to be a real start.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + (os.environ.get(address) or server(address).address))
+    _send(connection, request, descriptors)
+    if refusal := (_receive(connection) or {}).get("why_real"):
+        connection.close()
+        return refusal
+    return said(connection, b"pid "), connection
+
+
+def said(connection: socket.socket, expected: bytes) -> int:
+    said = connection.recv(_TOLD.size, socket.MSG_WAITALL)
+    if said[:4] != expected:
+        logs = "\n".join(made.log() for (pid, _), made in _servers.items() if pid == os.getpid())
+        raise RuntimeError(f"the server of warm starts, or its fork, ended:\n{said!r}\n{logs}")
+    return int(_TOLD.unpack(said)[1])
 
 
 def run(
@@ -289,13 +334,20 @@ def _receive(control: socket.socket, descriptors: list[int] | None = None) -> di
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def serve(control: socket.socket, imported: Sequence[str]) -> NoReturn:
+def serve(control: socket.socket, names: Sequence[str]) -> NoReturn:
     """Import, then fork for each request."""
     started_with, path = dict(os.environ), sys.path[1:]
-    read = _import_all(imported)
+    read = _import_all(names)
+    for name in _WITHOUT_A_THREAD:
+        del os.environ[name], started_with[name]
     set_at_import = {name: value for name, value in os.environ.items() if name not in started_with}
-    children = Children(control, [e for e in path if e not in _entries(started_with)], set_at_import)
-    _send(control, {"read": sorted(read), "set": set_at_import, "modules": _top_level_modules()})
+    imported = Imported(read, set_at_import, started_with | set_at_import, _top_level_modules())
+    listening = socket.socket(socket.AF_UNIX)
+    address = f"verl_mt-tests-{os.getpid()}-{secrets.token_hex(8)}"
+    listening.bind("\0" + address)
+    listening.listen(64)
+    children = Children(control, listening, [e for e in path if e not in _entries(started_with)], imported)
+    _send(control, {"set": set_at_import, "address": address})
     children.serve()
 
 
@@ -329,11 +381,56 @@ def _top_level_modules() -> dict[str, list[str]]:
     return found
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What the imports of the server depended on."""
+
+    read: set[str]
+    """Names of environment variables."""
+    set_at_import: dict[str, str]
+    environment: dict[str, str]
+    modules: dict[str, list[str]]
+    """As `_top_level_modules` gives them."""
+
+    def why_not(self, environment: Mapping[str, str], first_entry: str) -> str | None:
+        """Why a start in this environment is no fork of this server; None if it can be one."""
+        wanted = self.set_at_import | dict(environment)
+        for name in sorted(wanted.keys() | self.environment.keys()):
+            differs = wanted.get(name) != self.environment.get(name)
+            at_import = name in self.read or name.startswith(_READ_BY_LIBRARIES)
+            if differs and at_import and name not in _HARMLESS and name != "PYTHONPATH":
+                return f"{name} is read at import"
+        ours, theirs = _entries(self.environment), _entries(environment)
+        if [entry for entry in theirs if entry in ours] != ours:
+            return "PYTHONPATH leaves out entries of the tests"
+        for folder in (first_entry, *(entry for entry in theirs if entry not in ours)):
+            if found := self._shadowed(folder):
+                return found
+        return None
+
+    def _shadowed(self, folder: str) -> str | None:
+        """What an import finds in `folder` before the version that the server imported."""
+        try:
+            files = list(os.scandir(folder or "."))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        for file in files:
+            name, _, ending = file.name.partition(".")
+            imports = ending == "py" or ending.endswith("so") or os.path.exists(f"{file.path}/__init__.py")
+            if name in ("sitecustomize", "usercustomize") and imports:
+                return f"{file.path} runs at the start of Python"
+            if name in self.modules and imports and os.path.realpath(file.path) not in self.modules[name]:
+                return f"{file.path} stands before the imported {name}"
+        return None
+
+
 class Children:
     """Forks, and what became of them."""
 
-    def __init__(self, control: socket.socket, path: list[str], set_at_import: dict[str, str]) -> None:
-        self._control, self._path, self._set_at_import = control, path, set_at_import
+    def __init__(self, control: socket.socket, listening: socket.socket, path: list[str], imported: Imported) -> None:
+        self._control, self._listening, self._path, self._imported = control, listening, path, imported
+        self._fate_shared: set[int] = set()
+        """Processes that are killed when nobody waits for them any more."""
         self._channels: dict[int, int | None] = {}
         """Process id -> descriptor of the test's channel; None when the test has closed it."""
         self._told: set[int] = set()
@@ -347,7 +444,8 @@ class Children:
     def serve(self) -> NoReturn:
         while True:
             poll = select.poll()
-            for descriptor in (self._control.fileno(), self._wake, *self._channels.values()):
+            fixed = (self._control.fileno(), self._listening.fileno(), self._wake)
+            for descriptor in (*fixed, *self._channels.values()):
                 if descriptor is not None:
                     poll.register(descriptor, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll()}
@@ -359,18 +457,35 @@ class Children:
             for pid in [pid for pid in self._channels if pid not in self._told]:
                 self._tell(pid)
             if self._control.fileno() in ready:
-                descriptors: list[int] = []
-                request = _receive(self._control, descriptors)
-                if request is None:
-                    os._exit(0)
-                self._fork(request, descriptors)
+                os._exit(0)
+            if self._listening.fileno() in ready:
+                self._answer(self._listening.accept()[0])
+
+    def _answer(self, connection: socket.socket) -> None:
+        descriptors: list[int] = []
+        with connection:
+            request = _receive(connection, descriptors)
+            if request is None:
+                return
+            refusal = self._imported.why_not(request["environment"], request["first_entry"])
+            _send(connection, {"why_real": refusal})
+            if refusal is None:
+                self._fork(request, [*descriptors, os.dup(connection.fileno())])
+                return
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def _hear(self, pid: int, channel: int) -> None:
         """The test has read the end of this process, or waits for it no more."""
-        os.read(channel, 1)
+        try:
+            closed = not os.read(channel, 1)
+        except ConnectionResetError:  # with the end unread
+            closed = True
         self._channels[pid] = None
         if pid in self._told:
             self._reap(pid)
+        elif closed and pid in self._fate_shared:
+            os.kill(pid, signal.SIGKILL)
         os.close(channel)  # after it is reaped: the test waits for this
 
     def _tell(self, pid: int) -> None:
@@ -391,6 +506,7 @@ class Children:
     def _reap(self, pid: int) -> None:
         os.waitpid(pid, 0)
         self._told.discard(pid)
+        self._fate_shared.discard(pid)
         del self._channels[pid]
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
@@ -404,7 +520,7 @@ class Children:
         pid = os.fork()
         if pid == 0:
             try:
-                _begin(request, descriptors, self._path, self._set_at_import)
+                _begin(request, descriptors, self._path, self._imported.set_at_import)
                 _finish(_run(request["words"]))
             except BaseException:
                 for descriptor in (2, log):  # closed when the fork has begun
@@ -414,6 +530,8 @@ class Children:
                 os._exit(70)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         self._channels[pid] = descriptors.pop()
+        if request.get("fate_shared"):
+            self._fate_shared.add(pid)
         for descriptor in (*descriptors, log):
             os.close(descriptor)
 
@@ -437,10 +555,12 @@ def _begin(request: dict[str, Any], descriptors: list[int], path: list[str], set
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update({**set_at_import, **request["environment"]})
-    words = request["words"]
-    sys.orig_argv = list(words)
+    words, options = request["words"], request["options"]
+    sys.orig_argv = [words[0], *(word for option in options for word in ("-W", option)), *words[1:]]
+    sys.warnoptions.extend(options)
+    warnings._processoptions(options)
     first = {"-m": request["cwd"], "-c": ""}.get(words[1], request["first_entry"])
-    given = request["pythonpath"]
+    given = _entries(request["environment"], request["cwd"])
     sys.path[:] = [first, *given, *(entry for entry in path if entry not in given)]  # as site.py: nothing twice
     importlib.invalidate_caches()
     if process := sys.modules.get("multiprocessing.process"):
@@ -449,6 +569,10 @@ def _begin(request: dict[str, Any], descriptors: list[int], path: list[str], set
         numpy_random.seed()  # else all forks draw the same
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
+    if ENGINE_ADDRESS in os.environ and _ENGINE in sys.modules:
+        _replace_starts_of_engines()
+    if _WARM_RAY in os.environ:
+        _when_imported("ray._private.ray_constants", _replace_starts_of_ray)
     _open_standard_streams()
     os.write(descriptors[-1], _TOLD.pack(b"pid ", os.getpid()))
     last = max(*map(int, os.listdir("/proc/self/fd")), *request["pass_fds"])
@@ -458,6 +582,28 @@ def _begin(request: dict[str, Any], descriptors: list[int], path: list[str], set
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+def _when_imported(name: str, then: Callable[[Any], None]) -> None:
+    """The server itself imports no Ray, which reads the variables of its workers when it is loaded."""
+
+    class Finder:
+        def find_spec(self, wanted: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            if wanted != name:
+                return None
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            spec = importlib.util.find_spec(wanted)
+            assert spec is not None and spec.loader is not None
+            load = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                load(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 
 
 def _open_standard_streams() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 
 import pytest
+import warm_start
 
 pytestmark = pytest.mark.ray
 
@@ -42,7 +42,7 @@ def test_an_engine_sees_its_own_gpus_alone_even_where_ray_was_told_to_show_all(t
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"RAY_TMPDIR": folder, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": shown_all}
-        done = subprocess.run(
+        done = warm_start.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path / "looking.py")],
             env=environment,
             capture_output=True,

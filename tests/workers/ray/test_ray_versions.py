@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 
 import pytest
+import warm_start
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -79,7 +79,7 @@ def said(tmp_path_factory) -> dict[str, str]:
     }
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        done = subprocess.run(
+        done = warm_start.run(
             [sys.executable, "-c", SCRIPT, json.dumps(nodes)],
             env=environment | {"RAY_TMPDIR": folder},
             cwd=tmp_path_factory.mktemp("elsewhere"),
