@@ -235,7 +235,7 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
     overrides = [
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={boxes}/train.parquet",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
-        "data.val_files=null", "+reward.kwargs.format_score=0.1", "trainer.total_training_steps=3",
+        "data.val_files=null", "data.train_batch_size=8", "+reward.kwargs.format_score=0.1", "trainer.total_training_steps=2",
         "trainer.logger=[]", "trainer.save_freq=-1", f"trainer.default_local_dir={tmp_path}/run",
     ]  # fmt: skip
     with RetrievalProcess(corpus) as server:
@@ -243,10 +243,10 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
         build_trainer(compose(overrides, "search_boxes", RECIPE / "config")).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "rollout/trajectories" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
-        assert line["rollout/trajectories"] == 128 and line["rollout/failed"] == line["rollout/aborted"] == 0
-        assert line["tools/search/calls"] > 32 and line["tools/search/errors"] == 0
+        assert line["rollout/trajectories"] == 64 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["tools/search/calls"] > 16 and line["tools/search/errors"] == 0
         assert 0 < line["tools/search/cache_hit_rate"] < 1 and line["actor/grad_norm"] > 0
         assert line["rollout/logprob_diff_max"] < 1e-3
     titles = {passage["contents"].split("\n")[0] for passage in read_corpus(corpus)}
@@ -254,7 +254,7 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
     rows = [json.loads(line) for line in rollouts.splitlines()]
     seen = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
     shown = [text.removeprefix("Doc 1(Title: ").split(") ")[0] for text in seen if text.startswith("Doc 1(Title: ")]
-    assert len(shown) > 100 and set(shown) <= titles
+    assert len(shown) > 40 and set(shown) <= titles
     assert any(title.startswith('"') for title in shown), "a wrong number finds a real passage"
 
 
