@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from counted_work import parser_work
 
-from verl_mt.chat.parsers import ToolParser, get_parser, tool_parsers
+from verl_mt.chat.parsers import ToolParser, get_parser, json_calls, tool_parsers
 from verl_mt.chat.parsers.base import IndexedText
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
-
-pytestmark = pytest.mark.slow  # long texts
 
 _FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "parser_cost.py"
 _SPEC = importlib.util.spec_from_file_location("parser_cost", _FILE)
@@ -33,6 +31,7 @@ def turn_of(parser: str, text: str, length: int) -> str:
     return text * (length // len(text)) + ("\nFinal Answer: x" if parser == "react" else "")
 
 
+@pytest.mark.slow  # long texts
 @pytest.mark.parametrize("parser", sorted(tool_parsers))
 def test_a_turn_of_many_marks_is_read_in_the_time_of_its_length(parser, monkeypatch):
     """Four times the characters cost about four times as much; sixteen times, where the reading is quadratic."""
@@ -99,6 +98,24 @@ def test_a_pattern_is_searched_once_up_to_the_place_that_it_found_or_never_again
     text, pattern = IndexedText("ab" * 50 + "c" + "d" * 50), Pattern()
     assert [text.first_match(pattern, start).start() for start in (0, 50, 100)] == [100] * 3 and asked == [0]
     assert [text.first_match(pattern, start) for start in (101, 102, 150)] == [None] * 3 and asked == [0, 101]
+
+
+def test_llama_values_that_break_at_one_place_are_read_once(monkeypatch):
+    read: list[int] = []
+
+    def noted(text: str, start: int) -> tuple[Any, int]:
+        read.append(start)
+        return decode_json(text, start)
+
+    monkeypatch.setattr(json_calls, "decode_json", noted)
+    parser = get_parser("llama3_json")
+    line = '{"a":\n'
+    assert parser.parse(line * 50).content == line * 50 and read == [0]
+    text = IndexedText(line * 2 + "x")
+    assert parser.find_calls(text, 0, ()) is None
+    assert text.unreadable == dict.fromkeys((0, len(line)), ("Expecting value", 2 * len(line)))
+    read.clear()
+    assert parser.find_calls(text, 0, ()) is None and read == []
 
 
 @pytest.mark.parametrize("padding", [0, 200, 250, 256, 1000, 5000])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from verl_mt.chat.parsers import aliases, get_parser, tool_parsers
+from verl_mt.chat.parsers.base import IndexedText
 from verl_mt.data.conversation import OpenAIFunctionToolSchema, ParsedTurn, ToolCall
 from verl_mt.errors import PluginError
 
@@ -48,6 +49,16 @@ ONE = {
     "react": 'Action: f\nAction Input: {"i": 1, "s": "x"}\n',
 }
 """One call of `f` in every grammar that has arguments."""
+BROKEN = {parser: text.replace('{"i": 1, "s": "x"}', '{"i": x}') for parser, text in ONE.items()} | {
+    parser: ONE[parser].replace(*key)
+    for parser, key in (
+        ("qwen3_coder", ("=s>", "=i>")),
+        ("seed_oss", ("=s>", "=i>")),
+        ("glm45", (">s<", ">i<")),
+        ("deepseek_v32", ('name="s"', 'name="i"')),
+    )
+}
+"""The same with a value that is no JSON; where values have tags, with the argument `i` twice."""
 THINK = {"mistral": ("[THINK]", "[/THINK]"), "seed_oss": ("<seed:think>", "</seed:think>")}
 THINK["gpt_oss"] = ("<|channel|>analysis<|message|>", "<|end|>")
 
@@ -125,6 +136,51 @@ def test_a_broken_call_does_not_hide_the_next_one(parser):
     turn = parse(parser, f"{cut}\n{ONE[parser]}")
     assert [type(action).__name__ for action in turn.actions] == ["MalformedCall", "ToolCall"]
     assert turn.calls[0].arguments == F.arguments and cut.strip() in turn.content
+
+
+@pytest.mark.parametrize("parser", sorted(BROKEN))
+def test_a_malformed_call_has_its_raw_text_the_name_of_its_tool_and_one_sentence_about_the_problem(parser):
+    (bad,) = parse(parser, BROKEN[parser]).actions
+    twice = {"glm45": "argument", "qwen3_coder": "parameter", "seed_oss": "parameter", "deepseek_v32": "parameter"}
+    where = {"hermes": ("it is", 34), "llama3_json": ("it is", 35), "react": ("the input is", 7)}
+    subject, at = where.get(parser, ("the arguments are", 7))
+    problem = f"{subject} not valid JSON (Expecting value at character {at})"
+    if parser in twice:
+        problem = f"the {twice[parser]} 'i' is given twice"
+    assert (bad.text.strip(), bad.name) == (BROKEN[parser].strip(), "f")
+    assert bad.error.startswith(f"The tool call was not run: {problem}. Write ")
+
+
+@pytest.mark.parametrize(("parser", "key"), [("hermes", "arguments"), ("llama3_json", "parameters")])
+def test_a_model_is_told_the_key_of_the_arguments_in_its_grammar(parser, key):
+    (bad,) = parse(parser, BROKEN[parser]).actions
+    advice = f'Write one JSON object with the keys "name" (a string) and "{key}" (an object), and close it.'
+    assert bad.error.endswith(f". {advice}")
+
+
+@pytest.mark.parametrize("parser", sorted(set(ONE) - {"react"}))
+def test_a_turn_with_too_many_calls_keeps_its_rest_once(parser):
+    """The first call beyond the limit is a malformed one, whose text would be kept anyway."""
+    reader = get_parser(parser)
+    reader.max_calls = 1
+    separator = ";" if parser == "llama3_json" else "\n"
+    turn = reader.parse(separator.join([ONE[parser], BROKEN[parser], ONE[parser]]), TOOLS)
+    call, told = turn.actions
+    assert (call.name, call.arguments) == ("f", F.arguments)
+    rest = separator.join([BROKEN[parser], ONE[parser]])
+    assert turn.content == told.text == "\n" * (parser == "gpt_oss") + rest
+    assert told.error == (
+        "The tool call was not run: one turn may hold 1 calls, and this turn goes on behind them. "
+        "Write fewer calls at once, and read their results before you go on."
+    )
+
+
+@pytest.mark.parametrize("parser", sorted(set(ONE) - {"gpt_oss"}))
+def test_calls_are_found_in_a_plain_string_as_in_an_indexed_text(parser):
+    reader = get_parser(parser)
+    for text in (ONE[parser], BROKEN[parser], ONE[parser][:-30], f"{BROKEN[parser]}\n{ONE[parser]}"):
+        found = reader.find_calls(text, 0, TOOLS)
+        assert found == reader.find_calls(IndexedText(text), 0, TOOLS) and (found is None or found.start == 0)
 
 
 @pytest.mark.parametrize("parser", sorted(set(ONE) - {"llama3_json"}))
@@ -212,6 +268,26 @@ def test_a_malformed_qwen3_coder_call_says_what_is_wrong(inside, says):
     assert turn.calls == [] and turn.content == f"Now:\n{raw}" and says in turn.malformed[0].error
 
 
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ("<function=f>\n<parameter=s>\na\n", "the parameter 's' is not closed"),
+        ("<function=f>\n<parameter=s>\na\n</function>", "the parameter 's' is not closed"),
+        (
+            "<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=i>\n2\n</parameter>\n",
+            "the parameter 'i' is given twice",
+        ),
+    ],
+)
+def test_a_broken_function_without_outer_tags_ends_before_the_next_one(bad, problem):
+    turn = parse("qwen3_coder", f"{bad}<function=f>\n<parameter=s>\nb\n</parameter>\n</function>")
+    first, second = turn.actions
+    assert (first.text, first.name, second) == (bad, "f", ToolCall("f", {"s": "b"}))
+    assert first.error.startswith(f"The tool call was not run: {problem}. ") and turn.content == bad
+    (alone,) = parse("qwen3_coder", bad).actions
+    assert (alone.text, alone.error) == (first.text, first.error)
+
+
 # ---------------------------------------------------------------- closing tags that are missing
 
 OPEN = {
@@ -226,6 +302,48 @@ OPEN = {
     ),
 }  # fmt: skip
 """A call around its arguments, an argument without its closing tag, and that tag."""
+
+
+MISSING = "a parameter tag should come where "
+
+
+@pytest.mark.parametrize(
+    ("parser", "opened", "closing", "closed", "cut"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": x',
+            "</tool_call>",
+            "it is not valid JSON (Expecting value at character 10)",
+            "Expecting value at character 10",
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f>",
+            "</tool_call>",
+            f"{MISSING}another tag stands",
+            f"{MISSING}the text ends",
+        ),
+        (
+            "seed_oss",
+            "<seed:tool_call><function=f>",
+            "</seed:tool_call>",
+            f"{MISSING}another tag stands",
+            f"{MISSING}the text ends",
+        ),
+        (
+            "glm45",
+            "<tool_call>f<arg_key>i</arg_key>x",
+            "</tool_call>",
+            "a key and its value should come where another tag stands",
+            "a key and its value should come where another tag stands",
+        ),
+    ],
+)
+def test_only_a_call_without_its_closing_tag_is_called_not_closed(parser, opened, closing, closed, cut):
+    for text, problem in ((opened + closing, closed), (opened, f"it is not closed ({cut})")):
+        (bad,) = parse(parser, text).actions
+        assert bad.text == text and bad.error.startswith(f"The tool call was not run: {problem}. Write ")
 
 
 @pytest.mark.parametrize("between", ["\n", ""])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_mt.chat.parsers import HermesParser, ToolParser, get_parser, tool_parsers
+from verl_mt.chat.parsers import HermesParser, ToolParser, base, get_parser, json_calls, tool_parsers
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall
 from verl_mt.errors import PluginError
 
@@ -283,6 +283,37 @@ def test_a_broken_llama_call_does_not_hide_the_next_one(broken, separator):
     turn = llama(f'{broken}{separator}{{"name": "search", "parameters": {{"query": "x"}}}}', TOOLS)
     assert [type(action) for action in turn.actions] == [MalformedCall, ToolCall] and turn.calls == [SEARCH_X]
     assert broken in turn.content
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_a_llama_call_that_breaks_at_no_known_place_ends_before_the_next_one(value):
+    broken = f'{{"name": "search", "parameters": {{"query": {value}'
+    for tag in ("", "<|python_tag|>"):
+        (alone,) = llama(tag + broken, TOOLS).actions
+        assert (alone.text, alone.name) == (tag + broken, "search")
+        for separator in ("\n", "; "):
+            text = f'{tag}{broken}{separator}{{"name": "search", "parameters": {{"query": "x"}}}}'
+            bad, call = llama(text, TOOLS).actions
+            assert (bad.text, call) == (f"{tag}{broken}{separator}", SEARCH_X)
+
+
+def test_a_broken_llama_call_is_searched_forwards_for_the_next_one(monkeypatch):
+    """Each search begins behind the candidate before it, or the reading would never end."""
+    starts: list[int] = []
+
+    def first_match(pattern, text, start):
+        if pattern is json_calls._LLAMA_NEXT:
+            assert not starts or start > starts[-1]
+            starts.append(start)
+        return base.first_match(pattern, text, start)
+
+    monkeypatch.setattr(json_calls, "first_match", first_match)
+    other = '\n{"name": "other"'
+    text = '{"name": "search", "parameters": {"query": x' + 2 * other
+    (bad,) = llama(text, TOOLS).actions
+    breaks = text.index("x")
+    candidates = [breaks + 2, breaks + 2 + len(other)]
+    assert bad.text == text and starts == [breaks, *(place + 1 for place in candidates)]
 
 
 def test_a_llama_call_in_the_middle_of_a_line_must_name_a_tool_that_exists():
