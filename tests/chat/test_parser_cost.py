@@ -100,7 +100,7 @@ def test_a_pattern_is_searched_once_up_to_the_place_that_it_found_or_never_again
     assert [text.first_match(pattern, start) for start in (101, 102, 150)] == [None] * 3 and asked == [0, 101]
 
 
-def test_llama_values_that_break_at_one_place_are_read_once(monkeypatch):
+def test_nested_llama_values_that_break_at_one_place_are_read_once(monkeypatch):
     read: list[int] = []
 
     def noted(text: str, start: int) -> tuple[Any, int]:

@@ -58,7 +58,7 @@ BROKEN = {parser: text.replace('{"i": 1, "s": "x"}', '{"i": x}') for parser, tex
         ("deepseek_v32", ('name="s"', 'name="i"')),
     )
 }
-"""The same with a value that is no JSON; where values have tags, with the argument `i` twice."""
+"""The same call with invalid JSON. Where values stand between tags: the argument `i` twice."""
 THINK = {"mistral": ("[THINK]", "[/THINK]"), "seed_oss": ("<seed:think>", "</seed:think>")}
 THINK["gpt_oss"] = ("<|channel|>analysis<|message|>", "<|end|>")
 
@@ -139,7 +139,7 @@ def test_a_broken_call_does_not_hide_the_next_one(parser):
 
 
 @pytest.mark.parametrize("parser", sorted(BROKEN))
-def test_a_malformed_call_has_its_raw_text_the_name_of_its_tool_and_one_sentence_about_the_problem(parser):
+def test_a_malformed_call_keeps_its_text_and_tool_name_and_names_the_problem(parser):
     (bad,) = parse(parser, BROKEN[parser]).actions
     twice = {"glm45": "argument", "qwen3_coder": "parameter", "seed_oss": "parameter", "deepseek_v32": "parameter"}
     where = {"hermes": ("it is", 34), "llama3_json": ("it is", 35), "react": ("the input is", 7)}
@@ -152,15 +152,15 @@ def test_a_malformed_call_has_its_raw_text_the_name_of_its_tool_and_one_sentence
 
 
 @pytest.mark.parametrize(("parser", "key"), [("hermes", "arguments"), ("llama3_json", "parameters")])
-def test_a_model_is_told_the_key_of_the_arguments_in_its_grammar(parser, key):
+def test_advice_about_json_names_the_arguments_key_of_the_grammar(parser, key):
     (bad,) = parse(parser, BROKEN[parser]).actions
     advice = f'Write one JSON object with the keys "name" (a string) and "{key}" (an object), and close it.'
     assert bad.error.endswith(f". {advice}")
 
 
 @pytest.mark.parametrize("parser", sorted(set(ONE) - {"react"}))
-def test_a_turn_with_too_many_calls_keeps_its_rest_once(parser):
-    """The first call beyond the limit is a malformed one, whose text would be kept anyway."""
+def test_text_behind_the_call_limit_is_kept_once(parser):
+    """The first call beyond the limit is malformed."""
     reader = get_parser(parser)
     reader.max_calls = 1
     separator = ";" if parser == "llama3_json" else "\n"

@@ -286,7 +286,7 @@ def test_a_broken_llama_call_does_not_hide_the_next_one(broken, separator):
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
-def test_a_llama_call_that_breaks_at_no_known_place_ends_before_the_next_one(value):
+def test_a_llama_call_with_a_refused_number_ends_before_the_next_call(value):
     broken = f'{{"name": "search", "parameters": {{"query": {value}'
     for tag in ("", "<|python_tag|>"):
         (alone,) = llama(tag + broken, TOOLS).actions
@@ -297,8 +297,8 @@ def test_a_llama_call_that_breaks_at_no_known_place_ends_before_the_next_one(val
             assert (bad.text, call) == (f"{tag}{broken}{separator}", SEARCH_X)
 
 
-def test_a_broken_llama_call_is_searched_forwards_for_the_next_one(monkeypatch):
-    """Each search begins behind the candidate before it, or the reading would never end."""
+def test_the_search_behind_a_broken_llama_call_only_moves_forward(monkeypatch):
+    """Each search begins behind the previous candidate. Otherwise parsing would not end."""
     starts: list[int] = []
 
     def first_match(pattern, text, start):
