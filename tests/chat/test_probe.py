@@ -7,6 +7,7 @@ from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenize
 from conformance_table import generic_template
 
 from verl_mt.chat import ChatTemplate
+from verl_mt.chat.probe import Problem
 from verl_mt.errors import TemplateError
 
 EOS = "<|im_end|>"
@@ -29,6 +30,27 @@ def test_a_frame_for_every_role_writes_no_calls_and_no_schemas():
     assert set(found.problems) == {"tools", "tool_call", "parallel_calls", "text_with_call"}
     assert found.arguments is None
     assert not found.merges_tool_messages
+
+
+@pytest.mark.parametrize("missing", ["c.function.name + ' ' + ", " + ' ' + c.function.arguments|tojson"])
+def test_a_call_without_its_name_or_arguments_is_a_problem(missing):
+    assert missing in TOOL_CHATML
+    found = capabilities(TOOL_CHATML.replace(missing, ""))
+    left_out = Problem("P16", "tool calls of earlier turns are left out of the text")
+    assert found.problems == dict.fromkeys(("tool_call", "parallel_calls", "text_with_call"), left_out)
+    assert found.arguments is None
+
+
+def test_a_template_without_the_users_question_has_a_prompt_problem():
+    """Only the first message is left out."""
+    found = capabilities(CHATML.replace("m.content", "('' if loop.first else m.content)"))
+    problems = {
+        shape: Problem("P16", f"the template leaves {shape} out of the prompt without a word")
+        for shape in ("no_tools", "system", "tools")
+    }
+    calls = dict.fromkeys(("tool_call", "parallel_calls", "text_with_call"), found.problems["tool_call"])
+    assert found.problems == {**problems, "prompt": problems["no_tools"], **calls}
+    assert found.roles == {"user", "tool"}
 
 
 @pytest.mark.cap("P13")
@@ -102,6 +124,7 @@ def test_a_template_that_needs_tools_is_served_with_tools_and_refused_without():
     source = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TOOL_CHATML
     chat = ChatTemplate(byte_tokenizer(source, eos=EOS))
     assert chat.capabilities.problems["no_tools"].cause == "P24"
+    assert "prompt" not in chat.capabilities.problems
     chat.require(tools=True, interaction=True)
     with pytest.raises(TemplateError, match="P24"):
         chat.require(tools=False, interaction=False)

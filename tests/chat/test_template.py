@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from chat_toys import (
@@ -90,6 +91,41 @@ def test_where_the_next_header_ends_the_turn_it_stands_there_once():
     answered = after(chat, [tool("R")], assistant("", call("f", {})), observation)
     assert chat.decode(answered.ids) == "\nR<|assistant|>"
     assert chat.turn_text([*chat.encode_text("a", neutral=False), header]) == "a"
+
+
+def test_text_behind_a_call_may_differ_from_call_to_call():
+    source = TOOL_CHATML.replace(
+        "c.function.name + ' ' + c.function.arguments|tojson", "c.function.arguments|tojson + ' ' + c.function.name"
+    )
+    assert source != TOOL_CHATML
+    chat = ChatTemplate(byte_tokenizer(source, eos="<|im_end|>"))
+    shown = "\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    for name in ("search", "add", "search"):
+        turn = assistant("", call(name, {"a": 1}))
+        ended = after(chat, [tool("R")], turn, one(chat, "<|im_end|>"))
+        assert (chat.decode(ended.ids), ended.inserted_end) == (shown, 0)
+        cut = after(chat, [tool("R")], turn, 5)
+        assert (chat.decode(cut.ids), cut.inserted_end) == ("<|im_end|>" + shown, 1)
+
+
+def test_an_end_token_that_only_history_uses_is_no_stop_token():
+    """As gpt-oss: the last turn ends with another token than earlier turns."""
+    end = "('</s>' if loop.last and m.role == 'assistant' else '<|im_end|>') + '\n'"
+    tokenizer = byte_tokenizer(CHATML.replace("'<|im_end|>\n'", end))
+    chat = ChatTemplate(tokenizer)
+    last, earlier = one(chat, "</s>"), one(chat, "<|im_end|>")
+    assert chat.end_token_ids == {last, earlier} and chat.stop_token_ids == {last}
+    told = ChatTemplate(tokenizer, extra_end_ids=[earlier])
+    assert told.end_token_ids == told.stop_token_ids == {last, earlier}
+    plain = ChatTemplate(byte_tokenizer(CHATML))
+    assert plain.end_token_ids == plain.stop_token_ids == {last, earlier}
+
+
+def test_a_template_without_assistant_turns_stops_at_the_tokenizers_eos():
+    chat = ChatTemplate(byte_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
+    assert chat.end_token_ids == chat.stop_token_ids == {one(chat, "</s>")}
+    with pytest.raises(TemplateError, match="does not show what the assistant said"):
+        after(chat, [user("x")], assistant("a"), one(chat, "</s>"))
 
 
 @pytest.mark.cap("P7")
@@ -362,6 +398,20 @@ def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monk
     with pytest.raises(render._OutOfTime):
         render._Watch().run(stubborn, 0.01)
     assert len(swallowed) == 3
+
+
+def test_a_time_limit_counts_processor_time_of_the_thread_or_five_times_longer_wall_time(monkeypatch):
+    clocks = {"clock_gettime": lambda number: number + 0.5, "monotonic": lambda: 100.0, "sleep": time.sleep}
+    thread = threading.get_ident()
+
+    def ends_at(**more):
+        monkeypatch.setattr(render, "time", SimpleNamespace(**clocks, **more))
+        watch, found = render._Watch(), []
+        watch.run(lambda: str(found.extend(r.ends_at for r in watch._running)), 3.0)
+        return found
+
+    assert ends_at(pthread_getcpuclockid=lambda asked: 7 if asked == thread else 0) == [7 + 0.5 + 3.0]
+    assert ends_at() == [100.0 + 5 * 3.0]
 
 
 def test_no_garbage_is_collected_while_the_watch_looks_at_stacks(monkeypatch):

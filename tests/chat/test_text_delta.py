@@ -123,6 +123,30 @@ def test_a_merge_across_the_generation_prompt_is_not_followed():
     assert turn_ids(Merging(), HISTORY, assistant("\n4")) == encode("\n4<|im_end|>")
 
 
+def test_a_turn_is_encoded_where_the_tokenizer_drops_white_space_behind_control_tokens():
+    """As Phi-3: the newline behind the end of turn is lost."""
+
+    class Swallowing(ToyChat):
+        def encode_text(self, text, *, neutral=False):
+            return encode(re.sub(r"(<\|im_\w+\|>)\s+", r"\1", text))
+
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = assistant("ok", tool_calls=[call])
+    for method in ("prev_curr", "fixed_base", "auto"):
+        ids = turn_ids(Swallowing(), HISTORY, said, method=method)
+        assert decode(ids) == 'ok\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+        assert turn_ids(Swallowing(), HISTORY, said, method=method, complete=False) == ids[:-1]
+
+
+def test_engine_text_that_would_lose_its_white_space_is_refused():
+    class Stripping(ToyChat):
+        def encode_text(self, text, *, neutral=False):
+            return encode(text.replace(" ", ""))
+
+    with pytest.raises(TemplateError, match="as_written: the tokenizer cannot write 'two words' behind "):
+        turn_ids(Stripping(), HISTORY, assistant("two words"))
+
+
 def test_an_unknown_method_is_refused():
     with pytest.raises(TemplateError, match="unknown delta method 'slice'"):
         turn_ids(ToyChat(), HISTORY, assistant("A2"), method="slice")
