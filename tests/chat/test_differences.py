@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
 
 from verl_mt.chat import differences, sanity
-from verl_mt.chat.differences import DiffSpan, canonical_json, differing_chunks
+from verl_mt.chat.differences import Cause, DiffSpan, TurnTexts, canonical_json, causes_of_turn, differing_chunks
 from verl_mt.chat.sanity import SanityMode, check
 
 
@@ -144,6 +144,38 @@ def test_findings_are_those_of_the_search_for_longest_runs(talk, mode):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sanity, "differing_chunks", by_longest_runs)
         assert found() == fast
+
+
+CALL = "ok <f a=1/>"
+
+
+@pytest.mark.parametrize(
+    ("rendered", "call_starts_at", "cause"),
+    [
+        ("ok <f a='1'/>", 2, Cause.RESERIALIZED_ARGUMENTS),
+        ("ok <f a='1'/>", 8, Cause.RESERIALIZED_ARGUMENTS),
+        ("ok <f a='1'/>", 9, Cause.REWRITES_HISTORY),
+        ("ok <f a='1'/>", None, Cause.REWRITES_HISTORY),
+        ("OK <f a=1/>", 2, Cause.REWRITES_HISTORY),
+        ("OK <f a='1'/>", 2, Cause.REWRITES_HISTORY),
+        ("ok", 2, Cause.REWRITES_HISTORY),
+        ("ok ", 2, Cause.REWRITES_HISTORY),
+    ],
+)
+def test_a_change_inside_the_call_is_reserialized_arguments_and_others_rewrite_history(rendered, call_starts_at, cause):
+    assert causes_of_turn(TurnTexts(CALL, rendered, call_starts_at=call_starts_at)) == [cause]
+
+
+def test_json_behind_broken_openings_is_found_within_the_read_budget(monkeypatch):
+    assert canonical_json("") == "" and canonical_json("x") == "x"
+    nowhere, object_, written = f"[{'1,' * 1000}x] ", '{"b": 1, "a": 2}', '{"a":2,"b":1}'
+    assert canonical_json(nowhere + object_) == nowhere + written
+    text = "[1, x]" * 2 + object_  # four characters are read in each list before it breaks
+    for reads in (0, 1):
+        monkeypatch.setattr(differences, "_MAX_READS", reads)
+        for budget, found in ((8, object_), (9, written)):
+            monkeypatch.setattr(differences, "_MAX_NESTED", budget - reads * len(text))
+            assert canonical_json(text) == "[1, x]" * 2 + found
 
 
 def every_message_differs(num, text=""):

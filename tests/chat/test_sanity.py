@@ -93,6 +93,19 @@ def test_dropped_old_reasoning_is_found_in_both_modes_and_named():
     assert run(ToyChat(strip_old_think), messages, parts, OFF) is None
 
 
+def test_a_finding_shows_six_tokens_before_and_behind_the_difference():
+    messages = [user("Hi"), assistant("<think>r1</think>\n\nA1"), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "<think>r1</think>\n\nA1<|im_end|>", U2, "A2<|im_end|>")
+    inside = run(ToyChat(strip_old_think), messages, parts)
+    assert inside.start == len(encode(U1 + GEN))
+    assert inside.recorded == "stant\n<think>r1</think>\n\nA1<|im_end|>\n<|im_start|>u"
+    assert inside.rendered == "stant\nA1<|im_end|>\n<|im_start|>u"
+    first = run(ToyChat(), [user("Hi"), assistant("A1")], (U1.replace("Hi", "Ho") + GEN, "A1<|im_end|>"))
+    assert (first.start, first.recorded) == (7, "user\nHo<|im_end|>\n<|im_start|>ass")
+    near = run(ToyChat(), [user("Hi"), assistant("A1")], ("<|im_start|>x" + U1[13:] + GEN, "A1<|im_end|>"))
+    assert (near.start, near.recorded, near.rendered) == (1, "<|im_start|>xser\nHi", "<|im_start|>user\nHi")
+
+
 @pytest.mark.cap("P7")
 def test_prefilled_reasoning_that_the_rendering_drops_is_stripped_reasoning():
     messages = [user("Hi"), assistant("A1"), user("U2"), assistant("A2")]
@@ -186,7 +199,7 @@ def shows_no_reasoning(messages, tools=None, *, add_generation_prompt=False):
 @pytest.mark.parametrize("template", [keeps_the_last_answer_whole, shows_no_reasoning])
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
 def test_a_prefilled_think_is_no_mismatch_in_the_last_turn(template, end):
-    for written in ("r1</think>\n\nA1", "r1</think>A1", "r1 goes on and", "</think>\n\nA1"):
+    for written in ("r1</think>\n\nA1", "r1</think>A1", "r1 goes on and", "</think>\n\nA1", "r1</think>"):
         messages = [user("Hi"), assistant(written)]
         assert run(ToyChat(template), messages, (U1 + PREFILL, written + end), stop_length=not end) is None
 
@@ -249,6 +262,17 @@ def test_behind_a_cut_prompt_everything_else_is_still_compared(how):
     finding = run(ToyChat(strip_old_think), messages, parts, prompt_truncated=True)
     assert finding.causes == (Cause.TRUNCATION, Cause.STRIPPED_REASONING)
     assert (finding.cause, finding.in_budget) == (Cause.STRIPPED_REASONING, True)
+
+
+@pytest.mark.parametrize("last", ["", "A", "A2"])
+def test_a_cut_prompt_is_found_before_last_turns_of_any_length(last):
+    prompt = cut(LONG + GEN, "left", 30)
+    parts = (prompt, "A1<|im_end|>", U2, f"{last}<|im_end|>")
+    messages = [*ASKED, assistant("A1"), user("U2"), assistant(last)]
+    finding = run(ToyChat(), messages, parts, prompt_truncated=True)
+    (span,) = finding.spans
+    assert (span.cause, span.recorded, finding.in_budget) == (Cause.TRUNCATION, "", False)
+    assert encode(span.rendered) + prompt == encode(LONG + GEN)
 
 
 def test_a_cut_prompt_that_the_finished_conversation_writes_in_another_way_blames_no_one():
