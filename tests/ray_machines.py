@@ -14,15 +14,16 @@ def disconnect() -> None:
 
 
 @contextmanager
-def two_machines() -> Iterator[str]:
-    """A Ray cluster of two nodes with one CPU for a rank each; both are processes of this machine."""
+def machines(number: int, cpus: int = 1) -> Iterator[str]:
+    """The address of a Ray cluster of `number` nodes, with one CPU for each rank; they are processes of this machine."""
     from ray.cluster_utils import Cluster
 
     disconnect()
-    size = {"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=size)
+    size = {"num_cpus": cpus, "object_store_memory": 100 * 1024 * 1024}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=1, object_store_memory=100 * 1024 * 1024)
+        for _ in range(number - 1):
+            cluster.add_node(**size)
         cluster.wait_for_nodes()
         yield cluster.address
     finally:

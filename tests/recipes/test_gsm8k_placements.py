@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import warm_start
-from ray_machines import two_machines
+from ray_machines import machines
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.config.schema import Config, leaves
@@ -162,7 +162,9 @@ def test_two_steps_as_on_one_gpu(data, tmp_path):
 @pytest.mark.sglang
 @pytest.mark.ray
 def test_two_steps_as_on_eight_gpus_with_two_ranks_and_a_replica_beside_each(data, tmp_path):
-    two_steps("8gpus", data, tmp_path / "run", "trainer.n_workers_per_node=2", replicas=2)
+    with machines(1, cpus=2) as address:
+        run = tmp_path / "run"
+        two_steps("8gpus", data, run, "trainer.n_workers_per_node=2", replicas=2, RAY_ADDRESS=address)
     assert len(list((tmp_path / "run" / "checkpoints" / "step_000002" / "actor").glob("__*_0.distcp"))) == 2
 
 
@@ -170,6 +172,6 @@ def test_two_steps_as_on_eight_gpus_with_two_ranks_and_a_replica_beside_each(dat
 @pytest.mark.sglang
 @pytest.mark.ray
 def test_two_steps_as_on_two_machines_with_a_rank_and_a_replica_each(data, tmp_path):
-    with two_machines() as address:
+    with machines(2) as address:
         run = tmp_path / "run"
         two_steps("2nodes", data, run, "trainer.n_workers_per_node=1", replicas=2, RAY_ADDRESS=address)

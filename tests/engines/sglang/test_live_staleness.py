@@ -9,7 +9,7 @@ import pytest
 from command_lab import metrics_of, rows_of
 from late_calculator import configure
 from live import ROLLOUT, START_S
-from ray_machines import two_machines
+from ray_machines import machines
 
 from verl_mt import prompt_log
 from verl_mt.config.compose import compose
@@ -105,7 +105,7 @@ def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp
 
 @pytest.mark.ray
 def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch, late_calculator):
-    with two_machines() as address:
+    with machines(2) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
         small = ("data.train_batch_size=4", ROLLOUT + "n=4")
