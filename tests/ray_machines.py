@@ -15,7 +15,7 @@ def disconnect() -> None:
 
 @contextmanager
 def machines(number: int, cpus: int = 1) -> Iterator[str]:
-    """The address of a Ray cluster of `number` nodes, with one CPU for each rank; they are processes of this machine."""
+    """The address of a Ray cluster of `number` nodes, with `cpus` each: processes of this machine."""
     from ray.cluster_utils import Cluster
 
     disconnect()

@@ -65,6 +65,8 @@ IMPORTED_BY_ENGINES = (
 )
 _WITHOUT_A_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Of the server alone: pyarrow's allocator would start one."""
+_PEER = struct.Struct("3i")
+"""Process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
 _TOLD = struct.Struct("<4si")
 """`pid ` when a fork begins, `end ` with its wait status."""
 
@@ -270,6 +272,22 @@ def ask(address: str, request: dict[str, Any], descriptors: Sequence[int]) -> st
     return said(connection, b"pid "), connection
 
 
+def parent_of(pid: int) -> int:
+    """The process that started this one. A fork is a child of the server: its parent here is who asked for it.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: there is no such process.
+    """
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    for made in _servers.values():
+        if parent == made.process.pid:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect("\0" + made.address)
+                _send(connection, {"who_asked_for": pid})
+                return (_receive(connection) or {}).get("pid") or parent
+    return parent
+
+
 def said(connection: socket.socket, expected: bytes) -> int:
     said = connection.recv(_TOLD.size, socket.MSG_WAITALL)
     if said[:4] != expected:
@@ -429,6 +447,8 @@ class Children:
 
     def __init__(self, control: socket.socket, listening: socket.socket, path: list[str], imported: Imported) -> None:
         self._control, self._listening, self._path, self._imported = control, listening, path, imported
+        self._asked: dict[int, int] = {}
+        """Process id -> the process that asked for it."""
         self._fate_shared: set[int] = set()
         """Processes that are killed when nobody waits for them any more."""
         self._channels: dict[int, int | None] = {}
@@ -467,10 +487,15 @@ class Children:
             request = _receive(connection, descriptors)
             if request is None:
                 return
+            if "who_asked_for" in request:
+                _send(connection, {"pid": self._asked.get(request["who_asked_for"])})
+                return
             refusal = self._imported.why_not(request["environment"], request["first_entry"])
             _send(connection, {"why_real": refusal})
             if refusal is None:
-                self._fork(request, [*descriptors, os.dup(connection.fileno())])
+                pid = self._fork(request, [*descriptors, os.dup(connection.fileno())])
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+                self._asked[pid] = _PEER.unpack(peer)[0]
                 return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -507,9 +532,10 @@ class Children:
         os.waitpid(pid, 0)
         self._told.discard(pid)
         self._fate_shared.discard(pid)
+        self._asked.pop(pid, None)
         del self._channels[pid]
 
-    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
         threads = os.listdir("/proc/self/task")
         if len(threads) != 1 or threading.active_count() != 1:
             raise RuntimeError(
@@ -534,6 +560,7 @@ class Children:
             self._fate_shared.add(pid)
         for descriptor in (*descriptors, log):
             os.close(descriptor)
+        return pid
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 from ray_machines import disconnect
+from warm_start import parent_of
 
 from verl_mt import prompt_log
 from verl_mt.config.compose import compose
@@ -74,8 +75,8 @@ class Nodes:
     def processes(self) -> set[int]:
         """Workers of the second node."""
         raylet = self.second.all_processes["raylet"][0].process.pid
-        children = Path(f"/proc/{raylet}/task/{raylet}/children")
-        return set(map(int, children.read_text().split()))
+        started = set(children_of({raylet}))
+        return started | set(children_of(started))  # what the raylet starts asks for the fork that is the worker
 
     def lose(self) -> None:
         self.cluster.remove_node(self.second, allow_graceful=False)
@@ -83,6 +84,15 @@ class Nodes:
     def bring_back(self) -> None:
         self.second = self.cluster.add_node(**self.arguments)
         self.cluster.wait_for_nodes()
+
+
+def children_of(parents: set[int]) -> list[int]:
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if parent_of(pid) in parents:
+                found.append(pid)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +209,6 @@ def assert_each_step_once(run: Path, num_steps: int) -> None:
         assert versions == {number}
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def losses(*every_commit: object, release: tuple[object, ...]) -> list:
     """Each loss costs a minute: every commit gets one of each kind, a release all of them."""
     return [*every_commit, *(pytest.param(value, marks=pytest.mark.release) for value in release)]
@@ -299,7 +305,7 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
 
     def lose():
         workers.extend(two_nodes.processes())
-        engines.extend(pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if parent_of(pid) in workers)
+        engines.extend(set(children_of(set(workers))) - set(workers))
         two_nodes.lose()
 
     with pytest.MonkeyPatch.context() as patch:
