@@ -239,7 +239,7 @@ ROWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", beside.TASKS)
+@pytest.mark.parametrize("task", ["gsm8k", pytest.param("search", marks=pytest.mark.release)])
 def test_two_steps_of_the_real_architecture_and_tokenizer(shared_data, tiny_qwen, tmp_path, task):
     """The command as a person gives it, `--only ours`, on a CPU."""
     source, kind = ROWS[task]
