@@ -9,6 +9,9 @@ The server computes nothing and starts no thread: an OpenMP pool that has worked
 repeat becomes a real start, without a word: an environment whose variables were read while the server imported, or a
 folder of `sys.path` that holds another version of an imported module. `Popen.why_real` says why.
 
+`warm_ray` and `warm_engines` do the same for Ray's workers and SGLang's engines (8 and 13 CPU seconds of imports each),
+whichever process of the session starts them: the servers' addresses are in the environment.
+
 Use subprocess for what is about the interpreter itself: which modules a command imports, its end in C code, its flags.
 """
 
