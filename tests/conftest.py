@@ -6,9 +6,11 @@ import functools
 import gc
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,6 +82,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(20000, 50, 100)
+
+
+_warm_starts: Counter[str] = Counter()
+"""Forks by "", real starts by their reasons."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if warm_start := sys.modules.get("warm_start"):
+        _warm_starts.update(warm_start.counts())
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: sent to the process that reports
+        session.config.workeroutput["warm_starts"] = dict(_warm_starts)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _warm_starts.update(getattr(node, "workeroutput", {}).get("warm_starts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A reason that is new explains why the tests have become slow."""
+    real = Counter({reason: number for reason, number in _warm_starts.items() if reason})
+    if _warm_starts:
+        reasons = "; ".join(f"{number} x {reason}" for reason, number in real.most_common(12))
+        terminalreporter.write_line(f"warm starts: {_warm_starts['']} forks, {real.total()} real: {reasons or 'none'}")
 
 
 @pytest.fixture(scope="session")

@@ -207,10 +207,14 @@ def test_what_a_fork_cannot_repeat_is_a_real_start(tmp_path):
     def with_variables(**changes: str) -> str | None:
         return why_real("-c", "", env={**os.environ, **changes})
 
+    before = warm_start.counts()
     assert with_variables(COLUMNS="99", MY_OWN="1", ONEDNN_PRIMITIVE_CACHE_CAPACITY="7") is None
     assert with_variables(HF_HUB_OFFLINE="0") == "HF_HUB_OFFLINE is read at import"
     assert with_variables(OMP_NUM_THREADS="2") == "OMP_NUM_THREADS is read at import"
     assert with_variables(PYTHONWARNINGS="error") == "PYTHONWARNINGS is read at import"
+    assert warm_start.counts() - before == {
+        "": 1, **{f"{name} is read at import": 1 for name in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONWARNINGS")}
+    }  # fmt: skip
     assert why_real("-c", "", env={}).endswith("is read at import")
 
     (tmp_path / "rich").mkdir()  # a folder of data

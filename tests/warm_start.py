@@ -6,8 +6,8 @@ once, and each command is a fork of it. `run` and `Popen` take subprocess's argu
     warm_start.run([sys.executable, "-m", "verl_mt.trainer", "trainer.total_training_steps=1"], capture_output=True)
 
 The server computes nothing and starts no thread: an OpenMP pool that has worked deadlocks in a fork. What a fork cannot
-repeat becomes a real start, without a word: an environment whose variables were read while the server imported, or a
-folder of `sys.path` that holds another version of an imported module. `Popen.why_real` says why.
+repeat becomes a real start: an environment whose variables were read while the server imported, or a folder of
+`sys.path` that holds another version of an imported module. `Popen.why_real` says why, and pytest's summary counts.
 
 `warm_ray` and `warm_engines` do the same for Ray's workers and SGLang's engines (8 and 13 CPU seconds of imports each),
 whichever process of the session starts them: the servers' addresses are in the environment.
@@ -41,6 +41,7 @@ import threading
 import traceback
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
@@ -121,6 +122,19 @@ class Server:
     def log(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
+    def counts(self) -> dict[str, int]:
+        """Forks until now by "", and real starts by their reasons."""
+        return self.ask({"counts": True})["counts"]
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect("\0" + self.address)
+            _send(connection, question)
+            answer = _receive(connection)
+        if answer is None:
+            raise RuntimeError(f"the server of warm starts ended:\n{self.log()}")
+        return answer
+
     def close(self) -> None:
         self._control.close()
         self.process.wait()
@@ -143,6 +157,11 @@ def _engine_server() -> Server:
     from verl_mt.engines.sglang.processes import _environment
 
     return Server(IMPORTED_BY_ENGINES, ENGINE_ADDRESS, _environment())
+
+
+def counts() -> Counter[str]:
+    """Of this process and of the processes that it started: as `Server.counts`."""
+    return sum((Counter(made.counts()) for made in _servers.values()), Counter())
 
 
 def warm_engines() -> None:
@@ -284,10 +303,7 @@ def parent_of(pid: int) -> int:
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     for made in _servers.values():
         if parent == made.process.pid:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect("\0" + made.address)
-                _send(connection, {"who_asked_for": pid})
-                return (_receive(connection) or {}).get("pid") or parent
+            return made.ask({"who_asked_for": pid})["pid"] or parent
     return parent
 
 
@@ -450,6 +466,7 @@ class Children:
 
     def __init__(self, control: socket.socket, listening: socket.socket, path: list[str], imported: Imported) -> None:
         self._control, self._listening, self._path, self._imported = control, listening, path, imported
+        self._counts: Counter[str] = Counter()
         self._asked: dict[int, int] = {}
         """Process id -> the process that asked for it."""
         self._fate_shared: set[int] = set()
@@ -493,7 +510,11 @@ class Children:
             if "who_asked_for" in request:
                 _send(connection, {"pid": self._asked.get(request["who_asked_for"])})
                 return
+            if "counts" in request:
+                _send(connection, {"counts": self._counts})
+                return
             refusal = self._imported.why_not(request["environment"], request["first_entry"])
+            self._counts[refusal or ""] += 1
             _send(connection, {"why_real": refusal})
             if refusal is None:
                 pid = self._fork(request, [*descriptors, os.dup(connection.fileno())])

@@ -22,6 +22,7 @@ from conformance_table import (
     template_files,
     template_table,
 )
+from tables import one_of_each
 
 from verl_mt.chat import ChatTemplate, replay
 from verl_mt.chat.loading import load_tokenizer
@@ -219,10 +220,7 @@ def _renders(file: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if v == "phi-3-mini" else pytest.mark.slow) for n, v in OWN_VOCABULARY.items()],
-)
+@pytest.mark.parametrize("name", one_of_each(OWN_VOCABULARY, OWN_VOCABULARY.get))
 def test_recorded_streams_on_a_templates_own_vocabulary_are_exact(shared_data, own_tokenizers, name):
     tokenizer = own_tokenizers(OWN_VOCABULARY[name])
     tokenizer.chat_template = file_of(shared_data, name).read_text(encoding="utf-8")

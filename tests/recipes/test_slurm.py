@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray_machines
 
 from verl_mt import engines
 from verl_mt.config.checks import check
@@ -249,7 +250,7 @@ def test_a_real_ray_head_and_a_real_trainer_on_one_machine(job, tmp_path):
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment = ray_machines.environment()
     environment |= {"PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     process = job(
         "data.val_max_samples=4",

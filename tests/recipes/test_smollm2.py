@@ -171,7 +171,7 @@ def _run(*words: object, cwd: Path) -> str:
 @pytest.mark.slow
 @FETCHED
 @pytest.mark.timeout(1200)
-def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for_two_from_rewards(
+def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for_one_from_rewards(
     model, data, tmp_path, capsys
 ):
     assert check_template(["--model", str(model)]) == 0, capsys.readouterr().out
@@ -179,9 +179,9 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     with (data / "demos.jsonl").open() as demos:
         shortest.write_text(min(demos, key=len))
     named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]
-    small = ["trainer.total_training_steps=2", "trainer.save_freq=-1", *HERE]
+    small = ["trainer.save_freq=-1", *HERE]
     sft = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
-    sft += ["actor_rollout_ref.actor.optim.lr=3e-4"]
+    sft += ["actor_rollout_ref.actor.optim.lr=3e-4", "trainer.total_training_steps=2"]
     _run("verl_mt.sft", *named, "--data", shortest, "--out", "cold", "--no-rollouts", *sft, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "cold" / "metrics.jsonl").open()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -190,13 +190,14 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     rl += ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2"]
     rl += ["actor_rollout_ref.rollout.response_length=48"]
     rl += ["actor_rollout_ref.model.path=cold/hf", "trainer.default_local_dir=run", "trainer.test_freq=-1"]
+    rl += ["trainer.total_training_steps=1"]
     _run("verl_mt.trainer", *named, *small, *rl, cwd=tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     differences = [row["rollout/logprob_diff_mean"] for row in steps if "rollout/logprob_diff_mean" in row]
-    assert len(differences) == 2 and max(differences) < 0.1  # bfloat16
+    assert len(differences) == 1 and max(differences) < 0.1  # bfloat16
     capsys.readouterr()
-    assert curves.main([f"two={tmp_path / 'run'}"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].startswith("| two | 2 | ")
+    assert curves.main([f"one={tmp_path / 'run'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].startswith("| one | 1 | ")
 
 
 @pytest.mark.slow

@@ -212,13 +212,13 @@ mixes = given(
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=8, deadline=None)
 @mixes
 def test_any_mix_of_turns_tools_aborts_and_updates_keeps_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):
     any_mix(qwen3, seed, max_num_seqs, max_slots, budget)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @settings(max_examples=30, deadline=None)
 @mixes
 def test_many_mixes_keep_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, budget):
@@ -226,7 +226,7 @@ def test_many_mixes_keep_log_probs_exact(qwen3, seed, max_num_seqs, max_slots, b
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @mixes
 def test_nor_does_reading_common_beginnings_once_change_them(qwen3, seed, max_num_seqs, max_slots, budget):
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,9 @@ from verl_mt.engines.sglang.giver import WeightBroadcaster
 from verl_mt.errors import EngineError, EngineGoneError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+CONTEXT = mp.get_context("forkserver")
+"""Its server has imported what a new process needs."""
+CONTEXT.set_forkserver_preload(["torch.distributed", WeightBroadcaster.__module__])
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2)}
 
 
@@ -47,8 +50,8 @@ class Engine:
     """An engine in a process of its own, and the call that a rank has of it."""
 
     def __init__(self):
-        self.pipe, theirs = mp.get_context("spawn").Pipe()
-        self.process = mp.get_context("spawn").Process(target=receive, args=(theirs,), daemon=True)
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=receive, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self.received, self.names = [], []

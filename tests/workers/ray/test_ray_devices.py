@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 
 import pytest
+import ray_machines
 import warm_start
 
 pytestmark = pytest.mark.ray
@@ -40,7 +40,7 @@ def test_an_engine_sees_its_own_gpus_alone_even_where_ray_was_told_to_show_all(t
         "import os\nclass Looking:\n    async def gpus(self):\n        return os.environ.get('CUDA_VISIBLE_DEVICES')\n"
     )
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = ray_machines.environment()
         environment |= {"RAY_TMPDIR": folder, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": shown_all}
         done = warm_start.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path / "looking.py")],

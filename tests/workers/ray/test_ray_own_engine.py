@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import ray_machines
+import warm_start
 from code_blocks import REPO, blocks_of
 
 pytestmark = pytest.mark.ray
@@ -35,9 +35,9 @@ def run(tmp_path_factory) -> Path:
     command += ["trainer.num_threads=1", "trainer.save_freq=-1", "data.val_files=null", "trainer.export_at_end=False"]
     command += [f"trainer.default_local_dir={folder / 'run'}", "trainer.logger=[console]"]
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as short:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = ray_machines.environment()
         environment |= {"RAY_TMPDIR": short, "RAY_ADDRESS": "local"}
-        done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+        done = warm_start.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     return folder / "run"
 

@@ -10,6 +10,7 @@ import tempfile
 from importlib.metadata import version
 
 import pytest
+import ray_machines
 import warm_start
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -78,7 +79,7 @@ def said(tmp_path_factory) -> dict[str, str]:
         },
     }
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment = ray_machines.environment()
         done = warm_start.run(
             [sys.executable, "-c", SCRIPT, json.dumps(nodes)],
             env=environment | {"RAY_TMPDIR": folder},
