@@ -19,7 +19,6 @@ from verl_mt.trainer.build import build_trainer
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 BOUND = 2
-STEPS = 24
 
 
 @pytest.fixture
@@ -64,8 +63,13 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
     assert prompt_log.main([str(run)]) == 0
 
 
+def test_no_token_is_older_than_the_bound_and_each_prompt_is_trained_once(tmp_path, late_calculator):
+    require_what_was_promised(tmp_path / "run", train(tmp_path / "run", 6, late_calculator))
+
+
+@pytest.mark.release
 def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_calculator):
-    lines = train(tmp_path / "run", STEPS, late_calculator)
+    lines = train(tmp_path / "run", 24, late_calculator)
     require_what_was_promised(tmp_path / "run", lines)
     rewards = [line["reward/mean"] for line in lines]
     assert fmean(rewards[-8:]) > fmean(rewards[:8]) + 0.05, rewards
