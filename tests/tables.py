@@ -31,6 +31,11 @@ def one_of_each(cases: Iterable[Any], kind: Callable[[Any], Hashable]) -> list[A
     return marked
 
 
+def before_release(*values: Any, id: str | None = None) -> Any:
+    """A case for `pytest.mark.parametrize` that takes the path of another one."""
+    return pytest.param(*values, marks=pytest.mark.release, id=id)
+
+
 def newest_first(revisions: Iterable[str]) -> list[Any]:
     """Revisions of another library, oldest first: their files are nearly equal, so only the newest runs per commit."""
     *older, newest = revisions

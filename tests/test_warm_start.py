@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,16 @@ def words_of(folder: Path, kind: str, program: str) -> list[str]:
     return [sys.executable, *plain[kind], "--option", "value"]
 
 
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """A process that a shell starts in the background ignores Ctrl-C, and so do real starts of it. Forks never do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("kind", ["-c", "-m", "script", "-W"])
-def test_a_fork_looks_like_a_new_interpreter(tmp_path, kind):
+def test_a_fork_looks_like_a_new_interpreter(foreground, tmp_path, kind):
     words = words_of(tmp_path, kind, DESCRIBE_PROCESS)
     (tmp_path / "input").write_text("some input\n")
     warm_start.server()  # sets a variable

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
+from tables import before_release
 from toys import toy_tokenizer
 
 from verl_mt.chat.parsers import get_parser
@@ -177,7 +178,7 @@ class SleepyCalculator(Calculator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["trainer.deterministic=False", "trainer.deterministic=True"])
+@pytest.mark.parametrize("mode", ["trainer.deterministic=False", before_release("trainer.deterministic=True")])
 def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_path, monkeypatch, mode):
     """Twice the same step of the default task on the local engine; in the second run the tool sleeps for row 1."""
     file = tmp_path / "tools.yaml"

@@ -182,8 +182,8 @@ def test_real_rows_become_updated_weights(shared_data, tmp_path):
         "GSM8K_TEST": str(tasks / "gsm8k_test.jsonl"),
         "OMP_NUM_THREADS": "1",
     }
-    small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.val_max_samples=4"]
-    words = ["bash", str(RECIPE / "run_tiny.sh"), "trainer.num_threads=1", "trainer.total_training_steps=2", *small]
+    small = ["trainer.total_training_steps=2", "data.val_max_samples=4"]
+    words = ["bash", str(RECIPE / "run_tiny.sh"), "trainer.num_threads=1", *small]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "gsm8k-tiny"
@@ -191,7 +191,7 @@ def test_real_rows_become_updated_weights(shared_data, tmp_path):
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert "val/openai/gsm8k/accuracy" in lines[0] and "val/openai/gsm8k/accuracy" in lines[2]
     for line in lines[1:]:
-        assert line["rollout/trajectories"] == 32
+        assert line["rollout/trajectories"] == 64
         assert line["rollout/failed"] == line["rollout/aborted"] == 0
         assert line["actor/grad_norm"] > 0 and line["actor/num_updates"] == 1
         assert line["rollout/logprob_diff_max"] < 1e-3

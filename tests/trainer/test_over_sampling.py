@@ -14,6 +14,7 @@ import pytest
 from command_lab import fit, interrupt_after, metrics_of, rows_of, small_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import before_release
 from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
 
 from verl_mt import prompt_log
@@ -105,7 +106,15 @@ OVER = "data.over_sample=1.5"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bound", "factor", "workers"), [(0, 1.5, 0), (1, 2.0, 0), (2, 1.5, 0), (2, 3.0, 0), (0, 1.5, 2), (2, 1.5, 2)]
+    ("bound", "factor", "workers"),
+    [
+        (0, 1.5, 0),
+        (2, 1.5, 2),
+        before_release(1, 2.0, 0),
+        before_release(2, 1.5, 0),
+        before_release(2, 3.0, 0),
+        before_release(0, 1.5, 2),
+    ],
 )
 def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow_tool, bound, factor, workers):
     run = tmp_path / "run"
@@ -237,7 +246,9 @@ def test_a_rollback_restarts_every_prompt_in_flight(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), (OVER,), ("actor_rollout_ref.rollout.num_workers=2",)])
+@pytest.mark.parametrize(
+    "more", [(OVER,), before_release(()), before_release(("actor_rollout_ref.rollout.num_workers=2",))]
+)
 def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_tool, monkeypatch, more):
     from verl_mt.trainer.ppo_trainer import PPOTrainer
 
@@ -327,7 +338,7 @@ def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), (AHEAD,), (AHEAD, OVER)])
+@pytest.mark.parametrize("more", [(), before_release((AHEAD,)), (AHEAD, OVER)])
 def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, more):
     """The step is broken off when two groups have arrived; the next process trains them as they were sampled."""
     from verl_mt.rollout.stream import RolloutStream

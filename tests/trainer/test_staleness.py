@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, rows_of, small_trainer
+from tables import before_release
 
 from verl_mt import engines, prompt_log
 from verl_mt.config.compose import compose
@@ -26,7 +27,8 @@ from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.in_flight import add_ages, require_bound, staleness_metrics
 
 AHEAD = "trainer.max_staleness=2"
-INTERPOLATED = "actor_rollout_ref.actor.use_sampler_log_probs=interpolated"
+ACTOR = "actor_rollout_ref.actor"
+INTERPOLATED = f"{ACTOR}.use_sampler_log_probs=interpolated"
 STEPS = 6
 RUN = (
     "data.train_batch_size=2",
@@ -344,16 +346,21 @@ def test_the_limit_of_conversations_is_one_for_all_steps_and_older_ones_come_fir
 @pytest.mark.parametrize(
     "words",
     [
-        ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"),
-        ("algorithm.adv_estimator=remax",),
-        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.filter_overlong=True"),
-        ("actor_rollout_ref.actor.use_sampler_log_probs=always", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
-        (INTERPOLATED, "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
-        (INTERPOLATED, "actor_rollout_ref.actor.ppo_epochs=2", "algorithm.rollout_correction={rollout_is: null}"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=1",),
-        ("actor_rollout_ref.rollout.num_workers=2", "actor_rollout_ref.rollout.max_concurrent=3"),
+        pytest.param(("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"), id="critic"),
+        pytest.param((INTERPOLATED, f"{ACTOR}.ppo_mini_batch_size=1"), id="interpolated"),
+        pytest.param(
+            ("actor_rollout_ref.rollout.num_workers=2", "actor_rollout_ref.rollout.max_concurrent=3"), id="workers"
+        ),
+        before_release(("algorithm.adv_estimator=remax",), id="remax"),
+        before_release((f"{ACTOR}.use_kl_loss=True", "algorithm.filter_overlong=True"), id="kl"),
+        before_release(
+            (f"{ACTOR}.use_sampler_log_probs=always", f"{ACTOR}.ppo_mini_batch_size=1"), id="sampler's log-probs"
+        ),
+        before_release(
+            (INTERPOLATED, f"{ACTOR}.ppo_epochs=2", "algorithm.rollout_correction={rollout_is: null}"), id="epochs"
+        ),
+        before_release((f"{ACTOR}.ppo_mini_batch_size=1",), id="mini-batches"),
     ],
-    ids=["critic", "remax", "kl", "sampler's log-probs", "interpolated", "epochs", "mini-batches", "workers"],
 )
 def test_everything_that_a_step_does_goes_with_it(tmp_path, words):
     run = tmp_path / "run"

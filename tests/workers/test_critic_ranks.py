@@ -28,8 +28,7 @@ def batches(count: int = 2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("size", "shared"), [(2, True), (3, False)])
 def test_values_metrics_and_weights_are_those_of_one_process(ranks, size, shared):
     data = batches()
     values, metrics, state = train_critic(ALONE, copy.deepcopy(data), shared=shared, **OPTIONS)
@@ -147,8 +146,7 @@ def test_weights_are_sharded_again_behind_a_pass_that_no_backward_pass_follows(g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after", "shared"), [(2, 1, False), (1, 2, True), (2, 3, False)])
 def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, tmp_path, before, after, shared):
     def run(size, function, *args):
         return (

@@ -23,11 +23,15 @@ def a_batch(seed: int = 0):
     return batch
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, {"checkpointing": True}, {"ppo_micro_batch_size": 2}],
-    ids=lambda options: "+".join(options) or "plain",
+    ("options", "size"),
+    [
+        ({}, 3),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, 2),
+        ({"checkpointing": True}, 3),
+        ({"ppo_micro_batch_size": 2}, 2),
+    ],
+    ids=["plain", "KL", "checkpointing", "micro-batches"],
 )
 def test_gradients_over_ranks_are_those_of_one_process(ranks, size, options):
     batch = a_batch()

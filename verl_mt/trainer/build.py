@@ -235,10 +235,10 @@ def _resume(trainer: PPOTrainer, state: dict[str, Any] | None, run: RunDirectory
 def prepare_process(config: Config) -> None:
     """Threads, seeds and determinism of this process; no progress bars of others."""
     transformers_logging.disable_progress_bar()
-    # How many cores are idle is up to the moment, and the number of threads changes the last bits.
-    default = 1 if config.trainer.deterministic else idle_cores()
     trainer = config.trainer
-    prepare_torch(threads=trainer.num_threads or default, seed=trainer.seed, deterministic=trainer.deterministic)
+    # How many cores are idle is up to the moment, and the number of threads changes the last bits.
+    threads = trainer.num_threads or (1 if trainer.deterministic else idle_cores())
+    prepare_torch(threads=threads, seed=trainer.seed, deterministic=trainer.deterministic)
 
 
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
