@@ -224,3 +224,16 @@ def test_openings_that_lead_nowhere_are_not_read_to_the_end_again_and_again(text
     assert canonical_json(text) == text
     assert 0 < read <= (differences._MAX_READS + 1) * len(text)
     assert canonical_json('f[i] {x} {"b":1,"a":2}') == 'f[i] {x} {"a":2,"b":1}'
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("<think>\n\n</think>\n\nanswer\n\n", "answer\n\n"),
+        ("\n<think></think>answer", "answer"),
+        ("<think>\nno\n</think>\n\nanswer", "<think>\nno\n</think>\n\nanswer"),
+        ("\nanswer\n", "\nanswer\n"),
+    ],
+)
+def test_only_an_empty_reasoning_block_at_the_beginning_is_left_out(text, rest):
+    assert differences.without_empty_reasoning(text) == rest

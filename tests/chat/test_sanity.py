@@ -497,6 +497,7 @@ def test_a_template_that_raises_is_a_finding_of_its_own(caplog):
 
     finding = run(ToyChat(raises), TWO_TURNS, (U1 + GEN, "A1<|im_end|>"))
     assert (finding.cause, finding.in_budget) == (Cause.RENDER_FAILED, False)
+    assert [(span.cause, span.in_budget) for span in finding.spans] == [(Cause.RENDER_FAILED, False)]
     assert "NoneType" in finding.rendered
     monitor = SanityMonitor(STRICT, 0.0)
     with caplog.at_level(logging.WARNING):

@@ -76,6 +76,13 @@ def test_groups_without_signal_are_replaced_until_the_batch_is_full():
     assert all(t.counters == {"filtered": 1.0} for g in groups if g.filtered for t in g.trajectories)
 
 
+def test_a_further_rollout_is_as_large_as_the_rate_says():
+    source = Source("fm")
+    groups = Selection(metric="score").fill(first("mmmfmm"), source, 6)
+    assert source.asked == [(2, 2)], "one is missing at a rate of 5 in 6"
+    assert len(kept(groups)) == 6
+
+
 def test_what_is_more_than_the_batch_is_left_out_and_counted():
     selection = Selection(metric="score")
     groups = selection.fill(first("mf"), Source("mm"), 2)
