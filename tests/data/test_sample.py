@@ -93,6 +93,11 @@ def test_lengths_that_do_not_fit_are_refused_with_both_numbers(fields, text):
         Sample(**fields).check_lengths()
 
 
+def test_a_sample_without_or_of_nothing_but_a_response_fits():
+    Sample(tokens=[1, 2], response_length=0, loss_mask=[], rollout_log_probs=[]).check_lengths()
+    Sample(tokens=[1, 2], response_length=2, loss_mask=[0, 1], rollout_log_probs=[-1.0, -2.0]).check_lengths()
+
+
 @pytest.mark.cap("C80")
 def test_a_dumped_sample_has_items_and_attributes_for_torch_load_that_trusts_nobody(tmp_path):
     sample = Sample(prompt="p", response="r", reward=1.0, loss_mask=[1, 0], status=Sample.Status.TRUNCATED)
