@@ -180,7 +180,7 @@ def test_a_process_is_a_zombie_until_it_is_waited_for():
 def test_a_timeout_kills_and_a_failed_check_raises():
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         warm_start.run([sys.executable, "-c", LOOP], timeout=2, capture_output=True)
-    assert caught.value.stdout == b"begun\n"
+    assert caught.value.stdout in (b"begun\n", None), "None: on a busy machine it had said nothing yet"
     with pytest.raises(subprocess.CalledProcessError, match="status 7"):
         warm_start.run([sys.executable, "-c", "raise SystemExit(7)"], check=True)
 
