@@ -16,7 +16,7 @@ from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError
 from verl_mt.modeling.passes import PLAIN
-from verl_mt.workers import setup
+from verl_mt.workers import setup, worker_group
 from verl_mt.workers.sharding import Ranks
 from verl_mt.workers.worker_group import build_worker_group
 
@@ -135,3 +135,18 @@ def test_the_trial_of_a_policy_over_ranks_is_for_their_device(monkeypatch, rank)
     setup._spread(tiny_policy(), worker_setup, ranks)
     assert asked == ([{"remove_padding": True, "share_prefixes": False, "device": "cuda"}] if rank == 0 else [])
     assert made == [(ranks, {"device_type": "cuda", "offload": False, "shard": 2})]
+
+
+def test_peft_is_required_only_where_adapters_are_trained(monkeypatch):
+    def lacking() -> None:
+        raise ConfigError("peft is not installed")
+
+    def loading(setup) -> None:
+        raise ConfigError("the model is loaded")
+
+    monkeypatch.setattr(worker_group, "require_peft", lacking)
+    monkeypatch.setattr(worker_group, "load_workers", loading)
+    for lora_rank, said in ((0, "the model is loaded"), (4, "peft is not installed")):
+        config = ActorRolloutRefConfig(model=ModelConfig(lora_rank=lora_rank))
+        with pytest.raises(ConfigError, match=said):
+            build_worker_group(config, total_steps=1, train_batch_size=1)
