@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import re
 import sys
@@ -66,14 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ray's workers and SGLang's engines of marked tests are warm starts."""
-    if item.get_closest_marker("ray"):
-        import warm_start
-
-        warm_start.warm_ray()
-    if item.get_closest_marker("sglang"):
-        import warm_start
-
-        warm_start.warm_engines()
+    for mark, name in (("ray", "warm_ray"), ("sglang", "warm_engines")):
+        if item.get_closest_marker(mark):
+            getattr(importlib.import_module("warm_start"), name)()
 
 
 def pytest_collection_finish() -> None:

@@ -11,8 +11,10 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import warm_start
 
@@ -25,6 +27,7 @@ def main() -> None:
     context = json.loads(given.serialized_runtime_env_context or "{}")
     variables = context.get("env_vars") or {}
     other_python = context.get("command_prefix") or context.get("override_worker_entrypoint")
+    answer: str | tuple[int, socket.socket] = "its runtime environment has another Python, or variables of variables"
     if (
         given.language == "PYTHON"
         and not other_python
@@ -37,14 +40,14 @@ def main() -> None:
             "new_session": False, "process_group": -1, "pass_fds": [],
         }  # fmt: skip
         answer = warm_start.ask(warm_start.ADDRESS, request, [0, 1, 2])
-        if not isinstance(answer, str):
-            end_with(*answer)
-        print(f"no warm start: {answer}", file=sys.stderr)
+    if not isinstance(answer, str):
+        end_with(*answer)
+    print(f"no warm start: {answer}", file=sys.stderr, flush=True)  # an exec flushes nothing
     setup = Path(words[0]).with_name("setup_worker.py")
     os.execv(sys.executable, [sys.executable, str(setup), *sys.argv[1:]])
 
 
-def end_with(pid: int, status: warm_start.socket.socket) -> None:
+def end_with(pid: int, status: socket.socket) -> NoReturn:
     """Wait for the worker, or for the end of the raylet, with which the server ends the worker."""
     raylet = os.pidfd_open(os.getppid())
     ready, _, _ = select.select([status, raylet], [], [])

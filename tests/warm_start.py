@@ -227,23 +227,21 @@ class Popen(subprocess.Popen):
         else:
             given = [own if own != -1 else k for k, own in enumerate((stdin, stdout, stderr))]
             environment = dict(os.environ if env is None else env)
-            self._request(address, {
+            request = {
                 "words": [args[0], *words], "options": options, "cwd": folder, "environment": environment,
                 "first_entry": os.path.dirname(script) if script else folder, "new_session": start_new_session,
                 "process_group": process_group, "pass_fds": list(pass_fds),
-            }, [*given, *pass_fds])  # fmt: skip
+            }  # fmt: skip
+            answer = ask(address, request, [*given, *pass_fds])
+            if isinstance(answer, str):
+                self.why_real = answer
+            else:
+                self.pid, self._status = answer
         if self.why_real:
             super()._execute_child(*arguments)
             return
         self._child_created = True
         self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)
-
-    def _request(self, address: str, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-        answer = ask(address, request, descriptors)
-        if isinstance(answer, str):
-            self.why_real = answer
-        else:
-            self.pid, self._status = answer
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """As `os.waitpid(self.pid, wait_flags)`: until this returns the wait status, the process is a zombie."""
