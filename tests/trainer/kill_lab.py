@@ -1,7 +1,7 @@
 """Ends training in forked children at chosen points and resumes it. Started by test_resume.py.
 
-    python kill_lab.py FOLDER                    # ends a child once in each phase
-    python kill_lab.py FOLDER NUM_KILLS SEED     # SIGKILL at events that SEED draws
+    python kill_lab.py FOLDER [PHASE...]         # ends a child once in each phase, or in these
+    python kill_lab.py FOLDER NUM_KILLS SEED     # SIGKILL at events that SEED draws, in a longer run
 
 In each phase the child ends itself with `os._exit`, so nothing of what it holds in memory is written and no handler
 runs. With random kills the child reports an event and waits, and the parent lets it go on or kills it. This process
@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
@@ -48,18 +48,20 @@ from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import InlineWorkerGroup
 
-STEPS = 4
-SAVED = 2
-"""Steps between two checkpoints, and between two validations. Phases lie behind the first of them."""
+STEPS = 2
+SAVED = 1
+"""Steps between two checkpoints. Phases lie behind the first of them."""
 OVERRIDES = [
     "data.train_batch_size=2",
     "data.train_max_samples=16",
-    "data.val_max_samples=2",
-    "actor_rollout_ref.rollout.n=4",
+    "data.val_max_samples=1",
+    "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.response_length=64",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",  # every update changes the weights, whatever the rewards are
+    "actor_rollout_ref.actor.skip_zero_advantage=False",
     f"trainer.total_training_steps={STEPS}",
-    f"trainer.test_freq={SAVED}",
+    f"trainer.test_freq={STEPS}",
     f"trainer.save_freq={SAVED}",
     "trainer.val_before_train=False",
     "trainer.max_actor_ckpt_to_keep=1",
@@ -75,6 +77,8 @@ LAZY = (
 )
 """Modules that the first run of a process imports."""
 DETERMINISTIC = "trainer.deterministic=True"
+LONGER_STEPS = 4
+LONGER = f"{DETERMINISTIC} trainer.total_training_steps={LONGER_STEPS} trainer.test_freq=2 trainer.save_freq=2"
 AHEAD = "trainer.max_staleness=1"
 """Finished groups wait for their step in the spool; what is sampled depends on the clock."""
 EXIT = 137
@@ -229,7 +233,7 @@ FIRST_STEP: dict[str, Fault] = {
 }
 """Phases of a run without a checkpoint, which starts again."""
 LATER: dict[str, Fault] = {
-    # The third step
+    # The second step
     "prompts are drawn and none is started": before(PromptLog, "started"),
     "in a tool call": tool_call,
     "one prompt is finished": before(PromptLog, "_append", call=2, which=is_event("finished")),
@@ -243,7 +247,7 @@ LATER: dict[str, Fault] = {
     "between prompt log and metrics": before(RunLog, "step"),
     "in the middle of a line of metrics": half_a_line_of_metrics,
     "behind a line of metrics": after(RunLog, "step"),
-    # The end of the fourth, with validation and checkpoint
+    # Its end, with validation and checkpoint
     "in a tool call of a validation": in_validation,
     "between two passes of a validation": after(rollout_files.RolloutFiles, "validation"),
     "between metrics and checkpoint": before(PPOTrainer, "_save"),
@@ -264,18 +268,34 @@ KEPT: dict[str, Fault] = {
 }
 """Phases of an asynchronous run, whose finished groups outlive the process: of its first step."""
 PHASES = FIRST_STEP | LATER | KEPT
-IN_A_ROW = 3
+ELSEWHERE = (
+    "in a tool call of the first step",
+    "between rollout and update",
+    "between update and new weights for the engine",
+    "before rollout rows have their name",
+    "between prompt log and metrics",
+    "behind a line of metrics",
+    "in a tool call of a validation",
+    "a checkpoint has its tensors alone",
+    "before a checkpoint has its name",
+    "behind a checkpoint",
+    "between export and the mark of a finished run",
+    "a finished group is kept",
+)
+"""Phases that leave the same kinds of files as a neighbour does: they are tried before a release."""
+IN_A_ROW = 5
 """How often one run is ended. After each end it resumes from its checkpoint, and is ended in the next phase."""
 LAST_BEFORE_CHECKPOINT = "before a checkpoint has its name"
 """Later phases come after a new checkpoint, so no earlier phase can follow them."""
 
 
-def runs() -> list[list[str]]:
+def runs(wanted: Collection[str]) -> list[list[str]]:
     """Phases by the run that ends in them, one after the other, before it goes on to its end."""
-    names = list(LATER)
-    last = names.index(LAST_BEFORE_CHECKPOINT) + 1
-    rows = [names[k : min(k + IN_A_ROW, last)] for k in range(0, last, IN_A_ROW)]
-    return [*([name] for name in FIRST_STEP), *rows, *([name] for name in (*names[last:], *KEPT))]
+    last = list(LATER).index(LAST_BEFORE_CHECKPOINT) + 1
+    names = [name for name in list(LATER)[:last] if name in wanted]
+    rows = [names[k : k + IN_A_ROW] for k in range(0, len(names), IN_A_ROW)]
+    alone = [*FIRST_STEP, *list(LATER)[last:], *KEPT]
+    return [*rows, *([name] for name in alone if name in wanted)]
 
 
 def arm(phase: str, end: Callable[[], None]) -> None:
@@ -312,12 +332,12 @@ def forked(job: Callable[[], None]) -> int:
 
 @cache
 def config_of(mode: str) -> Config:
-    return compose([*OVERRIDES, mode])
+    return compose([*OVERRIDES, *mode.split()])
 
 
 def prepare() -> None:
     """What all children need and may be there before a fork: imports, and configurations. Nothing is computed."""
-    for mode in (DETERMINISTIC, AHEAD):
+    for mode in (DETERMINISTIC, LONGER, AHEAD):
         config_of(mode)
     for name in LAZY:
         import_module(name)
@@ -370,9 +390,9 @@ def same(one: object, other: object) -> bool:
     )
 
 
-def prompts_of(run: Path) -> list[str]:
+def prompts_of(run: Path, steps: int = STEPS) -> list[str]:
     """What is wrong with the run's account of its prompts."""
-    found, all_trained = prompt_log.examine(run), f"{2 * STEPS} drawn, {2 * STEPS} trained, 0 left out, 0 open"
+    found, all_trained = prompt_log.examine(run), f"{2 * steps} drawn, {2 * steps} trained, 0 left out, 0 open"
     return [*found.missing, *found.double, *([] if found.summary().startswith(all_trained) else [found.summary()])]
 
 
@@ -385,16 +405,16 @@ def rows_of(run: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def names_in(run: Path) -> set[str]:
+def names_in(run: Path, steps: int = STEPS) -> set[str]:
     """All files and folders but older checkpoints: one may be left, which the next checkpoint deletes."""
     names = {str(path.relative_to(run)) for path in run.rglob("*")}
-    return {name for name in names if not name.startswith(f"checkpoints/step_{SAVED:06d}")}
+    return {name for name in names if not name.startswith(f"checkpoints/step_{steps // 2:06d}")}
 
 
-def differences(reference: Path, other: Path) -> list[str]:
+def differences(reference: Path, other: Path, steps: int = STEPS) -> list[str]:
     """What two finished deterministic runs do not have in common, and prompts that were not trained exactly once."""
-    found = prompts_of(other)
-    last = f"checkpoints/step_{STEPS:06d}"
+    found = prompts_of(other, steps)
+    last = f"checkpoints/step_{steps:06d}"
     one, two = checkpoint.load(reference / last), checkpoint.load(other / last)
     found += [key for key in one if not same(one[key], two[key])]
     for name in ("metrics.jsonl", "hf/model.safetensors"):
@@ -402,17 +422,17 @@ def differences(reference: Path, other: Path) -> list[str]:
             found.append(name)
     if rows_of(reference) != rows_of(other):
         found.append("rollout rows")
-    return found + sorted(names_in(reference) ^ names_in(other))
+    return found + sorted(names_in(reference, steps) ^ names_in(other, steps))
 
 
-def each_phase(folder: Path) -> dict[str, list[str]]:
+def each_phase(folder: Path, wanted: Collection[str]) -> dict[str, list[str]]:
     """Phase -> what is wrong with the run that was ended in it. Phases that share a run share the answer."""
     reference = folder / "reference"
     run_to_its_end(lambda: train(reference, DETERMINISTIC), "the reference")
     begun = folder / "begun"
     run_to_its_end(lambda: begin(begun), "the first steps")
     wrong = {}
-    for number, phases in enumerate(runs()):
+    for number, phases in enumerate(runs(wanted)):
         run, mode = folder / f"run-{number}", AHEAD if phases[0] in KEPT else DETERMINISTIC
         if phases[0] in LATER:
             shutil.copytree(begun, run)
@@ -458,7 +478,7 @@ def train_and_report(folder: Path, report: Reporter) -> None:
     report.at(run_files.os, "replace", "file")
     report.at(ActorWorker, "_step", "update")
     report.at(Calculator, "execute", "tool")
-    train(folder, DETERMINISTIC)
+    train(folder, LONGER)
 
 
 def run_child(folder: Path, kill_at: int | None) -> tuple[bool, int, str]:
@@ -506,14 +526,15 @@ def random_kills(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
             finished, _, last = run_child(run, None if go_on else rng.randint(1, max(2, 2 * num_events // 3)))
             if not finished:
                 kills[last] += 1
-        different[run.name] = differences(reference, run)
+        different[run.name] = differences(reference, run, LONGER_STEPS)
     return {"events": num_events, "kills": kills, "different": different}
 
 
 def main() -> None:
-    folder, *random_ones = sys.argv[1:]
+    folder, *words = sys.argv[1:]
     prepare()
-    found = random_kills(Path(folder), *map(int, random_ones)) if random_ones else each_phase(Path(folder))
+    random_ones = words[:1] and words[0].isdigit()
+    found = random_kills(Path(folder), *map(int, words)) if random_ones else each_phase(Path(folder), words or PHASES)
     print(json.dumps(found))
 
 
