@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import before_release
 from toy_chat import END, ToyChat, assistant, chatml, decode, encode, user
 
 from verl_mt.chat import load_chat
@@ -171,12 +172,12 @@ def test_the_ids_of_a_turn_decode_to_the_engines_text_and_one_end(text, template
     ("tokenizer", "template"),
     [
         ("qwen3", "Qwen-Qwen3-0.6B"),
-        ("qwen2.5", "Qwen-QwQ-32B"),
+        before_release("qwen2.5", "Qwen-QwQ-32B"),
         ("llama3.1", "meta-llama-Llama-3.1-8B-Instruct"),
         ("mistral-7b-v3", "mistral-common-v3"),
-        ("phi-3-mini", "microsoft-Phi-3-mini-4k-instruct"),
+        before_release("phi-3-mini", "microsoft-Phi-3-mini-4k-instruct"),
         ("gpt-oss", "openai-gpt-oss-120b"),
-        ("ds-r1-distill-qwen", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"),
+        before_release("ds-r1-distill-qwen", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"),
     ],
 )
 def test_published_templates_give_the_text_and_one_end_behind_the_prompt(shared_data, tokenizer, template):

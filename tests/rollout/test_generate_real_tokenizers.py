@@ -7,12 +7,13 @@ import random
 import pytest
 from generate_support import only, roll_out, rows, runner_of
 from search_r1_functions import DOCUMENTS
+from tables import before_release
 from transformers import AutoTokenizer
 
 from verl_mt.chat.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
-NAMES = ("qwen2.5", "qwen3", "llama3.1", "mistral-7b-v3", "phi-3-mini")
+NAMES = ("qwen3", before_release("qwen2.5"), before_release("llama3.1"), "mistral-7b-v3", before_release("phi-3-mini"))
 TURNS = (
     "Überlegung 🤔: <search>capital</search>",
     "naïve  spaces\n\n\tand 日本語 <search>capital</search>",

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_data import SHARED_DATA
+from tables import before_release
 from transformers import AutoTokenizer
 
 from verl_mt.rollout.token_text import first_token_at, num_tokens_spelling
 
-NAMES = ("qwen3", "llama3.1", "gpt-oss", "mistral-7b-v3", "phi-3-mini")
+NAMES = ("qwen3", before_release("llama3.1"), before_release("gpt-oss"), "mistral-7b-v3", before_release("phi-3-mini"))
 PIECES = ("a", " b", "the ", "東", "京", "🙂", "é", "\n", "  ", "€", "日本", "<think>", "𝕏", "한", "\ufffd")
 
 

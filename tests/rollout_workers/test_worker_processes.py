@@ -29,6 +29,7 @@ COUNTS = ("rollout/worker_restarts", "rollout/groups_restarted")
 def trained(folder: Path, num_workers: int, engine: ScriptedEngine) -> tuple[list[dict], list]:
     run = folder / f"{num_workers}"
     more = ["trainer.deterministic=True", "trainer.logger=[]", "trainer.export_at_end=False"]
+    more += ["data.train_batch_size=3", f"{RO}.n=2", "trainer.total_training_steps=2"]
     config = compose([*SMALL, *more, f"{RO}.num_workers={num_workers}", f"trainer.default_local_dir={run}"])
     trainer = build_trainer(config, engine=engine)
     seen: list[Trajectory] = []
