@@ -22,6 +22,7 @@ def test_a_kill_in_the_middle_of_a_rollout_does_not_end_the_run_and_no_sample_is
     assert [step["engine/restarts"] for step in steps] == [0, 1, 1] and steps[1]["rollout/retries"] >= 1
 
 
+@pytest.mark.release  # replicas beside ranks are killed in test_live_kills.py and test_live_workers.py
 @pytest.mark.ray
 @pytest.mark.cap("V1")
 def test_nor_does_the_kill_of_one_of_two_servers_that_ranks_send_their_weights_to(tmp_path, monkeypatch):

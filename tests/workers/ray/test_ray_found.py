@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from verl_mt.errors import ConfigError
 from verl_mt.workers import ray_cluster
@@ -39,7 +39,7 @@ def test_what_a_dead_cluster_left_behind_does_not_keep_a_run_from_starting_its_o
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment["RAY_TMPDIR"] = folder
         command = [sys.executable, "-c", CONNECT]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = warm_start.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 node" in done.stdout
     assert f"127.0.0.1:{closed_port}" in done.stderr and "is gone (`ray stop` clears the note)" in done.stderr
