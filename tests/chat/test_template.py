@@ -171,6 +171,8 @@ def test_an_eos_that_only_unprompted_renderings_have_is_not_appended_to_a_dangli
     assert chat.decode(delta.ids) == "\n<|im_start|>user\nx<|im_end|>\n"
     assert chat.decode(chat.prompt_ids([user("q")], add_generation_prompt=False)).endswith("q<|im_end|>\n")
     assert chat.full_text([user("q")]).endswith("</s>")
+    asked = after(chat, [user("x")], assistant("a"), one(chat, "<|im_end|>"))
+    assert chat.decode(asked.ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.cap("P14", "P13")
