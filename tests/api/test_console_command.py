@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from verl_mt.__main__ import COMMANDS, main
 
@@ -67,5 +67,5 @@ def test_a_command_says_and_returns_what_its_module_does(words, tmp_path):
     module, _ = COMMANDS[words[0]]
     ours = [sys.executable, "-m", "verl_mt", *words]
     plain = [sys.executable, "-m", f"verl_mt.{module}", *words[1:]]
-    done, wanted = (subprocess.run(w, cwd=tmp_path, capture_output=True, text=True) for w in (ours, plain))
+    done, wanted = (warm_start.run(w, cwd=tmp_path, capture_output=True, text=True) for w in (ours, plain))
     assert (done.returncode, done.stdout, done.stderr) == (wanted.returncode, wanted.stdout, wanted.stderr)
