@@ -12,7 +12,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """Headless Chromium; skips with the reason where there is none.
+    """A tab of headless Chromium, which `page_lab.Opened` fills; skips with the reason where there is none.
 
     Of one module: as long as it is open, Playwright's event loop runs in this thread, and no other test can start one.
     """
@@ -22,5 +22,5 @@ def browser() -> Iterator:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
     with api.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield opened
+        yield opened.new_page()  # one for all tests: a window and its processes take longer than a report
         opened.close()

@@ -45,13 +45,19 @@ UNLABELLED = """() => [...document.querySelectorAll("input, select, button, [rol
 class Opened:
     """A page that must not raise, and must not load anything from anywhere."""
 
-    def __init__(self, browser, address: str, *, width: int = 1300, scheme: str = "light"):
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def __init__(self, tab, address: str, *, width: int = 1300, scheme: str = "light"):
+        self.page = tab
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
         self.errors: list[str] = []
         self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda line: line.type == "error" and self.errors.append(line.text))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.heard = {
+            "pageerror": lambda error: self.errors.append(str(error)),
+            "console": lambda line: line.type == "error" and self.errors.append(line.text),
+            "request": lambda request: self.asked.append(request.url),
+        }
+        for event, hear in self.heard.items():
+            self.page.on(event, hear)
         self.page.goto(address)
         self.page.wait_for_selector("html[data-opened]")
 
@@ -59,10 +65,12 @@ class Opened:
         return self.page
 
     def __exit__(self, kind, error, trace):
-        self.page.close()
+        self.page.goto("about:blank")  # nothing of this page is left, and what it raised until now is known
+        for event, hear in self.heard.items():
+            self.page.remove_listener(event, hear)
         if kind is None:
             assert self.errors == []
-            allowed = re.compile(r"file:|data:|blob:|http://127\.0\.0\.1:")
+            allowed = re.compile(r"file:|data:|blob:|about:blank|http://127\.0\.0\.1:")
             assert [url for url in self.asked if not allowed.match(url)] == []
 
 
