@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import warm_start
 
 import verl_mt
 
@@ -32,19 +35,28 @@ def test_an_unknown_name_is_refused_as_python_does():
         _ = verl_mt.BaseTol
 
 
+def loaded(of: tuple[str, ...]) -> str:
+    return f"print([name for name in {of!r} if name in sys.modules])"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "absent"),
-    [
+def test_importing_costs_no_more_than_what_is_asked_for():
+    steps = (
         ("import verl_mt", ("torch", "transformers", "pydantic", "hydra", "numpy")),
         ("from verl_mt import BaseTool, BaseInteraction, ToolResponse", ("torch", "transformers", "ray", "sglang")),
-        ("from verl_mt import MultiTurnScheduler, Sample", ("ray", "sglang")),
         ("from verl_mt import Run, evaluate_model, fine_tune, train", ("torch", "transformers", "ray", "sglang")),
-    ],
-)
-def test_importing_costs_no_more_than_what_is_asked_for(words, absent):
-    program = f"{words}; import sys; print([name for name in {absent!r} if name in sys.modules])"
+    )
+    program = "; ".join(["import sys", *(f"{words}; {loaded(absent)}" for words, absent in steps)])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]"] * len(steps)
+
+
+@pytest.mark.slow
+def test_importing_the_scheduler_costs_no_engine_and_no_cluster():
+    """A warm start has torch and transformers, and nothing of ours once that is forgotten."""
+    forget = "[sys.modules.pop(name) for name in [*sys.modules] if name.partition('.')[0] == 'verl_mt']"
+    program = f"import sys; {forget}; from verl_mt import MultiTurnScheduler, Sample; {loaded(('ray', 'sglang'))}"
+    done = warm_start.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -52,10 +64,11 @@ def test_importing_costs_no_more_than_what_is_asked_for(words, absent):
 @pytest.mark.skipif(sys.platform != "linux", reason="which OpenMP torch has, and what it says, differs elsewhere")
 @pytest.mark.parametrize(("given", "read"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
 def test_threads_of_torch_sleep_while_they_wait_unless_the_user_says_otherwise(given, read):
-    """What torch's own OpenMP says that it read."""
+    """What torch's own OpenMP says that it read, when the library is loaded that torch loads first."""
     ours = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment = {**ours, "OMP_DISPLAY_ENV": "true", **given}
-    command = [sys.executable, "-c", "import verl_mt; import torch"]
+    library = Path(find_spec("torch").origin).with_name("lib") / "libtorch_global_deps.so"
+    command = [sys.executable, "-c", f"import verl_mt; import ctypes; ctypes.CDLL({str(library)!r})"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert f"OMP_WAIT_POLICY = '{read}'" in done.stderr
 

@@ -237,6 +237,7 @@ def read_by_property(section: str, word: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("mypy")  # which reads the package once for both
 def test_what_counts_as_reading_a_key():
     assert attributes_read()["made_up"] == {
         ("Config", "trainer"), ("Config", "data"), ("Config", "reward"), ("Config", "algorithm"),
@@ -248,6 +249,7 @@ def test_what_counts_as_reading_a_key():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("mypy")
 def test_every_key_of_the_schema_is_read_by_something():
     rooms = {m: found for m, found in attributes_read().items() if not m.startswith(("verl_mt.config.", "made_up"))}
     read = set().union(*rooms.values())

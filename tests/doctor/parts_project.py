@@ -148,7 +148,7 @@ class Project:
                 },
             },
             "reward": {"path": "part_reward.py"},
-            "trainer": {"total_epochs": 4, "logger": ["console"]},
+            "trainer": {"total_epochs": 4, "logger": ["console"], "num_threads": 1},
         }
 
     def write(self, name: str, text: str) -> None:
