@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+import warm_start
 from code_blocks import REPO, blocks_of
 
 from verl_mt.data.run_files import read_jsonl_tolerant
@@ -31,9 +32,14 @@ def install(folder: Path) -> dict[str, str]:
 
 
 SHORT = {
-    "verl_mt.evaluate": ["data.val_max_samples=8"],
-    "verl_mt.sft": ["trainer.total_training_steps=5", "data.val_max_samples=8"],
-    "verl_mt.trainer": ["trainer.total_training_steps=2", "data.val_max_samples=8"],
+    "verl_mt.evaluate": ["data.val_max_samples=4"],
+    "verl_mt.sft": ["trainer.total_training_steps=1", "data.val_max_samples=2"],
+    "verl_mt.trainer": [
+        "trainer.total_training_steps=1",
+        "data.val_max_samples=2",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+    ],
 }
 """Module -> what its commands are given besides, where they need not lead anywhere."""
 
@@ -64,7 +70,7 @@ class Reader:
     def run(self, words: list[str]) -> None:
         assert words[0] == "python", words
         words = [*words, *self.besides.get(words[-1] if len(words) < 3 else words[2], [])]
-        done = subprocess.run(
+        done = warm_start.run(
             [sys.executable, *words[1:]], cwd=self.folder, env=self.environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -77,11 +83,26 @@ class Reader:
         return [line["val/accuracy"] for line in lines if "val/accuracy" in line]
 
 
+@pytest.fixture
+def reader(tmp_path, monkeypatch) -> Iterator[Reader]:
+    """Commands are forks of a process that has imported the wheel."""
+    reader = Reader(tmp_path, SHORT)
+    monkeypatch.setenv(warm_start.ADDRESS, "")  # to be as it was after the test
+    server = warm_start.Server(environment=reader.environment)
+    yield reader
+    assert (server.counts().keys(), server.counts()[""] > 5) == ({""}, True)
+    server.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_command_of_the_page_does_its_work(tmp_path):
+def test_every_command_of_the_page_does_its_work(reader):
     """A few steps of each; whether the model learns is the other test's question."""
-    reader = Reader(tmp_path, SHORT)
+    where = reader.folder / "where.py"
+    where.write_text("import verl_mt; print(verl_mt.__file__)")
+    reader.run(["python", "where.py"])
+    where.unlink()
+    assert reader.said["where.py"] == [str(reader.folder.parent / "site" / "verl_mt" / "__init__.py")]
     reader.follow()
     assert all("all can be used" in text for text in reader.said["verl_mt.data_check"])
     assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.doctor"][0]
