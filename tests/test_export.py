@@ -57,21 +57,29 @@ def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
     assert same(weights(tmp_path / "model"), weights(run / "hf"))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_float32_weights_of_a_bfloat16_run_are_those_of_its_optimizer(tmp_path, sharded):
-    """Rounded they are what the run itself exports."""
-    options = [f"trainer.default_local_dir={tmp_path / 'run'}", "actor_rollout_ref.model.dtype=bfloat16"]
+@pytest.fixture(scope="module")
+def bfloat16_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bfloat16") / "run"
+    options = [f"trainer.default_local_dir={folder}", "actor_rollout_ref.model.dtype=bfloat16"]
     options += ["trainer.total_training_steps=2", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=8"]
     build_trainer(compose([*SMALL, *options])).fit()
-    folder = tmp_path / "run" / "checkpoints" / "step_000002"
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_float32_weights_of_a_bfloat16_run_are_those_of_its_optimizer(bfloat16_run, tmp_path, sharded):
+    """Rounded they are what the run itself exports."""
+    folder = bfloat16_run / "checkpoints" / "step_000002"
     tensors = checkpoint.load(folder)["workers"]["actor"]["tensors"]
     if sharded:
         state = checkpoint.load(folder)
         del state["workers"]["actor"]["tensors"]
+        (tmp_path / "run").mkdir()
+        shutil.copy(bfloat16_run / "config.yaml", tmp_path / "run")
         store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
-        folder = store.save(3, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
+        folder = store.save(1, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
     assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "exact"), "--dtype", "float32"]) == 0
-    found, rounded = weights(tmp_path / "exact"), weights(tmp_path / "run" / "hf")
+    found, rounded = weights(tmp_path / "exact"), weights(bfloat16_run / "hf")
     assert {t.dtype for t in found.values()} == {torch.float32}
     masters = {name: t for name, t in tensors.items() if name.endswith(".master")}
     assert masters and any(not torch.equal(t, t.to(torch.bfloat16).float()) for t in masters.values())

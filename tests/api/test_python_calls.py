@@ -23,8 +23,8 @@ SMALL = {
     "rollout__name": "local",
     "total_training_steps": 2,
     "train_batch_size": 4,
-    "rollout__n": 4,
-    "response_length": 64,
+    "rollout__n": 2,
+    "response_length": 48,
     "system": "Answer as #### N.",
     "logger": [],
 }
@@ -204,7 +204,7 @@ def test_losses_estimators_and_trackers_are_objects_too(tmp_path):
     run = verl_mt.train(
         "verl_mt://tiny", rows(), tools=[], reward=score, default_local_dir=str(tmp_path / "run"), **keys
     )
-    assert run.finished and logged and estimated == [16, 16]
+    assert run.finished and logged and estimated == [8, 8]
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_generate_function_is_an_object_too(tmp_path):
 
     keys = {**SMALL, "custom_generate_function_path": generate, "default_local_dir": str(tmp_path / "run")}
     assert verl_mt.train("verl_mt://tiny", rows(), reward=score, **keys).finished
-    assert len(asked) == 32
+    assert len(asked) == 16
 
 
 @pytest.mark.slow
