@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import warm_start
 import yaml
+from tables import one_of_each
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config, leaves
@@ -69,7 +72,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "model", "gpus"), STAGES)
+@pytest.mark.parametrize(("task", "model", "gpus"), one_of_each(STAGES, lambda stage: (stage[0], stage[2])))
 def test_both_commands_ask_for_the_same(tmp_path, task, model, gpus):
     made = stage(tmp_path, task, model, gpus)
     ours, read = composed(made.ours()), migrate(shlex.join(["python3", *made.verl()[1:]]))
@@ -240,8 +243,14 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gsm8k", pytest.param("search", marks=pytest.mark.release)])
-def test_two_steps_of_the_real_architecture_and_tokenizer(shared_data, tiny_qwen, tmp_path, task):
+def test_a_step_of_the_real_architecture_and_tokenizer(shared_data, tiny_qwen, tmp_path, monkeypatch, capsys, task):
     """The command as a person gives it, `--only ours`, on a CPU."""
+
+    def run(words: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
+        return (warm_start if words[0] == sys.executable else subprocess).run(words, **kwargs)
+
+    monkeypatch.setattr(beside, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
+    monkeypatch.chdir(tmp_path)
     source, kind = ROWS[task]
     for name in ("train", "val"):
         words = [*kind, "--source", str(shared_data / "tasks" / source), "--style", "tool", "--limit", "8"]
@@ -254,15 +263,13 @@ def test_two_steps_of_the_real_architecture_and_tokenizer(shared_data, tiny_qwen
         ]
         warm_start.run(made, check=True, capture_output=True)
     out = tmp_path / "result.json"
-    command = [
-        sys.executable, str(REPO / "recipes" / "beside_verl.py"), "--task", task, "--model", str(tiny_qwen), "--steps",
-        "2", "--only", "ours", "--out", str(out), "--train", f"{tmp_path}/train.parquet", "--val",
-        f"{tmp_path}/val.parquet", *SMALL,
+    words = [
+        "--task", task, "--model", str(tiny_qwen), "--steps", "1", "--only", "ours", "--out", str(out), "--train",
+        f"{tmp_path}/train.parquet", "--val", f"{tmp_path}/val.parquet", *SMALL,
     ]  # fmt: skip
-    done = warm_start.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert beside.main(words) == 0, capsys.readouterr().err
     found = json.loads(out.read_text())
-    assert found["task"] == task and found["gpus"] == 1 and found["ours"]["steps"] == 2
+    assert found["task"] == task and found["gpus"] == 1 and found["ours"]["steps"] == 1
     ours = found["ours"]
     assert ours["accuracy_before"] is not None and ours["accuracy_after"] is not None
     assert ours["tokens_per_second_per_gpu"] > 0 and ours["version"]
