@@ -161,6 +161,7 @@ def test_checkpoints_are_kept_as_far_back_as_a_collapse_may_have_begun(tmp_path)
 # ---------------------------------------------------------------- real runs
 
 COLLAPSING = (
+    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.response_length=48",
     "actor_rollout_ref.actor.optim.lr=0.006", "actor_rollout_ref.actor.optim.lr_warmup_steps=6",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
     "trainer.total_training_steps=16", "trainer.save_freq=1", "trainer.deterministic=True",

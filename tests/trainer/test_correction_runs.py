@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from command_lab import NO_VALIDATION, fit
+from command_lab import NO_VALIDATION, VARIED, fit
+from tables import before_release
 
 pytestmark = pytest.mark.slow
 
 KEY = "algorithm.rollout_correction"
+SHORT = ("data.train_batch_size=2", "actor_rollout_ref.rollout.response_length=48", VARIED)
 EVERYTHING = (
     f"{KEY}.rollout_is=sequence",
     f"{KEY}.rollout_is_batch_normalize=True",
@@ -18,10 +20,12 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
-@pytest.mark.parametrize("minis", [None, 2])
+@pytest.mark.parametrize(
+    ("temperature", "minis"), [(0.6, 1), (1.3, None), before_release(0.6, None), before_release(1.3, 1)]
+)
 def test_a_sampler_that_is_the_policy_is_never_corrected(tmp_path, temperature, minis):
-    run = (*NO_VALIDATION, "trainer.total_training_steps=2", f"actor_rollout_ref.rollout.temperature={temperature}")
+    run = (*NO_VALIDATION, *SHORT, "trainer.total_training_steps=2")
+    run += (f"actor_rollout_ref.rollout.temperature={temperature}",)
     size = () if minis is None else (f"actor_rollout_ref.actor.ppo_mini_batch_size={minis}",)
     for line in fit(tmp_path / "run", *run, *size, *EVERYTHING):
         assert line["rollout/logprob_diff_max"] < 1e-4
@@ -33,7 +37,7 @@ def test_a_sampler_that_is_the_policy_is_never_corrected(tmp_path, temperature, 
 
 
 def test_with_an_exact_sampler_a_step_is_the_same_without_and_with_every_correction(tmp_path):
-    run = (*NO_VALIDATION, "trainer.deterministic=True", "trainer.total_training_steps=1")
+    run = (*NO_VALIDATION, *SHORT, "trainer.deterministic=True", "trainer.total_training_steps=1")
     (plain,), (corrected,) = fit(tmp_path / "plain", *run), fit(tmp_path / "corrected", *run, *EVERYTHING)
     for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert corrected[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-5), name

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_lab import NO_VALIDATION, metrics_of, run_command, small_trainer
+from command_lab import FEW, NO_VALIDATION, VARIED, metrics_of, run_command, small_trainer
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
@@ -20,9 +20,7 @@ from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.rollout_files import RolloutFiles
 
 QUICK = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.response_length=96",
+    *FEW,
     "trainer.total_training_steps=2",
     "trainer.deterministic=True",
     "trainer.progress=off",
@@ -145,6 +143,7 @@ def test_training_on_saved_rollouts_gives_the_weights_of_the_run_that_saved_them
     first = small_trainer(
         tmp_path / "a",
         *QUICK,
+        VARIED,
         "data.val_max_samples=2",
         "trainer.export_at_end=False",
         f"trainer.debug_rollout_data={path}",
@@ -184,6 +183,7 @@ def test_rollout_only_saves_what_another_run_trains_on(tmp_path):
         tmp_path / "a",
         *QUICK,
         *NO_VALIDATION,
+        VARIED,
         f"trainer.debug_rollout_data={path}",
         "trainer.debug_mode=rollout_only",
     )
@@ -224,4 +224,4 @@ def test_the_documents_inspection_works_in_a_fresh_process(tmp_path):
     words = [sys.executable, "-c", INSPECT, str(tmp_path / "rollout_0.pt")]
     shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("Prompt: <|im_start|>") == 16 and "Loss mask: [1," in shown.stdout
+    assert shown.stdout.count("Prompt: <|im_start|>") == 4 and "Loss mask: [1," in shown.stdout

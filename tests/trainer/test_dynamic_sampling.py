@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, small_trainer
+from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, small_trainer, varied
 
 from verl_mt.data import batch as col
 from verl_mt.data.slime_sample import Sample
@@ -183,14 +183,25 @@ def test_cut_trajectories_leave_the_loss_and_not_their_groups_statistics():
     assert batch[col.ADVANTAGES].sum(1).tolist() == [4.0, 0.0, -2.0]
 
 
-FILTER = "algorithm.filter_groups.enable=True"
-"""The untrained shipped model solves some of the default task's problems and not others."""
+def every_other(data_source, solution_str, ground_truth, extra_info) -> float:
+    """Half of the groups have a signal."""
+    number = int(extra_info["trajectory_id"].split(".")[-2])
+    return varied(data_source, solution_str, ground_truth, extra_info) if number % 2 else 0.0
+
+
+FILTER = (
+    "algorithm.filter_groups.enable=True",
+    f"reward.path={__name__}:every_other",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.response_length=16",
+    "actor_rollout_ref.rollout.temperature=3",
+)
 
 
 @pytest.mark.slow
 def test_a_run_with_dynamic_sampling_trains_on_full_batches_and_writes_what_it_left_out(tmp_path):
     run = tmp_path / "run"
-    lines = fit(run, *NO_VALIDATION, FILTER, "algorithm.filter_groups.metric=score")
+    lines = fit(run, *NO_VALIDATION, *FILTER, "algorithm.filter_groups.metric=score")
     drawn = 0
     for step, line in enumerate(lines, start=1):
         rows = rows_of(run, step)
@@ -207,7 +218,7 @@ def test_a_run_with_dynamic_sampling_trains_on_full_batches_and_writes_what_it_l
 
 def small_trainer_position(run) -> int:
     """Rows that the run's last checkpoint counts as consumed."""
-    trainer = small_trainer(run.parent / "again", *NO_VALIDATION, FILTER, "trainer.resume_mode=resume_path",
+    trainer = small_trainer(run.parent / "again", *NO_VALIDATION, *FILTER, "trainer.resume_mode=resume_path",
                             f"trainer.resume_from_path={run / 'checkpoints' / 'step_000003'}")  # fmt: skip
     try:
         return trainer.sampler.state_dict()["position"]
@@ -217,7 +228,7 @@ def small_trainer_position(run) -> int:
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_the_same_further_prompts(tmp_path):
-    options = (*NO_VALIDATION, FILTER, "trainer.deterministic=True", "trainer.save_freq=1")
+    options = (*NO_VALIDATION, *FILTER, "trainer.deterministic=True", "trainer.save_freq=1")
     whole = fit(tmp_path / "whole", *options)
     saved = tmp_path / "whole" / "checkpoints" / "step_000002"
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")

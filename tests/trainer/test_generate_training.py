@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, small_trainer
+from command_lab import NO_VALIDATION, VARIED, fit, metrics_of, rows_of, small_trainer
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "05_multi_agent.py"
@@ -47,7 +47,8 @@ def weights_of(trainer):
 @pytest.mark.cap("C42", "C43", "C61")
 def test_a_generate_function_gives_the_tool_loops_run_bit_for_bit(tmp_path):
     """The same model, tools and seeds: who drives the conversations changes no token and no weight."""
-    common = (*QUICK, *NO_VALIDATION, "trainer.deterministic=True")
+    common = (*QUICK, *NO_VALIDATION, VARIED, "trainer.deterministic=True")
+    common += ("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2")
     loop = small_trainer(tmp_path / "loop", *common, "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3")
     loop.fit()
     function = small_trainer(

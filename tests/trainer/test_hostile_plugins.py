@@ -7,12 +7,20 @@ import math
 import pytest
 import yaml
 from command_lab import NO_VALIDATION, calculator_yaml, fit, rows_of
+from tables import before_release, one_of_each
 
 pytestmark = pytest.mark.slow
 
 TOOLS = "actor_rollout_ref.rollout.tool_kwargs.tools_config_file"
 INTERACTION = "actor_rollout_ref.rollout.interaction_config_file"
-OPTIONS = (*NO_VALIDATION, "trainer.progress=off", "trainer.total_training_steps=2", "trainer.save_freq=-1")
+OPTIONS = (
+    *NO_VALIDATION,
+    "data.train_batch_size=2",
+    "trainer.progress=off",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=-1",
+)
+SHORT = "actor_rollout_ref.rollout.response_length=16"
 
 PLUGIN = """
 import asyncio, itertools, threading, time
@@ -94,11 +102,15 @@ def plugin(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("name", ["raising", "raising_later", "bare_later", "huge", "huger"])
+REWARDS = {"raising": "sync", "bare_later": "async", "huger": "number", "raising_later": "async", "huge": "number"}
+
+
+@pytest.mark.parametrize("name", one_of_each(REWARDS, REWARDS.get))
 def test_a_reward_that_raises_or_is_too_large_fails_its_own_samples(tmp_path, plugin, name):
-    lines = fit(tmp_path / "run", *OPTIONS, f"reward.path={plugin}", f"reward.name={name}", "reward.timeout_s=60")
+    words = (f"reward.path={plugin}", f"reward.name={name}", "reward.timeout_s=60")
+    lines = fit(tmp_path / "run", *OPTIONS, SHORT, *words)
     lost = [line["rollout/reward_errors"] for line in lines]
-    assert len(lines) == 2 and sum(lost) == 32 // 3  # every third of 2 x 16
+    assert len(lines) == 2 and sum(lost) == 16 // 3  # every third of 2 x 8
     assert [line["rollout/failed"] for line in lines] == lost
     for line in lines:
         assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
@@ -107,10 +119,10 @@ def test_a_reward_that_raises_or_is_too_large_fails_its_own_samples(tmp_path, pl
     assert all(name in ("huge", "huger") or "Unspeakable" in row["error"] or "Bare" in row["error"] for row in failed)
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [True, before_release(False)])
 def test_the_largest_rewards_that_are_taken_end_no_run(tmp_path, plugin, norm):
     lines = fit(
-        tmp_path / "run", *OPTIONS, f"reward.path={plugin}", "reward.name=large",
+        tmp_path / "run", *OPTIONS, SHORT, f"reward.path={plugin}", "reward.name=large",
         f"algorithm.norm_adv_by_std_in_grpo={norm}",
     )  # fmt: skip
     assert len(lines) == 2 and all(line["rollout/failed"] == 0 for line in lines)
@@ -147,4 +159,4 @@ def test_an_interaction_that_raises_at_its_end_fails_its_own_trajectory(tmp_path
     file = tmp_path / "interactions.yaml"
     file.write_text(yaml.safe_dump({"interaction": [{"class_name": f"{plugin}:Raises", "config": {}, "name": "r"}]}))
     lines = fit(tmp_path / "run", *OPTIONS, f"{INTERACTION}={file}")
-    assert len(lines) == 2 and sum(line["rollout/failed"] for line in lines) == 16
+    assert len(lines) == 2 and sum(line["rollout/failed"] for line in lines) == 8

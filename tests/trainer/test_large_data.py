@@ -23,7 +23,7 @@ STEPS = (
     *NO_VALIDATION,
     "data.train_batch_size=2",
     "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.response_length=16",
+    "actor_rollout_ref.rollout.response_length=4",
     "trainer.deterministic=True",
     "trainer.save_freq=100",
     "data.eager_rows=0",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lab import fit, interrupt_after, metrics_of, small_trainer
+from command_lab import FEW, VARIED, fit, interrupt_after, metrics_of, small_trainer
 
 from verl_mt import export
 from verl_mt.config_paths import resolve_model_path
@@ -24,8 +24,9 @@ SHORT = (
     LORA,
     *KL,
     "data.val_files=null",
-    "data.train_batch_size=2",
-    "trainer.total_training_steps=3",
+    *FEW,
+    VARIED,
+    "trainer.total_training_steps=2",
     "trainer.deterministic=True",
     "trainer.save_freq=1",
     "actor_rollout_ref.actor.optim.lr=3e-3",
@@ -34,14 +35,14 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
-    """A run of three steps and its export."""
+    """A run of two steps and its export."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     fit(folder, *SHORT)
     return folder
 
 
 def tensors_of(run: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(run / "checkpoints" / "step_000003")["workers"]["actor"]["tensors"]
+    return checkpoint.load(run / "checkpoints" / "step_000002")["workers"]["actor"]["tensors"]
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(straight, tmp_path):
@@ -87,10 +88,10 @@ def test_a_sharded_checkpoint_of_adapters_is_exported_too(straight, tmp_path):
     """As Ray workers leave it: the small part in state.pt, adapters in actor/."""
     (tmp_path / "run").mkdir()
     shutil.copy(straight / "config.yaml", tmp_path / "run")
-    state = checkpoint.load(straight / "checkpoints" / "step_000003")
+    state = checkpoint.load(straight / "checkpoints" / "step_000002")
     tensors = state["workers"]["actor"].pop("tensors")
     store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
-    folder = store.save(3, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
+    folder = store.save(2, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
     assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "model")]) == 0
     exported, by_run = (load_causal_lm(str(path)).state_dict() for path in (tmp_path / "model", straight / "hf"))
     assert all(torch.equal(tensor, by_run[name]) for name, tensor in exported.items())
@@ -107,6 +108,7 @@ def test_another_run_may_start_from_its_export(straight, tmp_path):
     assert all(torch.equal(merged[name], tensor) for name, tensor in exported.items())
 
 
+@pytest.mark.release
 def test_adapters_alone_learn_the_default_task(tmp_path):
     lines = fit(
         tmp_path / "run",

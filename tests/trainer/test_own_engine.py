@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, run_command
+from command_lab import FEW, NO_VALIDATION, VARIED, fit, metrics_of, rows_of, run_command
 
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.trainer.build import build_trainer
@@ -78,10 +78,10 @@ def file(tmp_path) -> Path:
 def test_a_class_derived_from_the_local_engine_trains_to_the_same_numbers(file, tmp_path):
     from verl_mt.plugins import import_file
 
-    same = ("trainer.deterministic=True", "trainer.total_training_steps=2", *NO_VALIDATION)
+    same = ("trainer.deterministic=True", "trainer.total_training_steps=2", *NO_VALIDATION, *FEW, VARIED)
     ours = fit(tmp_path / "ours", f"{NAME}={file}:Counting", *same)
     theirs = fit(tmp_path / "theirs", *same)
-    assert import_file(file).Counting.num_requests >= 2 * 16
+    assert import_file(file).Counting.num_requests >= 2 * 4
     assert [line["step"] for line in ours] == [1, 2]
     assert [line["actor/loss"] for line in ours] == [line["actor/loss"] for line in theirs]
     streams = [
@@ -94,7 +94,7 @@ def test_a_class_derived_from_the_local_engine_trains_to_the_same_numbers(file, 
 def test_the_engine_of_the_page_trains_by_the_command_and_gets_every_new_version_of_the_weights(tmp_path):
     code = re.search(r'```python title="my_engine.py"\n(.*?)^```', PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_engine.py").write_text(code[1])
-    words = ("trainer.total_training_steps=2", "actor_rollout_ref.rollout.n=2", *NO_VALIDATION[:2])
+    words = ("trainer.total_training_steps=2", *FEW, *NO_VALIDATION[:2])
     done = run_command(tmp_path, f"{NAME}={tmp_path}/my_engine.py:MyEngine", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "runs" / "tiny"
@@ -130,7 +130,8 @@ def test_the_engine_of_the_page_trains_by_the_command_and_gets_every_new_version
 def test_what_is_no_engine_or_does_not_fit_is_one_clear_error(file, tmp_path, name, words, error, message):
     from verl_mt.config.compose import compose
 
-    config = compose([f"{NAME}={file}:{name}", f"trainer.default_local_dir={tmp_path / 'run'}", *words])
+    few = ("data.train_max_samples=8", "data.val_max_samples=2")
+    config = compose([*few, f"{NAME}={file}:{name}", f"trainer.default_local_dir={tmp_path / 'run'}", *words])
     with pytest.raises(error, match=message):
         build_trainer(config)
     assert not (tmp_path / "run").exists()

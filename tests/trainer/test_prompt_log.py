@@ -14,7 +14,7 @@ from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
-QUICK = ("data.val_max_samples=2", "actor_rollout_ref.rollout.response_length=48", "trainer.export_at_end=False")
+QUICK = ("data.val_files=null", "actor_rollout_ref.rollout.response_length=8", "trainer.export_at_end=False")
 
 
 def run(folder, *overrides):
@@ -95,7 +95,7 @@ def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
 def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     folder = tmp_path / "run"
     run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
-        "algorithm.filter_groups.max_num_gen_batches=2")  # fmt: skip
+        "algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.rollout.response_length=48")  # fmt: skip
     assert prompt_log.main([str(folder)]) == 0
     out = capsys.readouterr().out
     counts = [int(part.split()[0]) for part in out.splitlines()[-1].split(", ")]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 import warm_start
-from command_lab import NO_VALIDATION, command, environment, interrupt_after, metrics_of, rows_of, small_trainer
+from command_lab import (
+    FEW,
+    NO_VALIDATION,
+    VARIED,
+    command,
+    environment,
+    interrupt_after,
+    metrics_of,
+    rows_of,
+    small_trainer,
+)
 from test_debug_data import groups
 
 from verl_mt.data import batch as col
@@ -111,7 +119,12 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if k not in ("time_spans", "counters", "tool_calls")} for row in rows]
 
 
-SAME = (*NO_VALIDATION, "trainer.deterministic=True", "trainer.total_training_steps=3", "trainer.save_freq=1")
+SAME = (
+    *NO_VALIDATION, *FEW, VARIED, "actor_rollout_ref.rollout.response_length=64",
+    "actor_rollout_ref.rollout.temperature=1", "trainer.deterministic=True", "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+)  # fmt: skip
+"""With calls of the tool."""
 
 
 @pytest.mark.slow
@@ -119,12 +132,12 @@ def test_a_run_writes_the_same_rows_in_both_formats_and_when_it_is_resumed_in_th
     small_trainer(tmp_path / "a", *SAME, "trainer.rollout_rows=jsonl").fit()
     small_trainer(tmp_path / "b", *SAME, "trainer.rollout_rows=parquet").fit()
     broken = small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=True")
-    interrupt_after(broken, 2)
+    interrupt_after(broken, 1)
     broken.fit()
     small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=parquet").fit()
     formats = [[f.format for f in row_files(tmp_path / name)] for name in "abc"]
-    assert formats == [["jsonl"] * 3, ["parquet"] * 3, ["jsonl", "jsonl", "parquet"]]
-    for step in (1, 2, 3):
+    assert formats == [["jsonl"] * 2, ["parquet"] * 2, ["jsonl", "parquet"]]
+    for step in (1, 2):
         a, b, c = (without_times(rows_of(tmp_path / name, step)) for name in "abc")
         assert a == b == c and any(any(r["advantages"] or ()) for row in a for r in row["records"])
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
@@ -135,18 +148,18 @@ def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path)
     words = command(
         f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION, "trainer.rollout_rows=parquet",
         "trainer.save_freq=-1", "trainer.total_training_steps=2", "data.train_batch_size=16",
-        "actor_rollout_ref.rollout.n=16",
+        "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.response_length=16",
+        f"external_plugins=[{tmp_path}/limit.py]",
     )  # fmt: skip
 
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-    # A real start: the limit holds for this process alone.
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment(), preexec_fn=limited)
+    limit = tmp_path / "limit.py"
+    limit.write_text("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (24_000, 24_000))\n")
+    ended = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
     assert "step_000001.parquet: File too large" in error
     assert not list((tmp_path / "run" / "rollouts").glob("*"))
+    limit.write_text("")
     again = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2] and len(row_files(tmp_path / "run")) == 2

@@ -13,6 +13,7 @@ import termios
 from typing import Any
 
 import pytest
+import warm_start
 from rich.console import Console
 
 from verl_mt.trainer.display import Display
@@ -97,7 +98,7 @@ def width_of(columns: int | None, **environment: str) -> int:
         if columns is not None:
             fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         stream = subprocess.DEVNULL if columns is None else terminal
-        done = subprocess.run(words, stdin=stream, stderr=stream, stdout=subprocess.PIPE, env=variables, check=True)
+        done = warm_start.run(words, stdin=stream, stderr=stream, stdout=subprocess.PIPE, env=variables, check=True)
         return int(done.stdout)
     finally:
         os.close(asked)

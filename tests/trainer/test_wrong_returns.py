@@ -33,7 +33,8 @@ def test_one_trajectory_in_three_returns_something_wrong_and_the_run_goes_on(nam
         file = tmp_path / "interaction.yaml"
         file.write_text(f"interaction:\n  - class_name: {PLUGINS}:Wrong\n    config: {{field: {name}}}\n")
         override = f"{RO}.interaction_config_file={file}"
-    more = ("trainer.total_training_steps=2", "trainer.progress=off", f"{RO}.tool_kwargs.tools_config_file=null")
+    more = ("data.train_batch_size=2", "trainer.total_training_steps=2", "trainer.progress=off")
+    more += (f"{RO}.tool_kwargs.tools_config_file=null",)
     lines = fit(tmp_path / "run", *more, *NO_VALIDATION, override)
     assert len(lines) == 2
     failed = 0
