@@ -186,17 +186,17 @@ def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_
     declared["tools"][0]["class_name"] = f"{__name__}.SleepyCalculator"
     file.write_text(yaml.safe_dump(declared))
     steps = []
-    for sleep_s in (0.0, 8.0):
+    for sleep_s in (0.0, 4.0):
         monkeypatch.setattr(sys.modules[__name__], "ROW_SLEEPS_S", [sleep_s])
         trainer = build_trainer(
             compose(
                 [
                     f"data.train_files={__name__}:rows_with_delay",
-                    "data.train_batch_size=4",
-                    "data.train_max_samples=4",
+                    "data.train_batch_size=2",
+                    "data.train_max_samples=2",
                     "data.shuffle=False",
                     "data.val_files=null",
-                    "actor_rollout_ref.rollout.n=4",
+                    "actor_rollout_ref.rollout.n=2",
                     "trainer.logger=[]",
                     "trainer.num_threads=1",
                     mode,

@@ -161,8 +161,10 @@ def test_every_script_has_its_numbers_or_its_reason():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_resolves_to_what_ms_swift_resolves(name):
+def test_a_script_resolves_to_what_ms_swift_resolves_and_what_is_printed_is_a_script(name):
     wanted, found = SCRIPTS[name], migrated(name)
+    done = subprocess.run(["bash", "-n"], input=found.command(), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
     assert found.refused == [] and (3 if found.changed else 0) == wanted.status, (found.refused, found.changed)
     assert len(found.changed) <= 4
     config = compose(found.overrides)
@@ -193,12 +195,6 @@ def test_a_script_resolves_to_what_ms_swift_resolves(name):
 @pytest.mark.parametrize(("name", "reason"), [(name, reason) for name, reason in REFUSED.items() if reason])
 def test_a_script_that_is_refused_says_why(name, reason):
     assert any(reason in text for text in migrated(name).refused)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_what_is_printed_is_a_script(name):
-    done = subprocess.run(["bash", "-n"], input=migrated(name).command(), text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_system_prompt_of_several_lines_reaches_the_trainer_as_the_script_has_it(tmp_path):

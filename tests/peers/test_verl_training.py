@@ -39,14 +39,14 @@ ENGINE_ONLY = "actor_rollout_ref.rollout.gpu_memory_utilization="
 """Goes with the engine: it means something for SGLang alone."""
 
 
-def gsm8k(home: Path, shared_data: Path, style: str, folder: str) -> None:
+def gsm8k(home: Path, shared_data: Path, style: str, folder: str, limit: int = 8) -> None:
     """The first problems of GSM8K, as our recipe writes verl's rows, where the script looks for them."""
     spec = importlib.util.spec_from_file_location("prepare_gsm8k", REPO / "recipes" / "gsm8k" / "prepare.py")
     assert spec is not None and spec.loader is not None
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
     source, out = shared_data / "tasks" / "gsm8k_train.jsonl", home / "data" / folder / "train.parquet"
-    assert prepare.main(["--source", str(source), "--style", style, "--out", str(out), "--limit", "8"]) == 0
+    assert prepare.main(["--source", str(source), "--style", style, "--out", str(out), "--limit", str(limit)]) == 0
 
 
 def configured(revision: str, script: str, home: Path, capsys: pytest.CaptureFixture[str], *words: str) -> Config:
@@ -91,7 +91,7 @@ def caller(tmp_path_factory, shared_data) -> Path:
     home = tmp_path_factory.mktemp("cold")
     tools = "config/tool_config/gsm8k_tool_config.yaml"
     copy = conformance.copy_replaced("verl", conformance.peer("verl", REVISIONS[0], f"{EXAMPLES}/{tools}"), home)
-    gsm8k(home, shared_data, "tool", "gsm8k")
+    gsm8k(home, shared_data, "tool", "gsm8k", limit=2)
     demos = []
     for row in pq.read_table(home / "data" / "gsm8k" / "train.parquet").to_pylist():
         words = json.dumps({"answer": row["reward_model"]["ground_truth"]})
@@ -99,8 +99,8 @@ def caller(tmp_path_factory, shared_data) -> Path:
         demos.append({"messages": [*row["prompt"], {"role": "assistant", "content": "", "tool_calls": [call]}]})
     (home / "demos.jsonl").write_text("\n".join(map(json.dumps, demos)))
     overrides = (
-        f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={copy}", "data.train_batch_size=8",
-        "trainer.total_epochs=90", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.num_threads=1",
+        f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={copy}", "data.train_batch_size=2",
+        "trainer.total_epochs=60", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.num_threads=1",
     )  # fmt: skip
     assert sft.main(["--data", str(home / "demos.jsonl"), "--out", str(home / "out"), *overrides]) == 0
     return home / "out" / "hf"
@@ -115,7 +115,7 @@ def stretches(bits: list[int]) -> int:
 @pytest.mark.xdist_group("caller")  # which takes longer than the tests
 @pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_gsm8k_with_its_tool_trains_two_steps_with_the_tiny_model(revision, tmp_path, shared_data, caller, capsys):
-    gsm8k(tmp_path, shared_data, "tool", "gsm8k")
+    gsm8k(tmp_path, shared_data, "tool", "gsm8k", limit=2)
     config = configured(revision, "run_qwen2.5-3b_gsm8k_multiturn.sh", tmp_path, capsys, f"{MODEL}={caller}")
     assert config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns == 5
     assert config.actor_rollout_ref.actor.kl_loss_coef == 0.001 and config.data.max_prompt_length == 1024

@@ -17,6 +17,7 @@ FEW = [
     "data.train_max_samples=64",
     "trainer.num_threads=1",
     "trainer.total_training_steps=1",
+    "actor_rollout_ref.rollout.n=2",
 ]
 
 pytestmark = pytest.mark.slow
@@ -54,9 +55,9 @@ def test_what_a_critic_can_explain_at_the_most_is_measured(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(RECIPE))
     import critic_ceiling
 
-    monkeypatch.setattr("sys.argv", ["critic_ceiling.py", "trainer.num_threads=1", "--prompts", "17", "--samples", "8"])
+    monkeypatch.setattr("sys.argv", ["critic_ceiling.py", "trainer.num_threads=1", "--prompts", "17", "--samples", "4"])
     critic_ceiling.main()
-    assert "136 answers to 17 prompts" in capsys.readouterr().out
+    assert "68 answers to 17 prompts" in capsys.readouterr().out
 
 
 def test_a_critic_learns_from_batches_of_earlier_steps_and_is_measured_on_the_new_one(tmp_path, monkeypatch, capsys):
@@ -66,7 +67,9 @@ def test_a_critic_learns_from_batches_of_earlier_steps_and_is_measured_on_the_ne
     learned = []
     update = CriticWorker.update
     monkeypatch.setattr(CriticWorker, "update", lambda self, batch: learned.append(batch) or update(self, batch))
-    words = ["data.train_batch_size=8", *FEW[1:3], "trainer.total_training_steps=3", "data.val_max_samples=4"]
+    words = [
+        "data.train_batch_size=8", *FEW[1:3], FEW[4], "trainer.total_training_steps=3", "data.val_max_samples=4"
+    ]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["x", *words, "--out", str(tmp_path), "--seeds", "0", "--earlier", "1"])
     critic_replay.main()
     prompts = [len(batch[columns.PROMPT_INDEX].unique()) for batch in learned]
