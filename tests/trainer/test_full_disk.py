@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from command_lab import NO_VALIDATION, command, environment, metrics_of, small_trainer
+from command_lab import FEW, NO_VALIDATION, command, environment, metrics_of, small_trainer
 
 from verl_mt.data import run_files
 from verl_mt.errors import CheckpointError
@@ -19,7 +19,7 @@ from verl_mt.errors import CheckpointError
 @pytest.mark.slow  # whole runs
 @pytest.mark.parametrize("name", ["metrics.jsonl", "token_texts.jsonl", "step_000001.jsonl"])
 def test_the_file_that_does_not_fit_is_named_and_the_run_goes_on_later(tmp_path, monkeypatch, name):
-    overrides = (*NO_VALIDATION, "data.train_batch_size=2", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    overrides = (*NO_VALIDATION, *FEW, "trainer.total_training_steps=1", "trainer.save_freq=1")
     trainer = small_trainer(tmp_path / "run", *overrides)
     original = os.fsync
 
@@ -63,7 +63,11 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_goes_on_once_there_is_room(
     """In turn: the configuration, TensorBoard or rollouts, the first checkpoint, a later one do not fit."""
     folder, resize = small_disk
     resize(room)
-    words = command(f"trainer.default_local_dir={folder}/run", "trainer.save_freq=1", "data.val_files=null")
+    # Checkpoints hold the state of the optimizer from the first step on.
+    moves = ("actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.skip_zero_advantage=False")
+    words = command(
+        f"trainer.default_local_dir={folder}/run", *FEW, *moves, "trainer.save_freq=1", "data.val_files=null"
+    )
     ended = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stderr

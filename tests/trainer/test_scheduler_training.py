@@ -54,8 +54,8 @@ def test_records_of_rewritten_histories_are_trained(tmp_path):
         [
             f"{MULTI_TURN}.scheduler=forgets", f"{MULTI_TURN}.max_assistant_turns=5",
             f"{MULTI_TURN}.loss_scale=default",
-            "reward.path=math_answer", "data.train_batch_size=4", "data.train_max_samples=16", "data.val_files=null",
-            "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "reward.path=math_answer", "data.train_batch_size=2", "data.train_max_samples=16", "data.val_files=null",
+            "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=1",
             "trainer.total_training_steps=2", "trainer.logger=[]", "trainer.export_at_end=False",
             f"trainer.default_local_dir={tmp_path / 'run'}",
         ]
@@ -148,6 +148,7 @@ def test_what_does_not_exist_is_found_before_the_first_step(words, text, tmp_pat
     from verl_mt.errors import PluginError
 
     with pytest.raises(PluginError, match=text):
-        build_trainer(compose([*words, f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[]"]))
+        few = ("data.train_max_samples=8", "data.val_max_samples=2", "trainer.logger=[]")
+        build_trainer(compose([*words, *few, f"trainer.default_local_dir={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
     assert "accuracy" in orms
