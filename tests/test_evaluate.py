@@ -260,7 +260,7 @@ def test_rows_without_a_reward_are_refused_before_anything_is_sampled(data, tmp_
 
 def test_where_there_is_no_terminal_a_line_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(inference, "_PROGRESS_EVERY_S", -1.0)
-    assert evaluate.main(["--model", "verl_mt://tiny", *QUICK]) == 0
+    assert evaluate.main(["--model", "verl_mt://tiny", "data.val_max_samples=4", *QUICK]) == 0
     assert re.search(r"^\d+ of \d+ conversations$", capsys.readouterr().err, re.MULTILINE)
 
 

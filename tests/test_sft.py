@@ -339,9 +339,9 @@ def words_of(data: Path, out: Path) -> list[str]:
         "--config-name",
         "tiny",
         "trainer.save_freq=2",
-        "data.val_max_samples=10",
+        "data.val_max_samples=2",
     ]
-    return [*words, "data.train_batch_size=4", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
+    return [*words, "data.train_batch_size=2", "trainer.total_epochs=2", "actor_rollout_ref.actor.optim.lr=2e-4"]
 
 
 def interrupted_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def interrupted_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_one_that_was_not(
     tmp_path, capsys, monkeypatch
 ):
-    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    data = write(tmp_path / "rows.jsonl", conversations(5, 4))
     assert sft.main(words_of(data, tmp_path / "whole")) == 0
     with monkeypatch.context() as patch:
         interrupted_in(3, patch)
@@ -373,7 +373,7 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     assert sft.main([*words_of(data, tmp_path / "cut"), "actor_rollout_ref.actor.optim.lr=1e-3"]) == 2
     said = capsys.readouterr().err
     assert "lr: 0.001" in said and "or name a new folder with --out" in said and "experiment_name=<" not in said
-    other = write(tmp_path / "other.jsonl", conversations(6, 8))
+    other = write(tmp_path / "other.jsonl", conversations(6, 4))
     data.rename(tmp_path / "kept.jsonl")
     other.rename(data)
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
@@ -386,7 +386,7 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     assert sft.main(words_of(data, tmp_path / "cut")) == 0
     assert "after step 3" in " ".join(capsys.readouterr().out.split())  # wherever the line is broken
     steps = [[line["step"] for line in read_jsonl_tolerant(tmp_path / n / "metrics.jsonl")] for n in ("whole", "cut")]
-    assert steps == [[0, 1, 2, 3, 4, 5, 6]] * 2
+    assert steps == [[0, 1, 2, 3, 4]] * 2
     whole, cut = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
@@ -415,8 +415,9 @@ def test_what_a_run_says_of_its_policy_loss_is_not_supervised_trainings(tmp_path
 
 @pytest.mark.slow
 def test_a_run_is_validated_by_rollouts_as_the_trainer_does_and_may_end_at_an_accuracy(tmp_path, capsys):
-    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    data = write(tmp_path / "rows.jsonl", conversations(5, 4))
     words = [*words_of(data, tmp_path / "out"), "trainer.val_before_train=false", "trainer.test_freq=2"]
+    words.append("data.val_max_samples=10")
     assert sft.main([*words, "--stop-at-accuracy", "0.05"]) == 0
     lines = read_jsonl_tolerant(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]  # the shipped model is right more often than that
@@ -431,7 +432,7 @@ def test_a_run_is_validated_by_rollouts_as_the_trainer_does_and_may_end_at_an_ac
 
 @pytest.mark.slow
 def test_a_validation_that_was_broken_off_is_made_by_the_command_that_goes_on(tmp_path, monkeypatch):
-    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    data = write(tmp_path / "rows.jsonl", conversations(5, 4))
     words = [*words_of(data, tmp_path / "cut"), "trainer.test_freq=3", "trainer.deterministic=true"]
     assert sft.main([*words, "--out", str(tmp_path / "whole")]) == 0
     measure = supervised.Sampled.measure
@@ -454,15 +455,15 @@ def test_a_validation_that_was_broken_off_is_made_by_the_command_that_goes_on(tm
 
 @pytest.mark.slow
 def test_checkpoints_are_kept_by_number_and_become_models(tmp_path):
-    data = write(tmp_path / "rows.jsonl", conversations(5, 8))
+    data = write(tmp_path / "rows.jsonl", conversations(5, 4))
     words = [word for word in words_of(data, tmp_path / "out") if not word.startswith("data.val_max_samples")]
     words += ["--no-rollouts", "--val-data", str(data), "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     assert sft.main(words) == 0
     kept = sorted(p.name for p in (tmp_path / "out" / "checkpoints").glob("step_*"))
-    assert kept == ["step_000005", "step_000006"]
+    assert kept == ["step_000003", "step_000004"]
     assert (
         export.main(
-            ["--checkpoint", str(tmp_path / "out" / "checkpoints" / "step_000006"), "--out", str(tmp_path / "model")]
+            ["--checkpoint", str(tmp_path / "out" / "checkpoints" / "step_000004"), "--out", str(tmp_path / "model")]
         )
         == 0
     )

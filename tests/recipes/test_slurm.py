@@ -77,7 +77,7 @@ def job_in(folder: Path) -> Start:
     """Starts the script as Slurm would, on three machines; environment variables can be changed."""
     stubs = folder / "bin"
     stubs.mkdir()
-    (stubs / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
+    (stubs / "srun").write_text(f"#!{sys.executable} -IS\n{SRUN}")
     (stubs / "scontrol").write_text(SCONTROL)
     (stubs / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.05\n")
     for stub in stubs.iterdir():
@@ -232,9 +232,9 @@ def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_pat
 
 
 def test_machines_that_do_not_join_end_the_job_with_their_number(job, tmp_path):
-    process = job(START_TIMEOUT="10", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
+    process = job(START_TIMEOUT="5", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 1 and "1 of 3 machines joined after 10 s" in err
+    assert process.returncode == 1 and "1 of 3 machines joined after 5 s" in err
     assert ("n01", "python -m") not in commands(tmp_path, "begun")
     assert len(commands(tmp_path, "ended")) == 2
 
