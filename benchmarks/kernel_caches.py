@@ -60,6 +60,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a local folder; default: a small one made here")
+    parser.add_argument("--size", default="tiny", help="of the one made here, see models.py")
     parser.add_argument("--passes", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -70,7 +71,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
-            make_model().save_pretrained(folder)
+            make_model(args.size).save_pretrained(folder)
         words = ["--model", args.model or folder, "--passes", str(args.passes), "--threads", str(args.threads)]
         grown, rows = [], []
         for label, capacity in (("default", "1024"), ("as load_causal_lm sets it", None)):

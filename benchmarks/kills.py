@@ -64,7 +64,7 @@ _LONGEST_S = 600.0
 class Run:
     """One run in a directory of its own."""
 
-    def __init__(self, folder: Path, who: str, bound: int, seed: int, over_sample: float):
+    def __init__(self, folder: Path, who: str, bound: int, seed: int, over_sample: float, overrides: Sequence[str]):
         self.folder, self.bound, self.over_sample = folder, bound, over_sample
         self.command = [sys.executable, "-W", "ignore", "-m", "verl_mt.trainer", *WORDS, *OF[who]]
         self.command += [
@@ -72,6 +72,7 @@ class Run:
             f"trainer.max_staleness={bound}",
             f"data.over_sample={over_sample}",
             f"trainer.default_local_dir={folder}",
+            *overrides,
         ]
         self.deterministic = bound == 0 and who == "trainer"
         self.command += [f"trainer.deterministic={self.deterministic}"]
@@ -179,10 +180,10 @@ def children(parent: int, module: str) -> list[int]:
     return found
 
 
-def trial(seed: int, bound: int, who: str, over_sample: float) -> dict[str, Any]:
+def trial(seed: int, bound: int, who: str, over_sample: float, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Whatever does not hold is in `wrong`."""
     place = Path(tempfile.mkdtemp(prefix="kills_"))
-    peace, killed = (Run(place / name, who, bound, seed, over_sample) for name in ("peace", "killed"))
+    peace, killed = (Run(place / name, who, bound, seed, over_sample, overrides) for name in ("peace", "killed"))
     chance = random.Random(f"{seed}/{bound}/{who}")
     try:
         usual_s = peace.end()
@@ -206,6 +207,7 @@ def trial(seed: int, bound: int, who: str, over_sample: float) -> dict[str, Any]
     finally:
         shutil.rmtree(place, ignore_errors=True)
     key = {"seed": seed, "bound": bound, "who": who, "over_sample": over_sample}
+    key |= {"overrides": overrides} if overrides else {}
     return {**key, "kills": kills, "wrong": wrong, **lengths}
 
 
@@ -235,6 +237,7 @@ def compare_lengths(trials: Sequence[dict[str, Any]]) -> dict[str, float]:
 def main() -> int:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="key=value of every run")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4], help="of trainer.max_staleness")
     parser.add_argument("--who", nargs="+", choices=OF, default=["trainer", "worker"])
@@ -254,7 +257,9 @@ def main() -> int:
             "who": args.who[number // len(args.bounds) % len(args.who)],
         }
         key["over_sample"] = args.over_sample if key["bound"] else 1.0
-        found = next((line for line in known if line | key == line), None)
+        key |= {"overrides": args.overrides} if args.overrides else {}
+        same = (line for line in known if line | key == line and ("overrides" in line) == ("overrides" in key))
+        found = next(same, None)
         if found is None:
             found = trial(**key) | provenance()
             with args.out.open("a") as file:

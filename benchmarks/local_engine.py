@@ -168,6 +168,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder with a model; default: a random one of the shipped model's size")
+    parser.add_argument("--size", default="tiny", help="of the random model, see models.py")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of --model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -186,7 +187,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    model = (load_model(args.model, args.dtype) if args.model else make_model()).to(args.device)
+    model = (load_model(args.model, args.dtype) if args.model else make_model(args.size)).to(args.device)
     vocabulary = model.config.vocab_size
     print(
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

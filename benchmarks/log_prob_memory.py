@@ -21,6 +21,7 @@ Ratios of times are of CPU seconds, the smallest of the repetitions. --tiles sho
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -31,6 +32,8 @@ from typing import Any
 from provenance import add_out, write_rows
 
 WAYS = ("naive", "recomputed", "known derivative")
+_M_MMAP_THRESHOLD = -3
+"""Of malloc.h (glibc)."""
 
 
 def peak_bytes(device: str) -> int:
@@ -49,6 +52,8 @@ def measure(way: str, tokens: int, vocabulary: int, args: argparse.Namespace) ->
 
     from verl_mt.modeling import head_log_probs as ours
 
+    # Freed memory goes back at once, so that what one tensor left is not counted as room for the next.
+    ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 65536)
     torch.set_num_threads(args.threads)
     if args.tile:
         ours.TILE["cpu"] = ours.TILE["cuda"] = args.tile
@@ -94,8 +99,7 @@ def in_own_process(way: str, tokens: int, vocabulary: int, args: argparse.Namesp
         f"--device={args.device}",
     ]
     command = [sys.executable, __file__, f"--one={way}", f"--shapes={tokens}x{vocabulary}", f"--tile={tile}", *options]
-    # Freed memory goes back at once, so that what one tensor left is not counted as room for the next.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")

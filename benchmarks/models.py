@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 SIZES: dict[str, dict[str, int]] = {
+    "micro": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "head_dim": 32},
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32},
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64},
     "medium": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64},
     "large": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "head_dim": 64},
 }
-"""`tiny` is the shipped model's (0.9 M parameters), `small` has 5 M, `medium` 26 M, `large` 152 M."""
+"""`tiny` is the shipped model's (0.9 M parameters), `small` has 5 M, `medium` 26 M, `large` 152 M; `micro` is
+one layer of `tiny`."""
 VOCAB = 768
 
 

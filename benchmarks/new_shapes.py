@@ -25,13 +25,14 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make(layers: int, dtype: str) -> Any:
+def make(layers: int, vocabulary: int, dtype: str) -> Any:
     """The model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": layers}, dtype=getattr(torch, dtype))
+    shape = SHAPE | {"num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = LlamaConfig(**shape, dtype=getattr(torch, dtype))
     return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
@@ -54,7 +55,7 @@ def seconds_of_sampling(model: Any, sequences: int, seed: int) -> float:
     from local_engine import Conversation, run_ours
 
     rng = random.Random(seed)
-    prompts = [rng.choices(range(1, SHAPE["vocab_size"]), k=rng.randint(80, 240)) for _ in range(sequences)]
+    prompts = [rng.choices(range(1, model.config.vocab_size), k=rng.randint(80, 240)) for _ in range(sequences)]
     return run_ours(model, [Conversation(prompt, [(48, [])]) for prompt in prompts])[0]
 
 
@@ -67,11 +68,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32, help="of (b)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--vocabulary", type=int, default=SHAPE["vocab_size"])
     add_out(parser)
     args = parser.parse_args()
     import torch
 
-    model = make(args.layers, args.dtype).to(args.device)
+    model = make(args.layers, args.vocabulary, args.dtype).to(args.device)
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     lines, rows = [], []
     for name, what, size in (("passes", seconds_of_pass, args.rows), ("sampling", seconds_of_sampling, args.sequences)):

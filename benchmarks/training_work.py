@@ -25,7 +25,10 @@ from verl_mt.modeling.passes import Passes, use_passes
 def rollouts_of_the_default_task(overrides: Sequence[str] = ()) -> TensorDict:
     """The batch of one step of `python -m verl_mt.trainer`: real conversations of the shipped model with its tool."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]
+        settings = [
+            "trainer.total_training_steps=1", "data.val_files=null", "trainer.save_freq=-1",
+            "trainer.export_at_end=False", "trainer.logger=[]", "data.eager_rows=0", *overrides,
+        ]  # fmt: skip
         command = [sys.executable, "-m", "verl_mt.trainer", f"trainer.default_local_dir={folder}", *settings]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode:

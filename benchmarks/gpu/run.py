@@ -184,7 +184,7 @@ def _benchmarks() -> list[Stage]:
         ),
         (
             "decode", "tokens a second of the local engine, and of generate", "local_engine.py",
-            cuda, ("--sequences", "4"), ("tokens/s", "local engine / generate"),
+            cuda, ("--size", "micro", "--sequences", "4"), ("tokens/s", "local engine / generate"),
         ),
     )  # fmt: skip
     return [

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
+import warm_script
 
 REPO = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPO / "benchmarks"
@@ -117,22 +116,27 @@ def later_turns_are_found_in_caches(said: str) -> None:
 
 
 ONCE = "--repetitions 1"
+SMALL = (
+    "data.train_batch_size=2 data.train_max_samples=16 data.val_max_samples=2 actor_rollout_ref.rollout.n=2"
+    " actor_rollout_ref.rollout.response_length=48"
+)
 SGLANG, RAY = (pytest.mark.sglang, pytest.mark.timeout(900)), pytest.mark.ray
 CASES = [
-    Case("busy_cores.py", f"--size tiny --threads 1 --beside 0 --sequences 4 {ONCE}"),
+    Case("busy_cores.py", f"--size micro --threads 1 --beside 0 --sequences 4 {ONCE}"),
     Case("chat_delta.py", "--model verl_mt://tiny --turns 4 --repeats 1"),
     Case("checkpoint_digests.py", f"--megabytes 16 {ONCE}"),
-    Case("data_start.py", "--rows 600", says("loaded and not loaded: the same rows, ids and counts")),
-    Case("driver_cost.py", "--workers 0 1 --tokens 9000"),
+    Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
+    Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400"),
     Case("export_memory.py", "--size medium", the_model_once),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),
-    Case("kernel_caches.py", "--passes 6", few_kernels),
-    Case("kills.py", "--kills 1 --bounds 2 --over-sample 1.5 --who trainer worker", nothing_lost),
-    Case("local_engine.py", f"--sequences 8 --system-tokens 64 {ONCE}", same_greedy_streams),
+    Case("kernel_caches.py", "--size micro --passes 6", few_kernels),
+    Case("kills.py", "data.train_max_samples=32 --kills 1 --bounds 2 --over-sample 1.5 --who trainer worker",
+         nothing_lost),
+    Case("local_engine.py", f"--size micro --sequences 4 --system-tokens 64 {ONCE}", same_greedy_streams),
     Case("log_prob_memory.py", f"--shapes 1024x50000 --hidden 32 {ONCE}", a_fraction_of_the_memory),
     Case("mfu.py", f"--device cpu --shapes toy --lengths 64 --tokens 256 {ONCE}"),
-    Case("new_shapes.py", f"--rows 2 --sequences 1 --layers 1 --dtype float32 {ONCE}"),
+    Case("new_shapes.py", f"--rows 2 --sequences 1 --layers 1 --vocabulary 768 --dtype float32 {ONCE}"),
     Case("packing.py", f"--rows 4 --prompts 1 {ONCE}", equal_gradients),
     Case("parser_cost.py", "--kilobytes 1 2"),
     Case("peers/trl_grpo.py", "--steps 2 --prompts 4 --generations 4 --threads 1", as_many_tokens, installed=HAS_TRL,
@@ -140,16 +144,16 @@ CASES = [
     Case("prefix_sharing.py", f"--rows 4 --group-sizes 2 {ONCE}", equal_gradients),
     Case("replicas.py", "--steps 1 --target 0 data.train_batch_size=4 data.val_max_samples=4",
          marks=(*SGLANG, RAY, pytest.mark.release)),
-    Case("report_page.py", "{tmp}/run", installed=HAS_BROWSER, error="no browser", out=False),
+    Case("report_page.py", "{tmp}/finished-plain", installed=HAS_BROWSER, error="no browser", out=False),
     Case("rollout_rows.py", f"--trajectories 8 --tokens 200 {ONCE}"),
     Case("rollout_throughput.py", f"--sizes tiny --concurrency 8 {ONCE}", later_turns_are_found_in_caches,
          marks=SGLANG),
     Case("sanity_check.py", "--turns 10 20 --repeats 1"),
     Case("sequence_parallel.py", "--tokens 512 --sizes 1 2 --size tiny", a_part_of_the_row),
-    Case("staleness.py", "data.train_batch_size=2 data.val_max_samples=4 --bounds 0 --seeds 0 --steps 1", mode="curve"),
-    Case("staleness.py", "data.train_batch_size=2 data.val_max_samples=4 --bounds 1 --over --seeds 0 --steps 1"
+    Case("staleness.py", f"{SMALL} --bounds 0 --seeds 0 --steps 1", mode="curve"),
+    Case("staleness.py", f"{SMALL} --bounds 1 --over --seeds 0 --steps 1"
          " --scales 0.01", mode="waiting", marks=(pytest.mark.release,)),
-    Case("staleness.py", "data.train_batch_size=2 data.val_max_samples=4 --seeds 0 --steps 1 --scales 0", mode="tune",
+    Case("staleness.py", f"{SMALL} --seeds 0 --steps 1 --scales 0", mode="tune",
          marks=(pytest.mark.release,)),
     Case("weight_sync.py", "--size tiny --repetitions 2 --bucket-megabytes 1", an_update_costs_more_than_a_copy,
          marks=SGLANG),
@@ -181,21 +185,13 @@ def pattern_of(line: str) -> str:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=case.marks, id=case.name) for case in CASES])
-def test_it_runs_and_ends_with_its_documented_line(case, tmp_path):
+def test_it_runs_and_ends_with_its_documented_line(case, tmp_path, finished):
     words = [*case.mode.split(), *case.words.format(tmp=tmp_path).split()]
     out = tmp_path / ("picture.png" if case.script == "report_page.py" else "out.json")
     if case.script == "report_page.py" and case.installed:
-        from command_lab import run_command
-
-        assert (
-            run_command(
-                tmp_path, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"
-            ).returncode
-            == 0
-        )
+        finished("plain")
     words += ["--out", str(tmp_path / "gpu" if case.script == "gpu/run.py" else out)]
-    command = [sys.executable, str(BENCHMARKS / case.script), *words]
-    done = warm_start.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = warm_script.run(BENCHMARKS / case.script, *words, cwd=tmp_path)
     if not case.installed:
         assert done.returncode and case.error in done.stderr and "Traceback" not in done.stderr
         return

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_script
 import warm_start
 
 REPO = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_wheels_are_what_the_project_needs_and_neither_ray_nor_sglang():
 def test_stages_that_are_done_are_not_done_again(tmp_path):
     def rehearse(*words):
         out = ("--out", str(tmp_path))
-        done = warm_start.run([sys.executable, str(SCRIPT), *out, *words], capture_output=True, text=True)
+        done = warm_script.run(SCRIPT, *out, *words)
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
@@ -99,11 +100,11 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
 
 @pytest.mark.release
 def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--rehearse", "--only", "train-float32", "resume"]
-    done = warm_start.run(command, capture_output=True, text=True)
+    stages = ("--rehearse", "--only", "train-float32", "resume")
+    done = warm_script.run(SCRIPT, "--out", str(tmp_path), *stages)
     assert done.returncode == 0, done.stdout
-    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
-    first, more = (stages[name]["numbers"] for name in ("train-float32", "resume"))
+    recorded = json.loads((tmp_path / "results.json").read_text())["stages"]
+    first, more = (recorded[name]["numbers"] for name in ("train-float32", "resume"))
     assert (first["steps"], first["last step"], more["steps"], more["last step"]) == (2, 2, 5, 7)
     lines = [json.loads(line) for line in (tmp_path / "work/resume/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4, 5, 6, 7]
@@ -111,7 +112,10 @@ def test_a_run_goes_on_from_the_first_ones_last_step(tmp_path):
 
 @pytest.mark.slow
 def test_the_trainer_runs_without_ray_and_sglang_and_tells_its_memory(tmp_path):
-    small = ("trainer.total_training_steps=1", "trainer.test_freq=-1", "data.train_batch_size=4", "trainer.device=cpu")
+    small = (
+        "trainer.total_training_steps=1", "trainer.device=cpu", "data.train_batch_size=2", "data.train_max_samples=16",
+        "data.val_max_samples=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.response_length=48",
+    )  # fmt: skip
     command = [sys.executable, str(SCRIPT), "--inside-trainer", *small, "trainer.default_local_dir=run"]
     done = warm_start.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,23 +1,22 @@
 """`benchmarks/kills.py`: sixteen kills for a release, and that it finds what it looks for.
 
-`test_every_benchmark.py` kills a trainer and a worker for every commit.
+`test_every_benchmark.py` kills a trainer for every commit.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import warm_start
+import warm_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
 
 
 def kills(*words: str) -> subprocess.CompletedProcess[str]:
-    return warm_start.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+    return warm_script.run(SCRIPT, *words)
 
 
 @pytest.mark.release

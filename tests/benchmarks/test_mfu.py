@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_mfu_is_refused():
-    done = subprocess.run([sys.executable, str(FOLDER / "mfu.py")], capture_output=True, text=True)
+    done = warm_start.run([sys.executable, str(FOLDER / "mfu.py")], capture_output=True, text=True)
     assert done.returncode == 1
     assert "CUDA" in done.stderr and "Traceback" not in done.stderr
 
