@@ -15,7 +15,7 @@ from command_lab import fit, interrupt_after, metrics_of, rows_of, small_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import before_release
-from test_staleness import AHEAD, RUN, STEPS, ages, slow_tool
+from test_staleness import AHEAD, CHANGES, RUN, SHORT, STEPS, ages, slow_tool
 
 from verl_mt import prompt_log
 from verl_mt.data.dataset import DataRow
@@ -120,11 +120,11 @@ def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow
     run = tmp_path / "run"
     words = (slow_tool, f"trainer.max_staleness={bound}", f"data.over_sample={factor}")
     words += (f"actor_rollout_ref.rollout.num_workers={workers}",) if workers else ()
-    fit(run, *RUN, *words, "data.train_batch_size=4")
+    fit(run, *RUN, *words)
     found = [ages(run, step) for step in range(1, STEPS + 1)]
     assert min(map(min, found)) >= 0 and max(map(max, found)) <= bound
     prompts = read_prompt_log(run).prompts.values()
-    assert len(prompts) == 4 * STEPS and prompt_log.main([str(run)]) == 0
+    assert len(prompts) == 2 * STEPS and prompt_log.main([str(run)]) == 0
     passed = [p.trained_in[0] - 1 - step_of(p.prompt_id) for p in prompts]
     assert max(passed) <= max(1, bound) and min(passed) == 0 and max(passed) > 0, "some were left to others"
     began_again = [p.starts > 1 for p in prompts]
@@ -133,23 +133,33 @@ def test_with_slow_tools_every_prompt_is_trained_once_and_in_time(tmp_path, slow
 
 @pytest.mark.slow
 def test_what_is_in_flight_when_a_run_is_stopped_goes_on_under_its_own_names(tmp_path, slow_tool, capsys):
-    run, words = tmp_path / "run", (*RUN, AHEAD, OVER, "data.train_batch_size=4")
-    for step in (1, 3):
+    run, words = tmp_path / "run", (*RUN, AHEAD, OVER)
+    for step in (1, 2):
         trainer = small_trainer(run, *words, slow_tool)
         interrupt_after(trainer, step)
         trainer.fit()
         assert prompt_log.main([str(run)]) == 0
-        assert re.search(rf"{4 * step} trained, 0 left out, \d+ open", capsys.readouterr().out)
+        assert re.search(rf"{2 * step} trained, 0 left out, \d+ open", capsys.readouterr().out)
     fit(run, *words, slow_tool)
     assert prompt_log.main([str(run)]) == 0
     said = capsys.readouterr().out
-    assert re.search(rf"^{4 * STEPS} drawn, {4 * STEPS} trained, 0 left out, 0 open", said, re.M)
+    assert re.search(rf"^{2 * STEPS} drawn, {2 * STEPS} trained, 0 left out, 0 open", said, re.M)
     assert re.search(r"\d+ prompts were in flight .* started again", said)
     assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
     straight = tmp_path / "straight"
-    fit(straight, *RUN, "data.train_batch_size=4")
+    fit(straight, *RUN, SHORT)
     rows = [(p.source, p.row_index) for p in read_prompt_log(straight).prompts.values()]
     assert [(p.source, p.row_index) for p in read_prompt_log(run).prompts.values()] == rows
+
+
+@pytest.fixture(scope="module")
+def stopped_after_one(tmp_path_factory, slow_tool):
+    """A run with steps ahead, to be read only."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    trainer = small_trainer(run, *RUN, AHEAD, slow_tool)
+    interrupt_after(trainer, 1)
+    trainer.fit()
+    return run
 
 
 LEFT = ([], ["in flight, other steps"])
@@ -159,20 +169,17 @@ LEFT = ([], ["in flight, other steps"])
 @pytest.mark.parametrize(
     ("words", "number", "lives"),
     [
-        ((), 6, [LEFT] * 6 + [([s], []) for s in range(3, STEPS + 1) for _ in range(2)]),
-        ((AHEAD, "trainer.total_training_steps=3"), 4, [([3], [])] * 2 + [LEFT] * 4),
+        ((), 6, [LEFT] * 6 + [([s], []) for s in range(2, STEPS + 1) for _ in range(2)]),
+        ((AHEAD, "trainer.total_training_steps=2"), 4, [([2], [])] * 2 + [LEFT] * 4),
     ],
     ids=["another bound", "fewer steps"],
 )
 def test_prompts_in_flight_that_have_no_place_where_a_run_goes_on_are_left_out(
-    tmp_path, slow_tool, caplog, words, number, lives
+    stopped_after_one, tmp_path, caplog, words, number, lives
 ):
-    trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool)
-    interrupt_after(trainer, 2)
-    trainer.fit()
     other = tmp_path / "other"
-    source = f"trainer.resume_from_path={tmp_path / 'run' / 'checkpoints' / 'step_000002'}"
-    fit(other, *RUN, *words, "trainer.resume_mode=resume_path", source)
+    source = f"trainer.resume_from_path={stopped_after_one / 'checkpoints' / 'step_000001'}"
+    fit(other, *RUN, SHORT, *words, "trainer.resume_mode=resume_path", source)
     assert f"{number} prompts that were in flight are left out" in caplog.text
     assert [(p.trained_in, p.left_out) for p in read_prompt_log(other).prompts.values()] == lives
     assert prompt_log.main([str(other)]) == 0
@@ -180,7 +187,7 @@ def test_prompts_in_flight_that_have_no_place_where_a_run_goes_on_are_left_out(
 
 @pytest.mark.slow
 def test_going_on_in_the_same_rows_keeps_what_is_in_flight_whatever_the_mode(tmp_path, slow_tool, caplog):
-    for mode, step in (("auto", 2), ("other_data", 4)):
+    for mode, step in (("auto", 1), ("other_data", 2)):
         trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool, f"trainer.resume_mode={mode}")
         interrupt_after(trainer, step)
         trainer.fit()
@@ -200,16 +207,17 @@ class Locked(ShuffledSampler):
 
 @pytest.mark.slow
 def test_a_row_that_no_checkpoint_can_hold_is_named_at_the_first_step(tmp_path):
-    own = f"data.sampler={__name__}:Locked"
+    own = (SHORT, f"data.sampler={__name__}:Locked")
     with pytest.raises(DataError, match=r"row \d+ is in flight .* cannot be kept in a checkpoint: TypeError"):
-        fit(tmp_path / "run", *RUN, AHEAD, own)
-    fit(tmp_path / "synchronous", *RUN, own, "trainer.total_training_steps=1")
+        fit(tmp_path / "run", *RUN, AHEAD, *own)
+    fit(tmp_path / "synchronous", *RUN, *own, "trainer.total_training_steps=1")
 
 
 @pytest.mark.slow
 def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, slow_tool):
     run = tmp_path / "run"
     words = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward")
+    words += ("actor_rollout_ref.rollout.n=4",)
     lines = fit(run, *RUN, AHEAD, slow_tool, *words, "algorithm.filter_groups.max_num_gen_batches=3")
     assert any(line["rollout/gen_batches"] > 1 for line in lines)
     assert max(max(ages(run, step), default=0) for step in range(1, STEPS + 1)) <= 2
@@ -253,25 +261,26 @@ def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_to
     from verl_mt.trainer.ppo_trainer import PPOTrainer
 
     run, back = tmp_path / "run", []
-    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, *more, "trainer.collapse_guard=rollback")
+    words = (*more, "trainer.save_freq=1", "trainer.collapse_guard=rollback")
+    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, *words)
     conclude = PPOTrainer._conclude_step
 
-    def roll_back_after_four(self, metrics):
+    def roll_back_after_two(self, metrics):
         conclude(self, metrics)
-        if self.step_number == 4 and not back:
+        if self.step_number == 2 and not back:
             back.extend(p.prompt_id for p in self.prompt_log.open)
             self._roll_back(self.checkpoints.all()[0])
             self._save()  # as the guard does
 
-    monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_four)
+    monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_two)
     trainer.fit()
     assert back and prompt_log.main([str(run)]) == 0
     again = [p.prompt_id for p in read_prompt_log(run).prompts.values() if p.starts == 2]
     assert again == back, "all that was in flight was started again, and nothing else"
-    rows = {row["prompt_id"]: row for step in (5, 6) for row in rows_of(run, step)}
+    rows = {row["prompt_id"]: row for step in (3, 4) for row in rows_of(run, step)}
     versions = {v for name in back for r in rows[name]["records"] for v in r["policy_versions"] if v >= 0}
-    assert min(versions) >= 5, "no token of the abandoned weights is trained, and the restored ones have a new number"
-    assert [{row["trained_version"] for row in rows_of(run, step)} for step in (4, 5, 6)] == [{3}, {5}, {6}]
+    assert min(versions) >= 3, "no token of the abandoned weights is trained, and the restored ones have a new number"
+    assert [{row["trained_version"] for row in rows_of(run, step)} for step in (2, 3, 4)] == [{1}, {3}, {4}]
     assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
 
 
@@ -280,8 +289,9 @@ def test_the_guard_rolls_a_run_back_whose_next_steps_are_being_sampled(tmp_path,
     run = tmp_path / "run"
     signs = "trainer.collapse_guard_thresholds={window: 2, sampler_kl: 1e-9}"  # as old tokens are, always
     words = (AHEAD, slow_tool, signs, "trainer.collapse_guard=rollback", "trainer.save_freq=1")
+    words += ("actor_rollout_ref.rollout.response_length=24", *CHANGES)
     with pytest.raises(CollapseError, match="rolled back twice"):
-        fit(run, *RUN, *words, "trainer.total_training_steps=16")
+        fit(run, *RUN, *words, "trainer.total_training_steps=8")
     lines = metrics_of(run)
     back = [line["step"] for line in lines if "collapse/rolled_back_to" in line]
     assert len(back) == 2 and [line["step"] for line in lines] == list(range(1, len(lines) + 1))
@@ -293,10 +303,10 @@ def test_the_guard_rolls_a_run_back_whose_next_steps_are_being_sampled(tmp_path,
             assert len(trained) == 1 and trained.pop() - max(ages(run, later)) >= step + number
     assert max(max(ages(run, line["step"])) for line in lines) <= 2
     stopped = len(lines)
-    words += ("trainer.total_training_steps=16", "trainer.collapse_guard=warn")
+    words += ("trainer.total_training_steps=8", "trainer.collapse_guard=warn")
     lines = fit(run, *RUN, *words)  # the checkpoint knows how often it went back
-    assert len(lines) == 16 and {row["trained_version"] for row in rows_of(run, 16)} == {15 + 2}
-    assert stopped < 16 and max(max(ages(run, line["step"])) for line in lines) <= 2
+    assert len(lines) == 8 and {row["trained_version"] for row in rows_of(run, 8)} == {7 + 2}
+    assert stopped < 8 and max(max(ages(run, line["step"])) for line in lines) <= 2
 
 
 @pytest.mark.slow
@@ -304,12 +314,13 @@ def test_a_run_that_is_stopped_in_a_rollback_keeps_nothing_of_the_abandoned_weig
     from verl_mt.trainer.ppo_trainer import PPOTrainer
 
     run = tmp_path / "run"
-    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, "trainer.collapse_guard=rollback")
+    words = ("trainer.save_freq=1", "trainer.collapse_guard=rollback")
+    trainer = small_trainer(run, *RUN, AHEAD, slow_tool, *words)
     conclude = PPOTrainer._conclude_step
 
     def stop_in_the_rollback(self, metrics):
         conclude(self, metrics)
-        if self.step_number == 4:
+        if self.step_number == 2:
             while not list((run / "spool").glob("*")):
                 time.sleep(0.01)
             self.interrupts.requested.set()
@@ -317,7 +328,7 @@ def test_a_run_that_is_stopped_in_a_rollback_keeps_nothing_of_the_abandoned_weig
 
     monkeypatch.setattr(PPOTrainer, "_conclude_step", stop_in_the_rollback)
     trainer.fit()
-    assert trainer.step_number == 4 and not list((run / "spool").iterdir())
+    assert trainer.step_number == 2 and not list((run / "spool").iterdir())
 
 
 @pytest.mark.slow
@@ -343,7 +354,8 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
     """The step is broken off when two groups have arrived; the next process trains them as they were sampled."""
     from verl_mt.rollout.stream import RolloutStream
 
-    run, words = tmp_path / "run", (*RUN, *more, slow_tool, "data.train_batch_size=4", "trainer.save_freq=1")
+    few = ("data.train_batch_size=4", "trainer.save_freq=1", "trainer.total_training_steps=3")
+    run, words = tmp_path / "run", (*RUN, *more, slow_tool, *few)
     seen: dict[str, list[list[int]]] = {}
     take = RolloutStream._take_arrivals
 
@@ -352,7 +364,7 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
 
     def die(self):
         take(self)
-        if trainer.step_number >= 2 and len(self._finished) >= 2:
+        if trainer.step_number >= 1 and len(self._finished) >= 2:
             seen.update(
                 {g.prompt_id: [r.token_ids for t in g.trajectories for r in t.records] for _, g in self._finished}
             )
@@ -365,7 +377,7 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
             trainer.fit()
     assert len(seen) >= 2 and {path.stem for path in (run / "spool").iterdir()} >= set(seen)
     fit(run, *words)
-    rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
+    rows = [row for step in range(1, 4) for row in rows_of(run, step)]
     trained = {
         name: [r["token_ids"] for row in rows if row["prompt_id"] == name for r in row["records"]] for name in seen
     }
