@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_lab import fit, run_command
+from command_lab import NO_VALIDATION, fit, run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +29,7 @@ from verl_mt.trackers.tensorboard import as_written
 from verl_mt.trainer import tracking
 from verl_mt.trainer.tracking import Background, TrackedRun, Tracker, build_trackers, require_trackers
 
+FEW = ("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2")
 CONFIG = {"trainer": {"seed": 0}, "reward": {"kwargs": {"api_key": "***"}}, "empty": {}}
 
 
@@ -219,7 +220,7 @@ def test_a_run_survives_a_tracker_that_goes_down_and_counts_it(tmp_path):
         "    def log(self, step, metrics): raise OSError('gone')\n"
         "    def close(self, outcome): raise OSError('gone')\n"
     )
-    lines = fit(tmp_path / "run", f"trainer.logger=[{tmp_path}/mine.py:Down]", "trainer.test_freq=-1")
+    lines = fit(tmp_path / "run", *NO_VALIDATION, f"trainer.logger=[{tmp_path}/mine.py:Down]", *FEW)
     assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3]
     assert lines[-1]["trackers/Down/failures"] >= 1
     assert "trackers/Down/failures" not in lines[0]
@@ -356,7 +357,7 @@ def test_a_whole_run_with_wandb_offline_and_no_secret_in_its_files(tmp_path, wan
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info, **kw): return 1.0\n")
     done = run_command(
         tmp_path, f"reward.path={reward}", "reward.kwargs={api_key:sk-very-secret}", "trainer.logger=[wandb,console]",
-        "trainer.total_training_steps=1", "trainer.default_local_dir=run",
+        "trainer.total_training_steps=1", "trainer.default_local_dir=run", *FEW,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = wandb_records(tmp_path / "run")
