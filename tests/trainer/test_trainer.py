@@ -28,7 +28,7 @@ TINY_STEPS = (
     "data.train_batch_size=2",
     "data.val_max_samples=2",
     "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.response_length=16",
+    "actor_rollout_ref.rollout.response_length=4",
     "actor_rollout_ref.rollout.val_kwargs.greedy_too=False",
     "trainer.export_at_end=False",
     "trainer.progress=off",
@@ -71,7 +71,8 @@ def test_val_only_validates_the_checkpoint_it_is_given(finished_runs, tmp_path):
 
 
 def test_the_live_line_says_what_is_going_on(tmp_path, monkeypatch):
-    trainer = small_trainer(tmp_path / "run", *TINY_STEPS, *NO_VALIDATION, "trainer.total_training_steps=1")
+    steps = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.response_length=16")
+    trainer = small_trainer(tmp_path / "run", *TINY_STEPS, *NO_VALIDATION, *steps)
     seen = []
     monkeypatch.setattr(trainer.log.display, "phase", seen.append)
     trainer.fit()
