@@ -340,6 +340,8 @@ def words_of(data: Path, out: Path) -> list[str]:
         "tiny",
         "trainer.save_freq=2",
         "data.val_max_samples=2",
+        "trainer.num_threads=1",
+        "trainer.test_freq=4",
     ]
     return [*words, "data.train_batch_size=2", "trainer.total_epochs=2", "actor_rollout_ref.actor.optim.lr=2e-4"]
 

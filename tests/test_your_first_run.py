@@ -32,13 +32,14 @@ def install(folder: Path) -> dict[str, str]:
 
 
 SHORT = {
-    "verl_mt.evaluate": ["data.val_max_samples=4"],
-    "verl_mt.sft": ["trainer.total_training_steps=1", "data.val_max_samples=2"],
+    "verl_mt.evaluate": ["data.val_max_samples=4", "trainer.num_threads=1"],
+    "verl_mt.sft": ["trainer.total_training_steps=1", "data.val_max_samples=2", "trainer.num_threads=1"],
     "verl_mt.trainer": [
         "trainer.total_training_steps=1",
         "data.val_max_samples=2",
         "data.train_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
+        "trainer.num_threads=1",
     ],
 }
 """Module -> what its commands are given besides, where they need not lead anywhere."""

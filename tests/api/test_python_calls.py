@@ -27,6 +27,7 @@ SMALL = {
     "response_length": 48,
     "system": "Answer as #### N.",
     "logger": [],
+    "num_threads": 1,
 }
 
 

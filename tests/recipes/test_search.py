@@ -266,7 +266,7 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
 @pytest.mark.slow
 def test_the_boxes_script_runs_from_data_to_new_weights(tmp_path):
     words = ["bash", str(RECIPE / "run_boxes.sh"), "trainer.total_training_steps=1", "data.val_max_samples=16"]
-    words += ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4"]
+    words += ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.num_threads=1"]
     environment = warm_python(tmp_path) | {"DATA_DIR": str(tmp_path / "data")}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
