@@ -151,7 +151,7 @@ CASES = [
     Case("sanity_check.py", "--turns 10 20 --repeats 1"),
     Case("sequence_parallel.py", "--tokens 512 --sizes 1 2 --size tiny", a_part_of_the_row),
     Case("staleness.py", f"{SMALL} --bounds 0 --seeds 0 --steps 1", mode="curve"),
-    Case("staleness.py", f"{SMALL} --bounds 1 --over --seeds 0 --steps 1"
+    Case("staleness.py", f"{SMALL} --bounds 1 --over --seeds 0 --steps 6"
          " --scales 0.01", mode="waiting", marks=(pytest.mark.release,)),
     Case("staleness.py", f"{SMALL} --seeds 0 --steps 1 --scales 0", mode="tune",
          marks=(pytest.mark.release,)),
