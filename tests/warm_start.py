@@ -227,6 +227,8 @@ class Popen(subprocess.Popen):
         else:
             given = [own if own != -1 else k for k, own in enumerate((stdin, stdout, stderr))]
             environment = dict(os.environ if env is None else env)
+            if address == ADDRESS:  # for what it starts in turn
+                environment.setdefault(ADDRESS, os.environ.get(ADDRESS) or server().address)
             request = {
                 "words": [args[0], *words], "options": options, "cwd": folder, "environment": environment,
                 "first_entry": os.path.dirname(script) if script else folder, "new_session": start_new_session,
