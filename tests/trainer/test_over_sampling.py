@@ -354,8 +354,7 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
     """The step is broken off when two groups have arrived; the next process trains them as they were sampled."""
     from verl_mt.rollout.stream import RolloutStream
 
-    few = ("data.train_batch_size=4", "trainer.save_freq=1", "trainer.total_training_steps=3")
-    run, words = tmp_path / "run", (*RUN, *more, slow_tool, *few)
+    run, words = tmp_path / "run", (*RUN, *more, slow_tool, "data.train_batch_size=4", "trainer.save_freq=1")
     seen: dict[str, list[list[int]]] = {}
     take = RolloutStream._take_arrivals
 
@@ -377,7 +376,7 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
             trainer.fit()
     assert len(seen) >= 2 and {path.stem for path in (run / "spool").iterdir()} >= set(seen)
     fit(run, *words)
-    rows = [row for step in range(1, 4) for row in rows_of(run, step)]
+    rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
     trained = {
         name: [r["token_ids"] for row in rows if row["prompt_id"] == name for r in row["records"]] for name in seen
     }
