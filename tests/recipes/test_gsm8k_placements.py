@@ -17,6 +17,7 @@ import pytest
 import torch
 import warm_start
 from ray_machines import machines
+from warm_python import warm_python
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.config.schema import Config, leaves
@@ -112,16 +113,17 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def environment(**more: str) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", **more}
-
-
 def two_steps(placement: str, data: Path, run: Path, *overrides: str, replicas: int = 1, **more: str) -> None:
     """Run the script with the tiny model; look at what it wrote."""
     words = ["bash", str(RECIPE / "run_qwen2.5-3b_interaction.sh"), *TINY, *overrides]
     words.append(f"trainer.default_local_dir={run}")
-    variables = environment(PLACEMENT=placement, DATA_DIR=str(data), **more)
+    variables = {
+        **warm_python(run.parent),
+        "RAY_ADDRESS": "local",
+        "PLACEMENT": placement,
+        "DATA_DIR": str(data),
+        **more,
+    }
     done = subprocess.run(words, cwd=run.parent, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm_start
@@ -30,11 +32,13 @@ def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monk
     warm_start.run(prepare, check=True)
     overrides = [
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={data}/train.parquet",
-        f"data.val_files={data}/val.parquet", "data.val_max_samples=32", "data.train_batch_size=8",
+        f"data.val_files={data}/val.parquet", "data.val_max_samples=32", "data.train_batch_size=4",
         "actor_rollout_ref.rollout.name=sglang",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
         "trainer.total_training_steps=2", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}/run",
     ]  # fmt: skip
+    warm = SimpleNamespace(**vars(subprocess) | {"Popen": warm_start.Popen})
+    monkeypatch.setattr(sys.modules[RetrievalProcess.__module__], "subprocess", warm)
     with RetrievalProcess(corpus) as server:
         monkeypatch.setenv("SEARCH_URL", server.url)
         build_trainer(compose(overrides, "search_boxes", RECIPE / "config")).fit()
@@ -43,7 +47,7 @@ def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monk
     steps = [line for line in lines if "rollout/trajectories" in line]
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
-        assert line["rollout/trajectories"] == 64 and line["rollout/failed"] == line["rollout/aborted"] == 0
-        assert line["tools/search/calls"] > 32 and line["tools/search/errors"] == 0
+        assert line["rollout/trajectories"] == 32 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["tools/search/calls"] > 16 and line["tools/search/errors"] == 0
         assert line["tools/search/cache_hit_rate"] > 0  # eight samples of a question ask nearly the same
         assert line["rollout/logprob_diff_max"] < 1e-3 and line["actor/grad_norm"] > 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import ray_machines
+from warm_python import warm_python
 
 from verl_mt import engines
 from verl_mt.config.checks import check
@@ -251,7 +252,9 @@ def test_a_real_ray_head_and_a_real_trainer_on_one_machine(job, tmp_path):
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     environment = ray_machines.environment()
-    environment |= {"PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (tmp_path / "warm").mkdir()
+    warm = warm_python(tmp_path / "warm")["PATH"]
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{warm}:{Path(sys.executable).parent}"}
     process = job(
         "data.val_max_samples=4",
         "data.train_batch_size=2",

@@ -41,7 +41,7 @@ def train_and_kill(tmp_path, *overrides) -> list[dict]:
             ROLLOUT + f"engine_timeout_s={START_S}",
             # Few at a time, so that the rollout lasts long enough to be hit.
             ROLLOUT + "max_concurrent=8",
-            "data.train_batch_size=8",
+            "data.train_batch_size=4",
             "data.val_files=null",
             "trainer.total_training_steps=3",
             "trainer.save_freq=-1",
@@ -72,7 +72,7 @@ def train_and_kill(tmp_path, *overrides) -> list[dict]:
     assert max(line["rollout/logprob_diff_max"] for line in lines) <= 1e-4
     for step, rows in enumerate(rows_of(tmp_path / "run"), start=1):
         ids = [(row["prompt_id"], row["trajectory_id"]) for row in rows]
-        assert len(ids) == len(set(ids)) == 8 * 8
+        assert len(ids) == len(set(ids)) == 4 * 8
         assert sorted(i for _, i in ids) == sorted(f"{p}.{n:02d}" for p in {p for p, _ in ids} for n in range(8))
         assert all(row["step"] == step for row in rows)
     assert step == 3

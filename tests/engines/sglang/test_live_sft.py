@@ -24,6 +24,7 @@ def conversations(count: int) -> str:
     return "".join(rows)
 
 
+@pytest.mark.release  # one engine in tests/test_sft.py, replicas beside ranks in test_live_replicas.py
 def test_the_replicas_beside_the_ranks_measure_the_policy_of_each_step(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     measured, pids = [], []

@@ -18,6 +18,8 @@ from verl_mt.trainer.build import build_trainer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
+FEW = ("data.train_batch_size=4", ROLLOUT + "n=4")
+
 BOUND = 2
 
 
@@ -64,7 +66,7 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
 
 
 def test_no_token_is_older_than_the_bound_and_each_prompt_is_trained_once(tmp_path, late_calculator):
-    require_what_was_promised(tmp_path / "run", train(tmp_path / "run", 6, late_calculator))
+    require_what_was_promised(tmp_path / "run", train(tmp_path / "run", 6, late_calculator, *FEW))
 
 
 @pytest.mark.release
@@ -84,9 +86,9 @@ def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_cal
     ],
 )
 def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp_path, bound, on_update):
-    run, steps = tmp_path / "run", 5
+    run, steps = tmp_path / "run", 4
     words = (f"trainer.max_staleness={bound}", "data.over_sample=1.5", ROLLOUT + f"on_update={on_update}")
-    train(run, steps, *words, "trainer.save_freq=-1")
+    train(run, steps, *words, *FEW, "trainer.save_freq=-1")
     rows = [(step, row) for step in range(1, steps + 1) for row in rows_of(run, step)]
     versions = [
         {record["policy_versions"][k] for k in range(turn["start"], turn["end"])}
@@ -107,12 +109,12 @@ def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp
     assert prompt_log.main([str(run)]) == 0
 
 
+@pytest.mark.release  # bounds with replicas on one machine above, two machines in test_live_kills.py
 @pytest.mark.ray
 def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch, late_calculator):
     with machines(2) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
-        small = ("data.train_batch_size=4", ROLLOUT + "n=4")
-        lines = train(tmp_path / "run", 6, late_calculator, *words, *small)
+        lines = train(tmp_path / "run", 6, late_calculator, *words, *FEW)
     require_what_was_promised(tmp_path / "run", lines)
     assert {line["rollout/replicas"] for line in lines} == {2}

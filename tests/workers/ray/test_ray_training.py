@@ -23,7 +23,7 @@ STEPS = 3
 SMALL = [
     "data.train_batch_size=4", "data.val_max_samples=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]",
     f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.val_before_train=False",
-    "trainer.num_threads=1", "trainer.save_freq=1",
+    "trainer.num_threads=1", "trainer.save_freq=1", "actor_rollout_ref.rollout.response_length=64",
 ]  # fmt: skip
 
 
@@ -120,11 +120,12 @@ SHARED_ROWS = (
 )
 
 
+@pytest.mark.release  # shared rows in test_ray_group.py, engines with the ranks' weights in test_live_replicas.py
 @pytest.mark.sglang
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 @pytest.mark.parametrize(
     "over_ranks",
-    [pytest.param((), id="", marks=pytest.mark.release), SHARED_ROWS],
+    [(), SHARED_ROWS],
     ids=["", "shared rows, weights away during rollouts"],
 )
 def test_ranks_send_their_weights_to_a_real_engine(cluster, tmp_path, over_ranks):
