@@ -13,7 +13,7 @@ import pytest
 from effect_engines import sglang
 from effect_kinds import NOT_VALIDATED, RO, VALIDATES
 from key_effects import EFFECTS, Effect
-from tables import one_of_each
+from tables import before_release, one_of_each
 
 import verl_mt
 from verl_mt.config.schema import leaves
@@ -106,7 +106,10 @@ def test_where_a_line_of_the_clock_breaks_is_no_difference():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [NOT_VALIDATED, VALIDATES, ("trainer.logger=[console]", *NOT_VALIDATED)])
+@pytest.mark.parametrize(
+    "context",
+    [before_release(NOT_VALIDATED), VALIDATES, before_release(("trainer.logger=[console]", *NOT_VALIDATED))],
+)
 def test_two_runs_of_the_same_values_leave_the_same_behind(context):
     first, second = (probes.run.__wrapped__(context) for _ in range(2))
     different = [f.name for f in dataclasses.fields(first) if getattr(first, f.name) != getattr(second, f.name)]

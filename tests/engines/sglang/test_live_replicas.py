@@ -167,6 +167,7 @@ def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were
         run(theirs.close())
 
 
+@pytest.mark.release  # an engine beside each rank, engines of their own and servers run for every commit
 def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     trainer = trainer_on("trainer.nnodes=1", ROLLOUT + "tensor_model_parallel_size=2", "trainer.total_training_steps=2")

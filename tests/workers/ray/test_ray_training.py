@@ -91,6 +91,7 @@ def restarting(folder, most):
     return run_to_the_end(compose([*SMALL, f"trainer.default_local_dir={folder}", *more]))
 
 
+@pytest.mark.release  # the same bits in tests/trainer/test_restarts.py, over Ray in engines/sglang/test_live_kills.py
 def test_a_run_that_loses_a_rank_begins_again_by_itself_with_the_same_bits(cluster, tmp_path, monkeypatch):
     restarting(tmp_path / "straight", 0)
     loses_rank_0(monkeypatch, {1})
