@@ -98,7 +98,7 @@ def test_the_reference_policy_says_what_it_says_in_one_process(ranks, size, sequ
         torch.testing.assert_close(got, expected, **PRECISION)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks_of_each=st.sampled_from([(2, 2), (4, 2), (4, 4), (3, 3)]),
     heads=st.sampled_from([(4, 1), (4, 4), (6, 2), (7, 7), (5, 1), (6, 3)]),

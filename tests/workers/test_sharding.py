@@ -27,7 +27,7 @@ def a_batch(seed: int, *, masked: bool, few: bool):
     return batch
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.sampled_from([2, 3]),
     mode=st.sampled_from(MODES),
