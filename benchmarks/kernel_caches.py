@@ -84,7 +84,7 @@ def main() -> None:
             rows.append({"kernels": label, "MiB after 3 passes": third, "MiB at the end": last, "CPU s": seconds})
             print(f"{label}: {third:.0f} MiB after 3 passes, {last:.0f} after {args.passes}; {seconds:.1f} CPU s")
     write_rows(args.out, rows)
-    print(f"growth, ratio: {grown[0] / max(grown[1], 1.0):.1f}")
+    print(f"growth, ratio: {max(grown[0], 0.0) / max(grown[1], 1.0):.1f}")
 
 
 if __name__ == "__main__":
