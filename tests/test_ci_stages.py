@@ -37,8 +37,7 @@ def test_a_test_runs_in_exactly_one_stage_and_one_for_a_gpu_in_none(marks):
     assert selecting(marks | {"gpu"}) == []
     chosen = selecting(marks)
     assert len(chosen) == 1
-    assert (chosen[0] in ("tests-sglang", "tests-both")) is ("sglang" in marks)
-    assert (chosen == ["tests-both"]) is ({"ray", "sglang"} <= marks)  # beside no other cluster
+    assert (chosen == ["tests-sglang"]) is ("sglang" in marks)
 
 
 def selecting(marks: set[str]) -> list[str]:

@@ -66,6 +66,8 @@ IMPORTED_BY_ENGINES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.tp_worker",
+    "sglang.srt.models.registry",  # imports every model
 )
 _WITHOUT_A_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Of the server alone: pyarrow's allocator would start one."""
