@@ -8,12 +8,15 @@ import shlex
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 import warm_start
 import yaml
+from hydra.errors import HydraException
 
 from verl_mt.config.actor import OptimConfig
 from verl_mt.config.compose import (
+    _hydra_compose,
     compose,
     config_from_mapping,
     config_of_command,
@@ -22,7 +25,9 @@ from verl_mt.config.compose import (
     register,
     to_config,
 )
+from verl_mt.config.hydra_source import Composition, composing
 from verl_mt.config.schema import Config
+from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -40,6 +45,32 @@ def test_without_arguments_the_default_task_is_composed():
     assert config.trainer.experiment_name == "tiny"
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is not None
     assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+
+
+@pytest.mark.parametrize("name", ["tiny", "ppo_trainer"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["data.train_batch_size=8", "trainer.logger=[console]", "trainer.logger=[]"],
+        ["++actor_rollout_ref.rollout.engine_kwargs.sglang={a:1}", "actor_rollout_ref.model.path=${oc.env:HOME}"],
+        ["~data.val_files", "+trainer.nothing=1"],
+        ["trainer.nothing=1"],
+        ["data.train_batch_size=many"],
+        ["~trainer.nothing"],
+    ],
+    ids=str,
+)
+def test_a_shipped_file_takes_overrides_as_hydra_gives_them_to_it(name, overrides):
+    """Hydra composes it once in a process; the first result is not changed by the next one's overrides."""
+    with composing(Composition(primary=name)):
+        _hydra_compose(config_dir(), name, ["data.train_batch_size=4096"])
+        tree, failure = _hydra_compose(config_dir(), name, overrides)
+        with hydra.initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            try:
+                assert (tree, failure) == (hydra.compose(config_name=name, overrides=overrides), None)
+            except HydraException as error:
+                assert failure is not None and " ".join(str(error).split()) in failure
 
 
 def test_the_optimizers_defaults_are_verls_and_the_default_task_sets_its_own():

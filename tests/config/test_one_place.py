@@ -56,6 +56,7 @@ def forget() -> None:
     leaves.cache_clear()
     sections.cache_clear()
     compose_module._schema.cache_clear()
+    compose_module._shipped.cache_clear()
     normalize._SCRATCH.clear()
     ConfigStore.instance().repo.pop(f"{hydra_source.BASE}.yaml", None)
 

@@ -151,9 +151,10 @@ def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
     given: list[tuple[str, Any]] = []
     verbatim: dict[tuple[str, str], str] = {}
     lines: list[str] = []
+    parser = OverridesParser.create()
     for text in map(_quote_placeholder, overrides):
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = parser.parse_override(text)
         except HydraException as error:
             outcome.problems.append(Problem(f"{text!r} ({COMMAND_LINE}) is not key=value: {_first_line(error)}"))
             continue
