@@ -61,7 +61,8 @@ def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
 def bfloat16_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bfloat16") / "run"
     options = [f"trainer.default_local_dir={folder}", "actor_rollout_ref.model.dtype=bfloat16"]
-    options += ["trainer.total_training_steps=2", "data.train_batch_size=4", "actor_rollout_ref.rollout.n=8"]
+    options += ["trainer.total_training_steps=2", "actor_rollout_ref.rollout.response_length=24"]
+    options += ["actor_rollout_ref.actor.skip_zero_advantage=False", "actor_rollout_ref.actor.entropy_coeff=0.01"]
     build_trainer(compose([*SMALL, *options])).fit()
     return folder
 

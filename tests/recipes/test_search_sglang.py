@@ -33,6 +33,7 @@ def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monk
     overrides = [
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet", "data.val_max_samples=32", "data.train_batch_size=4",
+        "data.train_max_samples=64",
         "actor_rollout_ref.rollout.name=sglang",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
         "trainer.total_training_steps=2", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}/run",

@@ -258,6 +258,7 @@ def test_a_real_ray_head_and_a_real_trainer_on_one_machine(job, tmp_path):
     process = job(
         "data.val_max_samples=4",
         "data.train_batch_size=2",
+        "data.train_max_samples=16",
         "actor_rollout_ref.rollout.n=2",
         "trainer.total_training_steps=1",
         "trainer.device=cpu",

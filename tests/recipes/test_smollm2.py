@@ -198,6 +198,7 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     assert len(losses) == 2 and losses[1] < losses[0] < 3
     run = tmp_path / "run"
     rl = [f"data.train_files={data}/train.parquet", "data.val_files=null", "trainer.logger=[]", *small]
+    rl += ["data.train_max_samples=8"]
     rl += ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2"]
     rl += ["actor_rollout_ref.rollout.response_length=16", f"actor_rollout_ref.model.path={tmp_path}/cold/hf"]
     rl += ["trainer.total_training_steps=1", f"trainer.default_local_dir={run}"]

@@ -19,7 +19,7 @@ RO = "actor_rollout_ref.rollout"
 ON_RAY = [
     "trainer.placement=ray", "trainer.n_workers_per_node=2", "trainer.device=cpu", "trainer.num_threads=1",
     "trainer.save_freq=-1", "trainer.logger=[]", "trainer.export_at_end=False", "data.val_files=null",
-    f"{RO}.n=4", f"{RO}.response_length=64",
+    f"{RO}.n=4", f"{RO}.response_length=64", "data.train_max_samples=64",
 ]  # fmt: skip
 SGLANG = [f"{RO}.name=sglang", f"{RO}.engine_timeout_s=240", f"{RO}.max_num_seqs=32"]
 

@@ -42,6 +42,7 @@ def train_and_kill(tmp_path, *overrides) -> list[dict]:
             # Few at a time, so that the rollout lasts long enough to be hit.
             ROLLOUT + "max_concurrent=8",
             "data.train_batch_size=4",
+            "data.train_max_samples=64",
             "data.val_files=null",
             "trainer.total_training_steps=3",
             "trainer.save_freq=-1",

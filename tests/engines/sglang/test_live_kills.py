@@ -35,7 +35,7 @@ SMALL = [
     f"data.train_batch_size={PROMPTS}", "data.val_files=null", "trainer.logger=[console]", "trainer.num_threads=1",
     "trainer.export_at_end=False", "actor_rollout_ref.actor.skip_zero_advantage=False",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}", ROLLOUT + f"n={SAMPLES}",
-    ROLLOUT + "response_length=64",
+    ROLLOUT + "response_length=32", "data.train_max_samples=64",
 ]  # fmt: skip
 """Two optimizer steps in each training step, whatever was sampled."""
 ON_TWO_NODES = [

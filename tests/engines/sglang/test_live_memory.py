@@ -37,7 +37,9 @@ def trained(tmp_path, *, killed_after: int | None = None) -> list[dict]:
         ROLLOUT + "name=sglang",
         ROLLOUT + f"engine_timeout_s={START_S}",
         "data.train_batch_size=4",
+        "data.train_max_samples=64",
         ROLLOUT + "n=4",
+        ROLLOUT + "response_length=64",
     ]
     words += ["data.val_files=null", "trainer.total_training_steps=3", "trainer.save_freq=1"]
     words += [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[console]"]

@@ -20,6 +20,7 @@ from verl_mt.workers.weight_sync import weight_update_for
 _BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "replicas.py"
 moved_bytes = runpy.run_path(str(_BENCHMARK), run_name="replicas")["read_and_written"]
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
+FEW = ["data.train_max_samples=64", "data.train_batch_size=4", ROLLOUT + "n=4", ROLLOUT + "response_length=64"]
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +135,9 @@ def passing_here(trainer: PPOTrainer) -> list[tuple[int, float]]:
 
 def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(trainer_on, tmp_path):
     trainer = trainer_on(
-        "trainer.nnodes=1", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=2", "trainer.total_training_steps=2"
-    )
+        *FEW, "trainer.nnodes=1", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=2",
+        "trainer.total_training_steps=2",
+    )  # fmt: skip
     assert len(trainer.stream.pool.pids) == 1, "on Ray there is a rollout worker by default"
     trainer.fit()
     steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
@@ -151,7 +153,8 @@ def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were
     try:
         run(theirs.start())
         urls = ",".join(replica.serving.url for replica in theirs._replicas)
-        trainer = trainer_on("trainer.nnodes=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2")
+        words = ["trainer.nnodes=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2"]
+        trainer = trainer_on(*FEW, *words)
         passed = passing_here(trainer)
         trainer.fit()
         assert passed and max(map(max, passed)) < sum(p.nbytes for p in lab.module.parameters()) / 4

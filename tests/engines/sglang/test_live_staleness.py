@@ -18,7 +18,7 @@ from verl_mt.trainer.build import build_trainer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-FEW = ("data.train_batch_size=4", ROLLOUT + "n=4")
+FEW = ("data.train_batch_size=4", "data.train_max_samples=64", ROLLOUT + "n=4")
 
 BOUND = 2
 

@@ -24,8 +24,8 @@ def test_a_job_trains_on_the_cluster_that_it_is_submitted_to(cluster, tmp_path):
         "--runtime-env-json", json.dumps({"env_vars": environment}), "--",
         sys.executable, "-m", "verl_mt.trainer", f"trainer.default_local_dir={tmp_path}/run",
         "trainer.placement=ray", "trainer.n_workers_per_node=2", "trainer.device=cpu", "trainer.num_threads=1",
-        "data.train_batch_size=2", "data.val_files=null", "actor_rollout_ref.rollout.n=4", "trainer.logger=[console]",
-        "trainer.total_training_steps=1",
+        "data.train_batch_size=2", "data.train_max_samples=16", "data.val_files=null",
+        "actor_rollout_ref.rollout.n=4", "trainer.logger=[console]", "trainer.total_training_steps=1",
     ]  # fmt: skip
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -28,6 +28,7 @@ def run(tmp_path_factory) -> Path:
     # The entropy has a gradient whatever the rewards are: each step has other weights.
     command += [
         "data.train_batch_size=4",
+        "data.train_max_samples=64",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.entropy_coeff=0.01",
     ]

@@ -21,7 +21,8 @@ from verl_mt.workers.ray_group import RayWorkerGroup
 pytestmark = pytest.mark.ray
 STEPS = 3
 SMALL = [
-    "data.train_batch_size=4", "data.val_max_samples=4", "actor_rollout_ref.rollout.n=4", "trainer.logger=[]",
+    "data.train_batch_size=4", "data.train_max_samples=64", "data.val_max_samples=4",
+    "actor_rollout_ref.rollout.n=4", "trainer.logger=[]",
     f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.val_before_train=False",
     "trainer.num_threads=1", "trainer.save_freq=1", "actor_rollout_ref.rollout.response_length=64",
 ]  # fmt: skip
