@@ -65,16 +65,22 @@ def gradients(actor: ActorWorker) -> dict[str, torch.Tensor]:
 
 
 def one_update(
-    ranks: Ranks, batch: TensorDict, *, correction: dict[str, Any] | None = None, **kwargs: Any
+    ranks: Ranks,
+    batch: TensorDict,
+    *,
+    correction: dict[str, Any] | None = None,
+    keep_weights: bool = False,
+    **kwargs: Any,
 ) -> dict[str, Any]:
-    """Gradients just before the optimizer's step, metrics, old log-probs and weights behind it."""
+    """Gradients just before the optimizer's step, metrics, old log-probs and, with `keep_weights`, the new weights."""
     actor = sharded_worker(ranks, **kwargs)
     if correction:
         actor.loss.correction = RolloutCorrection(read_rollout_correction(correction))
     seen: list[dict[str, torch.Tensor]] = []
     actor.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(actor)))
     metrics = actor.update(batch)
-    weights = {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()}
+    named = model_of(actor.module).named_parameters() if keep_weights else ()
+    weights = {n: whole(p.detach()).clone() for n, p in named}
     own_bytes = sum(
         (p.to_local() if hasattr(p, "to_local") else p).numel() * p.element_size() for p in actor.module.parameters()
     )
@@ -248,7 +254,7 @@ def resume_critic(ranks: Ranks, state: dict[str, Any], folder: Path | None, **kw
     return {n: whole(t).clone() for n, t in worker.tensors().items()}
 
 
-def three_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+def two_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Weights behind an update of each batch, as the trainer does it: log-probs, the update, a rollout, a checkpoint's
     tensors. And the bytes of this rank's weights while it waits, after each."""
     actor = sharded_worker(ranks, **kwargs)

@@ -22,7 +22,7 @@ from verl_mt.workers.sharding import ALONE, Ranks, ShardedPolicy, hidden_states,
 OPTIONS = {"ppo_mini_batch_size": 1, "ppo_epochs": 2, "ppo_micro_batch_size": 2}
 
 
-def batches(count: int = 2):
+def batches(count: int):
     """The last prompt has fewer rows than three ranks could share: some run dummies."""
     return [batch_with_values(critic(), [*REWARDS[:2], [1.0]], seed=seed, records=2) for seed in range(count)]
 
@@ -30,7 +30,7 @@ def batches(count: int = 2):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "shared"), [(2, True), (3, False)])
 def test_values_metrics_and_weights_are_those_of_one_process(ranks, size, shared):
-    data = batches()
+    data = batches(1)
     values, metrics, state = train_critic(ALONE, copy.deepcopy(data), shared=shared, **OPTIONS)
     for own in ranks(size)(train_critic, data, shared=shared, **OPTIONS):
         torch.testing.assert_close(own[0], values, atol=1e-5, rtol=1e-5)
@@ -38,7 +38,7 @@ def test_values_metrics_and_weights_are_those_of_one_process(ranks, size, shared
             # A value at the edge of the clip falls to one side or the other by rounding.
             assert got.pop("critic/vf_clipfrac") == pytest.approx(expected["critic/vf_clipfrac"], abs=0.05)
             assert got == pytest.approx({k: v for k, v in expected.items() if "clipfrac" not in k}, abs=2e-4, rel=2e-3)
-        assert own[2]["num_updates"] == state["num_updates"] == 12
+        assert own[2]["num_updates"] == state["num_updates"] == 6
         for name, tensor in state["tensors"].items():
             torch.testing.assert_close(own[2]["tensors"][name], tensor, atol=2e-3, rtol=1e-2, msg=name)
 

@@ -84,4 +84,4 @@ def test_over_ranks_too(ranks):
         assert all(grad.dtype == torch.float32 for grad in got["gradients"][0].values())
         for name, grad in got["gradients"][0].items():
             assert off(grad, expected[name]) < 0.02
-    assert ranks(2)(reduced_types, batch, dtype=BFLOAT16, **options) == [{torch.float32}] * 2
+    assert ranks(2)(reduced_types, make_batch([[1.0, 0.0]]), dtype=BFLOAT16, **options) == [{torch.float32}] * 2

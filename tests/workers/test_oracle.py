@@ -410,7 +410,7 @@ def test_two_ranks_make_the_oracles_update(ranks, layout):
     module, batch = copy.deepcopy(tiny_policy()).double(), given(0.7, layers=2)
     expected = oracle.update_policy(module, batch, told)
     options = {**keywords(told), **layout, "correction": told.correction, "ppo_micro_batch_size": 2}
-    for found in ranks(2)(one_update, batch, **options):
+    for found in ranks(2)(one_update, batch, keep_weights=True, **options):
         names = [name for name, _ in module.named_parameters()]
         seen = [flat(own[name] for name in names) for own in found["gradients"]]
         weights = flat(found["weights"][name] for name in names)

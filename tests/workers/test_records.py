@@ -87,7 +87,7 @@ def test_every_sampled_token_is_trained_exactly_once(drawn):
 @pytest.mark.slow
 @pytest.mark.cap("C20", "C21", "C91")
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(drawn=conversations_and_cuts(), old=st.sampled_from(["auto", "always"]), max_rows=st.sampled_from([None, 1]))
 def test_no_split_changes_the_gradient(mode, drawn, old, max_rows):
     """In every aggregation mode, on-policy and against the sampler's log-probs (ratios far from 1)."""

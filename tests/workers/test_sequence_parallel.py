@@ -8,9 +8,10 @@ import pytest
 import torch
 from actor_toys import REWARDS, VOCAB, fill_advantages, make_batch, tiny_policy
 from critic_toys import batch_with_values, critic
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sharded_jobs import PACKED, SHARED, critic_gradients, one_update, reference
+from tables import before_release
 
 from verl_mt.algorithms.aggregate import MODES
 from verl_mt.data import batch as col
@@ -35,7 +36,7 @@ def policy(heads: int, key_heads: int):
 
 
 def a_batch(seed: int = 0):
-    batch = make_batch([*REWARDS, [1.0, 1.0]], seed=seed, records=2)
+    batch = make_batch([*REWARDS[1:], [1.0, 1.0]], seed=seed, records=2)
     fill_advantages(batch)
     batch[col.REF_LOG_PROBS] = torch.where(batch[col.LOSS_MASK], -3.1, 0.0)
     return batch
@@ -48,20 +49,29 @@ def check(got, expected):
     torch.testing.assert_close(got["old"], expected["old"], atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("passes", [PACKED, SHARED], ids=["packed", "prefixes shared"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio": 3e-4},
-        {"policy_loss": {"loss_mode": "gspo"}, "ppo_max_token_len": 1},  # a record a pass: ratios over several of them
-        {"entropy_coeff": 0.1, "use_kl_loss": True, "loss_agg_mode": "seq-mean-token-sum"},
-    ],
-    ids=["vanilla", "gspo", "gspo, records apart", "entropy and kl"],
-)
-@pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 2), (4, 4), (3, 3)])
-def test_gradients_metrics_and_old_log_probs_are_those_of_one_process(ranks, size, sequence, options, passes):
-    made = functools.partial(policy, 4, 2)
+PASSES = {"packed": PACKED, "prefixes shared": SHARED}
+LOSSES = {
+    "vanilla": {},
+    "gspo": {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio": 3e-4},
+    "gspo, a record a pass": {"policy_loss": {"loss_mode": "gspo"}, "ppo_max_token_len": 1},
+    "entropy and kl": {"entropy_coeff": 0.1, "use_kl_loss": True, "loss_agg_mode": "seq-mean-token-sum"},
+}
+LAYOUTS = [(2, 2), (4, 2), (4, 4), (3, 3)]
+"""How many ranks there are, and how many of them share each sequence."""
+
+
+def layouts_of_losses():
+    """For every commit all pairs of (layout, loss), (layout, passes) and (loss, passes)."""
+    for place, layout in enumerate(LAYOUTS):
+        for number, loss in enumerate(LOSSES):
+            for packing in PASSES:
+                chosen = (packing == "packed") == ((place + number) % 2 == 0)
+                yield (*layout, loss, packing) if chosen else before_release(*layout, loss, packing)
+
+
+@pytest.mark.parametrize(("size", "sequence", "loss", "packing"), [*layouts_of_losses()])
+def test_gradients_metrics_and_old_log_probs_are_those_of_one_process(ranks, size, sequence, loss, packing):
+    made, passes, options = functools.partial(policy, 4, 2), PASSES[packing], LOSSES[loss]
     batch = a_batch()
     expected = one_update(ALONE, batch.clone(), policy=made, **options)
     for got in ranks(size)(one_update, batch, policy=made, sequence=sequence, passes=passes, **options):
@@ -71,22 +81,25 @@ def test_gradients_metrics_and_old_log_probs_are_those_of_one_process(ranks, siz
 CLIPPED = {"use_sampler_log_probs": "always", "lr": 0.0}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"loss_agg_mode": mode} for mode in MODES),
-        *({"loss_agg_mode": mode, "policy_loss": {"loss_mode": "gspo"}, "clip_ratio": 3e-4} for mode in MODES),
-    ],
-    ids=str,
-)
-def test_every_aggregation_with_ratios_that_are_clipped(ranks, options):
+def layouts_of_aggregations():
+    """For every commit all aggregations of both losses, with a group of ranks and with two of them by turns."""
+    for place, mode in enumerate(MODES):
+        for number, loss in enumerate(("vanilla", "gspo")):
+            apart, together = (4, 2, mode, loss), (2, 2, mode, loss)
+            chosen, other = (apart, together) if (place + number) % 2 == 0 else (together, apart)
+            yield chosen
+            yield before_release(*other)
+            yield before_release(4, 4, mode, loss)
+
+
+@pytest.mark.parametrize(("size", "sequence", "mode", "loss"), [*layouts_of_aggregations()])
+def test_every_aggregation_with_ratios_that_are_clipped(ranks, size, sequence, mode, loss):
     """Old log-probs that are the sampler's, far from the policy's: ratios on both sides of the clip."""
-    made, batch = functools.partial(policy, 4, 2), a_batch()
-    expected = one_update(ALONE, batch.clone(), policy=made, **CLIPPED, **options)
+    made, batch, options = functools.partial(policy, 4, 2), a_batch(), CLIPPED | LOSSES[loss] | {"loss_agg_mode": mode}
+    expected = one_update(ALONE, batch.clone(), policy=made, **options)
     assert 0.05 < expected["metrics"]["actor/clipfrac"] < 1
-    for size, sequence in ((4, 2), (4, 4)):
-        for got in ranks(size)(one_update, batch, policy=made, sequence=sequence, **CLIPPED, **options):
-            check(got, expected)
+    for got in ranks(size)(one_update, batch, policy=made, sequence=sequence, **options):
+        check(got, expected)
 
 
 @pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 4)])
@@ -98,9 +111,13 @@ def test_the_reference_policy_says_what_it_says_in_one_process(ranks, size, sequ
         torch.testing.assert_close(got, expected, **PRECISION)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example((2, 2), (7, 7), 16, True, 0)  # as many heads of keys
+@example((3, 3), (4, 1), 4096, False, 1)  # one head of keys for all
+@example((4, 4), (6, 3), 4096, True, 2)  # fewer heads of keys than ranks
+@example((4, 2), (5, 1), 16, False, 3)
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    ranks_of_each=st.sampled_from([(2, 2), (4, 2), (4, 4), (3, 3)]),
+    ranks_of_each=st.sampled_from(LAYOUTS),
     heads=st.sampled_from([(4, 1), (4, 4), (6, 2), (7, 7), (5, 1), (6, 3)]),
     tokens=st.sampled_from([1, 16, 4096]),
     checkpointing=st.booleans(),
@@ -117,7 +134,7 @@ def test_heads_that_do_not_divide_are_dealt_out_unevenly(ranks, ranks_of_each, h
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own trunk", "the policy's trunk"])
-@pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("size", "sequence"), [(2, 2), (4, 2), before_release(4, 4)])
 def test_a_critic_learns_what_it_learns_in_one_process(ranks, size, sequence, shared):
     options = {"ppo_micro_batch_size": 2, "shared": shared, "policy": functools.partial(policy, 4, 2)}
     batch = batch_with_values(critic(), [*REWARDS[:2], [1.0]], seed=0, records=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from actor_toys import REWARDS, fill_advantages, make_batch, tiny_policy, worker
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sharded_jobs import PACKED, SHARED, log_probs, one_update
 
@@ -27,7 +27,10 @@ def a_batch(seed: int, *, masked: bool, few: bool):
     return batch
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(3, "token-mean", (1, 4096, PACKED), {}, {"masked": False, "few": True}, 0)  # a rank without rows
+@example(2, "seq-mean-token-mean", (None, 40, SHARED), {"skip_zero_advantage": False}, {"masked": True, "few": True}, 1)
+@example(2, "seq-mean-token-sum", (3, 4096, PLAIN), {"entropy_coeff": 0.1}, {"masked": True, "few": False}, 2)
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.sampled_from([2, 3]),
     mode=st.sampled_from(MODES),
@@ -57,8 +60,8 @@ def test_ranks_micro_batches_and_packing_change_no_gradient(ranks, size, mode, s
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_mini_batches_and_epochs_end_in_the_same_weights(ranks, size):
-    kwargs = {"ppo_mini_batch_size": 1, "ppo_epochs": 2, "ppo_max_token_len": 40}
-    batch = a_batch(0, masked=False, few=False)
+    kwargs = {"ppo_mini_batch_size": 1, "ppo_epochs": 2, "ppo_max_token_len": 40, "keep_weights": True}
+    batch = make_batch([[1.0, 0.0, 0.5], [0.4, 0.0]], records=2)
     expected = one_update(ALONE, batch.clone(), **kwargs)
     for got in ranks(size)(one_update, batch, **kwargs):
         assert len(got["gradients"]) == len(expected["gradients"]) > 3

@@ -8,6 +8,7 @@ from actor_toys import REWARDS, make_batch, tiny_policy, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_jobs import one_update, update_of_a_share
+from tables import one_of_each
 
 from verl_mt.data import batch as col
 from verl_mt.workers.actor import against_sampler
@@ -23,6 +24,16 @@ DECIDED_OVER_A_MINI_BATCH = {
     "top entropy": {"top_entropy_quantile": 0.3},
     "sequence masks": {"correction": {"off_policy_sequence_mask_delta": 0.05}},
     "truncated weights": {"correction": {"rollout_is": "sequence", "rollout_is_batch_normalize": True}},
+}
+
+KIND = {
+    "gspo": "ratios of sequences",
+    "clip_cov": "chosen tokens",
+    "kl_cov": "chosen tokens",
+    "real": "groups",
+    "top entropy": "entropies",
+    "sequence masks": "correction",
+    "truncated weights": "correction",
 }
 
 
@@ -103,9 +114,14 @@ def test_one_rank_has_the_batch_itself():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [1, 2])
-@pytest.mark.parametrize("loss", DECIDED_OVER_A_MINI_BATCH)
-def test_ranks_that_have_their_own_rows_alone_learn_what_one_process_learns(ranks, loss, sequence):
+@pytest.mark.parametrize(
+    ("loss", "size", "sequence"),
+    [
+        *((loss, 2, 1) for loss in DECIDED_OVER_A_MINI_BATCH),
+        *one_of_each(((loss, 4, 2) for loss in DECIDED_OVER_A_MINI_BATCH), kind=lambda case: KIND[case[0]]),
+    ],
+)
+def test_ranks_that_have_their_own_rows_alone_learn_what_one_process_learns(ranks, loss, size, sequence):
     """What a driver does: deal, let each rank train on its rows, put the columns together."""
     options = {"ppo_micro_batch_size": 2, **DECIDED_OVER_A_MINI_BATCH[loss]}
     batch = make_batch(REWARDS, records=2)
@@ -115,8 +131,8 @@ def test_ranks_that_have_their_own_rows_alone_learn_what_one_process_learns(rank
     )
     whole = batch.clone()
     expected = one_update(ALONE, whole, **options)
-    shares = deal(batch, Ranks(0, 4, sequence))
-    told = ranks(4)(update_of_a_share, shares, sequence=sequence, **options)
+    shares = deal(batch, Ranks(0, size, sequence))
+    told = ranks(size)(update_of_a_share, shares, sequence=sequence, **options)
     for own in told:
         assert own["gradients"].keys() == expected["gradients"][0].keys()
         for name, gradient in expected["gradients"][0].items():
