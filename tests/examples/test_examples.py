@@ -30,7 +30,8 @@ import runpy, sys
 from verl_mt.trainer import build
 as_written = build.build_trainer
 def build_trainer(config):
-    config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.data.val_max_samples = 4, 4, 8
+    config.data.train_max_samples, config.data.val_max_samples, config.trainer.num_threads = 16, 4, 1
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n = 2, 4
     return as_written(config)
 build.build_trainer = build_trainer
 sys.argv.pop(0)

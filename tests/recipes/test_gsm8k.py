@@ -178,7 +178,8 @@ def test_real_rows_become_updated_weights(shared_data, tmp_path):
     tasks = shared_data / "tasks"
     sources = {"GSM8K_TRAIN": str(tasks / "gsm8k_train.jsonl"), "GSM8K_TEST": str(tasks / "gsm8k_test.jsonl")}
     environment = warm_python(tmp_path) | sources
-    small = ["trainer.total_training_steps=1", "data.val_max_samples=2"]
+    small = ["trainer.total_training_steps=1", "data.val_max_samples=2", "data.train_batch_size=4"]
+    small += ["data.train_max_samples=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     words = ["bash", str(RECIPE / "run_tiny.sh"), "trainer.num_threads=1", *small]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -187,7 +188,7 @@ def test_real_rows_become_updated_weights(shared_data, tmp_path):
     assert [line["step"] for line in lines] == [0, 1]
     assert all("val/openai/gsm8k/accuracy" in line for line in lines)
     line = lines[1]
-    assert line["rollout/trajectories"] == 64
+    assert line["rollout/trajectories"] == 32
     assert line["rollout/failed"] == line["rollout/aborted"] == 0
     assert line["actor/grad_norm"] > 0 and line["actor/num_updates"] == 1
     assert line["rollout/logprob_diff_max"] < 1e-3

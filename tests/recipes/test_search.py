@@ -237,9 +237,9 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
     overrides = [
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={boxes}/train.parquet",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
-        "data.val_files=null", "data.train_batch_size=8", "+reward.kwargs.format_score=0.1",
-        "trainer.total_training_steps=2",
-        "trainer.logger=[]", "trainer.save_freq=-1", f"trainer.default_local_dir={tmp_path}/run",
+        "data.val_files=null", "data.train_batch_size=4", "data.train_max_samples=16", "+reward.kwargs.format_score=0.1",
+        "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.logger=[]", "trainer.save_freq=-1",
+        "trainer.export_at_end=False", f"trainer.default_local_dir={tmp_path}/run",
     ]  # fmt: skip
     warm = SimpleNamespace(**vars(subprocess) | {"Popen": warm_start.Popen})
     monkeypatch.setattr(sys.modules[RetrievalProcess.__module__], "subprocess", warm)
@@ -250,8 +250,8 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
     steps = [line for line in lines if "rollout/trajectories" in line]
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
-        assert line["rollout/trajectories"] == 64 and line["rollout/failed"] == line["rollout/aborted"] == 0
-        assert line["tools/search/calls"] > 16 and line["tools/search/errors"] == 0
+        assert line["rollout/trajectories"] == 32 and line["rollout/failed"] == line["rollout/aborted"] == 0
+        assert line["tools/search/calls"] > 8 and line["tools/search/errors"] == 0
         assert 0 < line["tools/search/cache_hit_rate"] < 1 and line["actor/grad_norm"] > 0
         assert line["rollout/logprob_diff_max"] < 1e-3
     titles = {passage["contents"].split("\n")[0] for passage in read_corpus(corpus)}
@@ -259,14 +259,15 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
     rows = [json.loads(line) for line in rollouts.splitlines()]
     seen = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
     shown = [text.removeprefix("Doc 1(Title: ").split(") ")[0] for text in seen if text.startswith("Doc 1(Title: ")]
-    assert len(shown) > 40 and set(shown) <= titles
+    assert len(shown) > 20 and set(shown) <= titles
     assert any(title.startswith('"') for title in shown), "a wrong number finds a real passage"
 
 
 @pytest.mark.slow
 def test_the_boxes_script_runs_from_data_to_new_weights(tmp_path):
-    words = ["bash", str(RECIPE / "run_boxes.sh"), "trainer.total_training_steps=1", "data.val_max_samples=16"]
-    words += ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.num_threads=1"]
+    words = ["bash", str(RECIPE / "run_boxes.sh"), "trainer.total_training_steps=1", "data.val_max_samples=8"]
+    words += ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=4", "data.train_max_samples=16"]
+    words += ["trainer.num_threads=1"]
     environment = warm_python(tmp_path) | {"DATA_DIR": str(tmp_path / "data")}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -233,9 +233,9 @@ def test_before_its_time_is_over_the_trainer_is_told_and_waited_for(job, tmp_pat
 
 
 def test_machines_that_do_not_join_end_the_job_with_their_number(job, tmp_path):
-    process = job(START_TIMEOUT="5", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
+    process = job(START_TIMEOUT="2", SLURM_JOB_NODELIST="n[01-03]", ALONE="1")
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 1 and "1 of 3 machines joined after 5 s" in err
+    assert process.returncode == 1 and "1 of 3 machines joined after 2 s" in err
     assert ("n01", "python -m") not in commands(tmp_path, "begun")
     assert len(commands(tmp_path, "ended")) == 2
 

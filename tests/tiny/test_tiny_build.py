@@ -21,7 +21,7 @@ SHIPPED = Path(resolve_model_path(TINY_MODEL))
 @pytest.mark.slow
 def test_the_recipe_builds_a_checkpoint_with_the_shipped_tokenizer(tmp_path):
     command = [sys.executable, str(RECIPE / "build.py"), "--steps", "3", "--out", str(tmp_path)]
-    options = ["--eval-problems", "10", "--threads", "1"]
+    options = ["--eval-problems", "2", "--threads", "1"]
     done = warm_start.run(command + options, capture_output=True, text=True, check=True)
     assert "stopped after 3 steps" in done.stdout and "held out, greedy: accuracy" in done.stdout
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in SHIPPED.iterdir()}
