@@ -209,7 +209,8 @@ def test_the_command_predicts_and_names_the_longest_part(formula, tmp_path, caps
 def test_rates_are_fitted_to_a_run_s_own_files_and_tell_its_steps(formula, tmp_path, capsys):
     overrides = [
         "data.val_files=null", "data.train_max_samples=16", "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2",
-        "trainer.num_threads=1", "trainer.export_at_end=False", "trainer.total_training_steps=4", f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[]",
+        "trainer.num_threads=1", "trainer.export_at_end=False", "trainer.total_training_steps=4",
+        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.logger=[]",
     ]  # fmt: skip
     warm_start.run([sys.executable, "-m", "verl_mt.trainer", *overrides], check=True, capture_output=True)
     observed = importlib.import_module("observe").observe_run(tmp_path / "run")
