@@ -238,8 +238,9 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
         f"actor_rollout_ref.model.path={RECIPE / 'tiny' / 'checkpoint'}", f"data.train_files={boxes}/train.parquet",
         f"actor_rollout_ref.rollout.tool_kwargs.tools_config_file={RECIPE / 'tiny' / 'tools.yaml'}",
         "data.val_files=null", "data.train_batch_size=4", "data.train_max_samples=16",
-        "+reward.kwargs.format_score=0.1", "trainer.total_training_steps=2", "trainer.num_threads=1", "trainer.logger=[]",
-        "trainer.save_freq=-1", "trainer.export_at_end=False", f"trainer.default_local_dir={tmp_path}/run",
+        "+reward.kwargs.format_score=0.1", "trainer.total_training_steps=2", "trainer.num_threads=1",
+        "trainer.logger=[]", "trainer.save_freq=-1", "trainer.export_at_end=False",
+        f"trainer.default_local_dir={tmp_path}/run",
     ]  # fmt: skip
     warm = SimpleNamespace(**vars(subprocess) | {"Popen": warm_start.Popen})
     monkeypatch.setattr(sys.modules[RetrievalProcess.__module__], "subprocess", warm)
