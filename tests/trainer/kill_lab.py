@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ OVERRIDES = [
     "data.train_max_samples=16",
     "data.val_max_samples=1",
     "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.response_length=64",
+    "actor_rollout_ref.rollout.response_length=48",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "actor_rollout_ref.actor.entropy_coeff=0.01",  # every update changes the weights, whatever the rewards are
     "actor_rollout_ref.actor.skip_zero_advantage=False",
@@ -231,7 +232,7 @@ FIRST_STEP: dict[str, Fault] = {
     "in a tool call of the first step": tool_call,
     "in the middle of a line of token texts": half_a_line_of_token_texts,
 }
-"""Phases of a run without a checkpoint, which starts again."""
+"""Phases of a run without a checkpoint, which starts again. It ends in them before it gets its first checkpoint."""
 LATER: dict[str, Fault] = {
     # The second step
     "prompts are drawn and none is started": before(PromptLog, "started"),
@@ -283,19 +284,22 @@ ELSEWHERE = (
     "a finished group is kept",
 )
 """Phases that leave the same kinds of files as a neighbour does: they are tried before a release."""
-IN_A_ROW = 5
+IN_A_ROW = 6
 """How often one run is ended. After each end it resumes from its checkpoint, and is ended in the next phase."""
 LAST_BEFORE_CHECKPOINT = "before a checkpoint has its name"
-"""Later phases come after a new checkpoint, so no earlier phase can follow them."""
+"""Later phases come after a new checkpoint, so no earlier phase can follow them: a run ends in one of them, last."""
 
 
 def runs(wanted: Collection[str]) -> list[list[str]]:
-    """Phases by the run that ends in them, one after the other, before it goes on to its end."""
+    """Phases by the run that ends in them, one after the other, before it goes on to its end. The first run is
+    deterministic; those of the first step are left out."""
     last = list(LATER).index(LAST_BEFORE_CHECKPOINT) + 1
     names = [name for name in list(LATER)[:last] if name in wanted]
     rows = [names[k : k + IN_A_ROW] for k in range(0, len(names), IN_A_ROW)]
-    alone = [*FIRST_STEP, *list(LATER)[last:], *KEPT]
-    return [*rows, *([name] for name in alone if name in wanted)]
+    late = [[name] for name in list(LATER)[last:] if name in wanted]
+    kept = [name for name in KEPT if name in wanted]
+    together = [row + end for row, end in zip_longest(rows, late, fillvalue=[])] or [[]]
+    return [*together, kept] if kept else together
 
 
 def arm(phase: str, end: Callable[[], None]) -> None:
@@ -429,12 +433,14 @@ def each_phase(folder: Path, wanted: Collection[str]) -> dict[str, list[str]]:
     """Phase -> what is wrong with the run that was ended in it. Phases that share a run share the answer."""
     reference = folder / "reference"
     run_to_its_end(lambda: train(reference, DETERMINISTIC), "the reference")
-    begun = folder / "begun"
+    begun, first = folder / "begun", [name for name in FIRST_STEP if name in wanted]
+    for phase in first:
+        end_in(phase, begun)
     run_to_its_end(lambda: begin(begun), "the first steps")
-    wrong = {}
+    wrong: dict[str, list[str]] = {}
     for number, phases in enumerate(runs(wanted)):
-        run, mode = folder / f"run-{number}", AHEAD if phases[0] in KEPT else DETERMINISTIC
-        if phases[0] in LATER:
+        run, mode = folder / f"run-{number}", AHEAD if KEPT.keys() & phases else DETERMINISTIC
+        if mode == DETERMINISTIC:
             shutil.copytree(begun, run)
         for phase in phases:
             end_in(phase, run)
@@ -442,7 +448,8 @@ def each_phase(folder: Path, wanted: Collection[str]) -> dict[str, list[str]]:
         found = differences(reference, run) if mode == DETERMINISTIC else prompts_of(run)
         if mode == AHEAD:
             found += sorted(name for name in names_in(run) if name.startswith("spool"))
-        wrong |= dict.fromkeys(phases, found)
+        for phase in phases if mode == AHEAD else [*first, *phases]:
+            wrong.setdefault(phase, []).extend(found)
     return wrong
 
 
