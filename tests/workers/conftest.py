@@ -7,6 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of pytest-xdist runs all tests over ranks: a second one would start and warm up ranks of its own."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """All is imported and nothing has run: see `rank_pool`."""
     if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):

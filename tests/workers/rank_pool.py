@@ -22,8 +22,10 @@ _template: Connection | None = None
 
 def make_template() -> None:
     """Fork the process that ranks are forked from; it ends when this one does."""
+    # Once, instead of in every rank.
+    import peft  # noqa: F401
     import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # once, instead of in every rank
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     global _template
     ours, theirs = Pipe()

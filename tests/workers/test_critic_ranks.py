@@ -148,12 +148,10 @@ def test_weights_are_sharded_again_behind_a_pass_that_no_backward_pass_follows(g
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "shared"), [(2, 1, False), (1, 2, True), (2, 3, False)])
 def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, tmp_path, before, after, shared):
+    options = OPTIONS | {"ppo_epochs": 1, "shared": shared}
+
     def run(size, function, *args):
-        return (
-            function(ALONE, *args, shared=shared, **OPTIONS)
-            if size == 1
-            else ranks(size)(function, *args, shared=shared, **OPTIONS)[0]
-        )
+        return function(ALONE, *args, **options) if size == 1 else ranks(size)(function, *args, **options)[0]
 
     state = run(before, train_critic, batches(1), tmp_path)[2]
     tensors = state.pop("tensors")
