@@ -90,7 +90,8 @@ def test_a_placement_changes_where_a_run_runs_and_not_what_it_computes(style, pl
 TINY = (
     "actor_rollout_ref.model.path=verl_mt://tiny", "actor_rollout_ref.model.dtype=float32",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.skip_zero_advantage=False",
     "actor_rollout_ref.rollout.response_length=128", "actor_rollout_ref.rollout.engine_timeout_s=240",
     "actor_rollout_ref.rollout.max_num_seqs=64",
     "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=tools_configs/calculator.yaml",
@@ -129,7 +130,7 @@ def two_steps(placement: str, data: Path, run: Path, *overrides: str, replicas: 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     for line in lines[1:]:
-        assert line["rollout/trajectories"] == 32 and line["rollout/aborted"] == 0
+        assert line["rollout/trajectories"] == 16 and line["rollout/aborted"] == 0
         assert line["actor/num_updates"] == 1 and line["actor/grad_norm"] > 0
         assert line["rollout/logprob_diff_max"] < 1e-4 and line.get("engine/restarts", 0) == 0
         assert line["turns/mean"] > 1 and line["rollout/replicas"] == replicas

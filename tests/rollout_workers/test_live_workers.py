@@ -75,7 +75,8 @@ def test_ray_places_workers_whose_requests_come_to_the_engine_of_the_trainers_pr
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_workers_ask_the_replicas_and_a_killed_worker_and_replica_cost_no_row_and_double_none(trainer_of, tmp_path):
-    limits = (f"{RO}.max_concurrent=4", "trainer.total_training_steps=4", "data.train_batch_size=4")
+    limits = [f"{RO}.max_concurrent=4", "trainer.total_training_steps=4", "data.train_batch_size=4"]
+    limits.append(f"{RO}.response_length=32")
     trainer = trainer_of(*SGLANG, f"{RO}.num_workers=2", *limits)
     steps, pool, engines = watched(trainer), trainer.stream.pool, trainer.engine.pids
     asked = []

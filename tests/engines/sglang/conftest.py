@@ -21,7 +21,7 @@ def run() -> Iterator[Loop]:
 def lab() -> Lab:
     """The default task with a user who asks for another try."""
     return Lab.make(
-        "data.val_max_samples=300",
+        "data.val_max_samples=120",
         "data.train_batch_size=8",
         ROLLOUT + "n=4",
         ROLLOUT + "interaction_config_file=interaction_configs/checker.yaml",

@@ -20,8 +20,8 @@ def test_greedy_records_are_those_of_the_local_engine(colocated, lab: Lab, run):
     found = run(lab.roll_out(colocated, lab.prompts, "greedy", temperature=0.0))
     result = compare(lab.module, expected, found)
     print(result)
-    assert result.num_retry_rows >= 50 and result.num_sampled >= 2000, result
-    assert not result.differences and len(result.ties) <= 3, result
+    assert result.num_retry_rows >= 20 and result.num_sampled >= 800, result
+    assert not result.differences and len(result.ties) <= 1, result
 
 
 def test_log_probs_stay_those_of_the_trainer_over_five_updates_of_a_multi_turn_run(colocated, lab: Lab, run):

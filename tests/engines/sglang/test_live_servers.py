@@ -68,8 +68,8 @@ def test_greedy_records_are_those_of_the_local_engine(launched, lab: Lab, run):
     found = run(lab.roll_out(launched, lab.prompts, "greedy", temperature=0.0))
     result = compare(lab.module, expected, found)
     print(result)
-    assert result.num_retry_rows >= 50 and result.num_sampled >= 2000, result
-    assert not result.differences and len(result.ties) <= 3, result
+    assert result.num_retry_rows >= 20 and result.num_sampled >= 800, result
+    assert not result.differences and len(result.ties) <= 1, result
 
 
 def test_weights_reach_a_server_through_shared_memory(launched, lab: Lab, run):

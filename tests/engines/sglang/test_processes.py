@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,11 @@ def start(tmp_path, monkeypatch):
         os.close(descriptor)
 
 
+def reap(process: ChildProcess) -> None:
+    """As whoever adopts it does, for its killer is not its parent: a zombie is waited for, in vain."""
+    threading.Thread(target=process._popen.wait, daemon=True).start()
+
+
 @pytest.mark.slow
 def test_the_process_and_its_child_are_gone_and_so_is_the_log(start):
     process, _ = start("wait")
@@ -134,6 +140,8 @@ def test_what_a_killed_holder_left_is_ended_by_who_comes_next_with_or_without_it
     group = pickle.loads(pickle.dumps(ProcessGroup.of(process)))
     if how == "raise":
         process._popen.wait()
+    else:
+        reap(process)
     os.killpg(process.pid, signal.SIGSTOP)  # it hangs: nothing but SIGKILL ends it
     assert processes_of_group(process.pid)
     group.end()
@@ -152,6 +160,7 @@ def test_a_group_of_the_same_number_on_another_machine_or_of_another_time_is_lef
 @pytest.mark.slow
 def test_an_engine_begins_when_the_one_that_had_its_devices_is_gone(start, run_async, monkeypatch):
     process, _ = start("wait")
+    reap(process)
     left: list[int] = []
 
     class Begins(ChildProcess):
