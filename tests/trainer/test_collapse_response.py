@@ -191,7 +191,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_rollback_gives_the_old_weights_and_new_rows_and_survives_being_killed(tmp_path):
     def collapse(run: Path, stop_after: int | None = None) -> None:
-        trainer = small_trainer(run, *COLLAPSING, "trainer.collapse_guard=rollback")
+        trainer = small_trainer(run, *COLLAPSING, "data.train_batch_size=2", "trainer.collapse_guard=rollback")
         if stop_after is not None:
             interrupt_after(trainer, stop_after)
         trainer.fit()

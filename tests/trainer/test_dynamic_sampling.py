@@ -195,6 +195,7 @@ FILTER = (
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.response_length=16",
     "actor_rollout_ref.rollout.temperature=3",
+    "trainer.total_training_steps=2",
 )
 
 
@@ -219,7 +220,7 @@ def test_a_run_with_dynamic_sampling_trains_on_full_batches_and_writes_what_it_l
 def small_trainer_position(run) -> int:
     """Rows that the run's last checkpoint counts as consumed."""
     trainer = small_trainer(run.parent / "again", *NO_VALIDATION, *FILTER, "trainer.resume_mode=resume_path",
-                            f"trainer.resume_from_path={run / 'checkpoints' / 'step_000003'}")  # fmt: skip
+                            f"trainer.resume_from_path={run / 'checkpoints' / 'step_000002'}")  # fmt: skip
     try:
         return trainer.sampler.state_dict()["position"]
     finally:
@@ -230,7 +231,7 @@ def small_trainer_position(run) -> int:
 def test_a_resumed_run_draws_the_same_further_prompts(tmp_path):
     options = (*NO_VALIDATION, *FILTER, "trainer.deterministic=True", "trainer.save_freq=1")
     whole = fit(tmp_path / "whole", *options)
-    saved = tmp_path / "whole" / "checkpoints" / "step_000002"
+    saved = tmp_path / "whole" / "checkpoints" / "step_000001"
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
     fit(tmp_path / "again", *options, *resumed)
     again = metrics_of(tmp_path / "again")

@@ -14,7 +14,12 @@ from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
-QUICK = ("data.val_files=null", "actor_rollout_ref.rollout.response_length=8", "trainer.export_at_end=False")
+QUICK = (
+    "data.val_files=null",
+    "actor_rollout_ref.rollout.response_length=8",
+    "trainer.export_at_end=False",
+    "actor_rollout_ref.rollout.n=2",
+)
 
 
 def run(folder, *overrides):
@@ -95,7 +100,8 @@ def test_what_the_log_says_wrongly_is_found(copied, capsys, event, what):
 def test_groups_without_a_signal_are_left_out_with_a_reason(tmp_path, capsys):
     folder = tmp_path / "run"
     run(folder, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward",
-        "algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.rollout.response_length=48")  # fmt: skip
+        "algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.rollout.response_length=48",
+        "trainer.total_training_steps=2")  # fmt: skip
     assert prompt_log.main([str(folder)]) == 0
     out = capsys.readouterr().out
     counts = [int(part.split()[0]) for part in out.splitlines()[-1].split(", ")]
@@ -192,9 +198,9 @@ def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_pa
         return metrics
 
     monkeypatch.setattr(PPOTrainer, "step", step_and_stop)
-    run(folder, f"trainer.rollout_rows={first}")
+    run(folder, f"trainer.rollout_rows={first}", "trainer.total_training_steps=2")
     monkeypatch.undo()
-    run(folder, f"trainer.rollout_rows={'jsonl' if first == 'off' else 'off'}")
+    run(folder, f"trainer.rollout_rows={'jsonl' if first == 'off' else 'off'}", "trainer.total_training_steps=2")
     assert prompt_log.main([str(folder)]) == 0
     assert "steps have no rollout rows to compare with" in capsys.readouterr().out
 
