@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import warm_start
-from command_lab import SMALL, environment
+from command_lab import FEW, SMALL, environment
 from tables import before_release
 
 pytestmark = pytest.mark.slow  # every one starts processes
@@ -180,7 +180,7 @@ def test_a_process_is_a_zombie_until_it_is_waited_for():
 
 def test_a_timeout_kills_and_a_failed_check_raises():
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        warm_start.run([sys.executable, "-c", LOOP], timeout=2, capture_output=True)
+        warm_start.run([sys.executable, "-c", LOOP], timeout=1, capture_output=True)
     assert caught.value.stdout in (b"begun\n", None), "None: on a busy machine it had said nothing yet"
     with pytest.raises(subprocess.CalledProcessError, match="status 7"):
         warm_start.run([sys.executable, "-c", "raise SystemExit(7)"], check=True)
@@ -314,7 +314,7 @@ input()
     os.close(server)
 
 
-RUN = (*SMALL, "trainer.deterministic=True", "trainer.total_training_steps=2", "trainer.default_local_dir=run")
+RUN = (*SMALL, *FEW, "trainer.deterministic=True", "trainer.total_training_steps=1", "trainer.default_local_dir=run")
 COMMANDS = (
     ("verl_mt.trainer", *RUN, "data.train_batch_size=0"),
     ("verl_mt.trainer", *RUN),

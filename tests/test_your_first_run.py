@@ -32,13 +32,19 @@ def install(folder: Path) -> dict[str, str]:
 
 
 SHORT = {
-    "verl_mt.evaluate": ["data.val_max_samples=4", "trainer.num_threads=1"],
-    "verl_mt.sft": ["trainer.total_training_steps=1", "data.val_max_samples=2", "trainer.num_threads=1"],
-    "verl_mt.trainer": [
+    "verl_mt.evaluate": ["data.val_max_samples=2", "trainer.num_threads=1"],
+    "verl_mt.sft": [
         "trainer.total_training_steps=1",
         "data.val_max_samples=2",
         "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
+        "trainer.num_threads=1",
+    ],
+    "verl_mt.trainer": [
+        "trainer.total_training_steps=1",
+        "data.train_max_samples=16",
+        "data.val_max_samples=2",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
         "trainer.num_threads=1",
     ],
 }

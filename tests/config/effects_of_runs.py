@@ -10,7 +10,7 @@ import torch
 from effect_kinds import NOT_VALIDATED, PPO, TINY_ROWS, VALIDATES, Effect
 
 COLLAPSES = (
-    "trainer.total_training_steps=5",
+    "trainer.total_training_steps=3",
     "actor_rollout_ref.actor.optim.lr=1e-2",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
     "trainer.collapse_guard_thresholds={window: 1, entropy_rise: 1.0}",

@@ -6,8 +6,8 @@ calls that these scripts make reads local parquet files instead of the hub.
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import conformance
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm_start
 from tables import newest_first
 
 from verl_mt.data.dataset import load_rows
@@ -66,13 +67,13 @@ def test_a_script_writes_rows_that_the_loader_takes(tmp_path, revision, name):
     stand_in, rows, out, far = (tmp_path / part for part in ("modules", "rows", "out", "far"))
     for folder in (stand_in, rows, out):
         folder.mkdir()
-    if subprocess.run([sys.executable, "-c", "import datasets"], capture_output=True).returncode:
+    if importlib.util.find_spec("datasets") is None:
         (stand_in / "datasets.py").write_text(DATASETS)
     for split in ("train", "test"):
         pq.write_table(pa.Table.from_pylist(ROWS), rows / f"{split}.parquet")
     path = f"{stand_in}:{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, script, "--local_dir", str(out), "--hdfs_dir", str(far)],
+    done = warm_start.run(
+        [sys.executable, str(script), "--local_dir", str(out), "--hdfs_dir", str(far)],
         text=True,
         capture_output=True,
         env={**os.environ, "ROWS": str(rows), "PYTHONPATH": path},
