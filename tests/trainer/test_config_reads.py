@@ -117,7 +117,8 @@ def test_workers_of_other_processes_are_not_said_to_read_what_is_switched_off(ke
 @pytest.mark.slow
 def test_what_is_declared_to_be_read_later_is_read_then_and_nothing_else(tmp_path):
     """Two steps with updates, a validation and a checkpoint."""
-    several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.logger=[]")
+    several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.logger=[]", "trainer.total_training_steps=2")
+    several += ("actor_rollout_ref.rollout.n=2", "data.val_max_samples=1")
     config = compose([*SMALL, *several, f"trainer.default_local_dir={tmp_path / 'run'}"])
     with recording(config) as run:
         trainer = build_trainer(config)

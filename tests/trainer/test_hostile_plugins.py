@@ -55,7 +55,7 @@ class BlocksInRelease(Calculator):
     runs_inline = False
 
     async def release(self, instance_id, **kwargs):
-        time.sleep(4)
+        time.sleep(1.5)
 
 class Raises(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):

@@ -147,7 +147,7 @@ def test_a_run_writes_the_same_rows_in_both_formats_and_when_it_is_resumed_in_th
 def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path):
     words = command(
         f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION, "trainer.rollout_rows=parquet",
-        "trainer.save_freq=-1", "trainer.total_training_steps=2", "data.train_batch_size=16",
+        "trainer.save_freq=-1", "trainer.total_training_steps=1", "data.train_batch_size=16",
         "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.response_length=16",
         f"external_plugins=[{tmp_path}/limit.py]",
     )  # fmt: skip
@@ -162,10 +162,10 @@ def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path)
     limit.write_text("")
     again = warm_start.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert again.returncode == 0, again.stdout + again.stderr
-    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2] and len(row_files(tmp_path / "run")) == 2
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1] and len(row_files(tmp_path / "run")) == 1
     printed = warm_start.run(
-        [sys.executable, "-m", "verl_mt.report.rows", str(tmp_path / "run"), "--step", "2"],
+        [sys.executable, "-m", "verl_mt.report.rows", str(tmp_path / "run"), "--step", "1"],
         capture_output=True,
         env=environment(),
     )
-    assert printed.stdout.count(b"\n") == len(rows_of(tmp_path / "run", 2)) == 256
+    assert printed.stdout.count(b"\n") == len(rows_of(tmp_path / "run", 1)) == 256
