@@ -68,7 +68,8 @@ def test_a_critic_learns_from_batches_of_earlier_steps_and_is_measured_on_the_ne
     update = CriticWorker.update
     monkeypatch.setattr(CriticWorker, "update", lambda self, batch: learned.append(batch) or update(self, batch))
     words = [
-        "data.train_batch_size=8", *FEW[1:3], FEW[4], "trainer.total_training_steps=3", "data.val_max_samples=4"
+        "data.train_batch_size=8", *FEW[1:3], FEW[4], "trainer.total_training_steps=3", "data.val_max_samples=2",
+        "actor_rollout_ref.rollout.response_length=64", "critic.ppo_epochs=1",
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["x", *words, "--out", str(tmp_path), "--seeds", "0", "--earlier", "1"])
     critic_replay.main()
