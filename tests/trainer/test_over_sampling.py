@@ -15,7 +15,7 @@ from command_lab import fit, interrupt_after, metrics_of, rows_of, small_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import before_release
-from test_staleness import AHEAD, CHANGES, RUN, SHORT, STEPS, ages, slow_tool
+from test_staleness import AHEAD, CHANGES, RUN, SHORT, STEPS, ages, order_of_drawing, slow_tool
 
 from verl_mt import prompt_log
 from verl_mt.data.dataset import DataRow
@@ -146,9 +146,7 @@ def test_what_is_in_flight_when_a_run_is_stopped_goes_on_under_its_own_names(tmp
     assert re.search(rf"^{2 * STEPS} drawn, {2 * STEPS} trained, 0 left out, 0 open", said, re.M)
     assert re.search(r"\d+ prompts were in flight .* started again", said)
     assert max(max(ages(run, step)) for step in range(1, STEPS + 1)) <= 2
-    straight = tmp_path / "straight"
-    fit(straight, *RUN, SHORT)
-    rows = [(p.source, p.row_index) for p in read_prompt_log(straight).prompts.values()]
+    rows = order_of_drawing(tmp_path / "straight")
     assert [(p.source, p.row_index) for p in read_prompt_log(run).prompts.values()] == rows
 
 
@@ -166,6 +164,7 @@ LEFT = ([], ["in flight, other steps"])
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("stopped_after_one")
 @pytest.mark.parametrize(
     ("words", "number", "lives"),
     [
@@ -186,12 +185,12 @@ def test_prompts_in_flight_that_have_no_place_where_a_run_goes_on_are_left_out(
 
 
 @pytest.mark.slow
-def test_going_on_in_the_same_rows_keeps_what_is_in_flight_whatever_the_mode(tmp_path, slow_tool, caplog):
+def test_going_on_in_the_same_rows_keeps_what_is_in_flight_whatever_the_mode(tmp_path, caplog):
     for mode, step in (("auto", 1), ("other_data", 2)):
-        trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, slow_tool, f"trainer.resume_mode={mode}")
+        trainer = small_trainer(tmp_path / "run", *RUN, AHEAD, SHORT, f"trainer.resume_mode={mode}")
         interrupt_after(trainer, step)
         trainer.fit()
-    fit(tmp_path / "run", *RUN, AHEAD, slow_tool, "trainer.resume_mode=other_data")
+    fit(tmp_path / "run", *RUN, AHEAD, SHORT, "trainer.resume_mode=other_data")
     assert "left out" not in caplog.text and prompt_log.main([str(tmp_path / "run")]) == 0
     assert [p.trained_in for p in read_prompt_log(tmp_path / "run").prompts.values()] == [
         [1 + k // 2] for k in range(2 * STEPS)
@@ -217,7 +216,11 @@ def test_a_row_that_no_checkpoint_can_hold_is_named_at_the_first_step(tmp_path):
 def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, slow_tool):
     run = tmp_path / "run"
     words = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward")
-    words += ("actor_rollout_ref.rollout.n=4",)
+    words += (
+        "data.train_max_samples=64",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.response_length=48",
+    )
     lines = fit(run, *RUN, AHEAD, slow_tool, *words, "algorithm.filter_groups.max_num_gen_batches=3")
     assert any(line["rollout/gen_batches"] > 1 for line in lines)
     assert max(max(ages(run, step), default=0) for step in range(1, STEPS + 1)) <= 2
@@ -335,6 +338,7 @@ def test_a_run_that_is_stopped_in_a_rollback_keeps_nothing_of_the_abandoned_weig
 @pytest.mark.parametrize("workers", [0, 2])
 def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_counted(tmp_path, slow_tool, workers):
     run, words = tmp_path / "run", (AHEAD, "actor_rollout_ref.rollout.on_update=restart", "data.train_batch_size=4")
+    words += ("actor_rollout_ref.rollout.response_length=48",)
     lines = fit(run, *RUN, *words, slow_tool, f"actor_rollout_ref.rollout.num_workers={workers}")
     rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
     of_each = [{v for r in row["records"] for v in r["policy_versions"] if v >= 0} for row in rows]
@@ -349,12 +353,13 @@ def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), before_release((AHEAD,)), (AHEAD, OVER)])
-def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, more):
+@pytest.mark.parametrize(("more", "steps"), [((), 2), before_release((AHEAD,), 3), ((AHEAD, OVER), 3)])
+def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, more, steps):
     """The step is broken off when two groups have arrived; the next process trains them as they were sampled."""
     from verl_mt.rollout.stream import RolloutStream
 
     run, words = tmp_path / "run", (*RUN, *more, slow_tool, "data.train_batch_size=4", "trainer.save_freq=1")
+    words += (f"trainer.total_training_steps={steps}",)
     seen: dict[str, list[list[int]]] = {}
     take = RolloutStream._take_arrivals
 
@@ -376,7 +381,7 @@ def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, m
             trainer.fit()
     assert len(seen) >= 2 and {path.stem for path in (run / "spool").iterdir()} >= set(seen)
     fit(run, *words)
-    rows = [row for step in range(1, STEPS + 1) for row in rows_of(run, step)]
+    rows = [row for step in range(1, steps + 1) for row in rows_of(run, step)]
     trained = {
         name: [r["token_ids"] for row in rows if row["prompt_id"] == name for r in row["records"]] for name in seen
     }

@@ -32,8 +32,9 @@ INTERPOLATED = f"{ACTOR}.use_sampler_log_probs=interpolated"
 STEPS = 4
 RUN = (
     "data.train_batch_size=2",
+    "data.train_max_samples=16",
     "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.response_length=48",
+    "actor_rollout_ref.rollout.response_length=32",  # as long as a call of the tool
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=2",
     *NO_VALIDATION,
@@ -77,6 +78,14 @@ def ages(run: Path, step: int) -> list[int]:
         for sampled, trained, version in zip(record["sampled"], record["loss_mask"], record["policy_versions"])
         if sampled and trained
     ]
+
+
+def order_of_drawing(run: Path, *overrides: str) -> list[tuple[str, int]]:
+    """The rows that a run of so many steps draws, without its steps."""
+    trainer = small_trainer(run, *RUN, *overrides)
+    rows = trainer.sampler.next_batch(2 * STEPS)
+    trainer.close()
+    return [(row.source, row.index) for row in rows]
 
 
 def drawn_in_order(run: Path) -> list[tuple[str, int, list[int]]]:
@@ -281,8 +290,7 @@ def test_whatever_tools_take_no_trained_token_is_older_and_the_next_steps_are_un
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_with_the_same_prompts_in_the_same_steps(tmp_path, slow_tool, capsys):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    fit(straight, *RUN, SHORT)
+    stopped = tmp_path / "stopped"
     for step in (1, 2):
         trainer = small_trainer(stopped, *RUN, AHEAD, slow_tool)
         interrupt_after(trainer, step)
@@ -291,7 +299,8 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_prompts_in_the_same_steps(t
         assert re.search(rf"{2 * step} trained, 0 left out, [46] open", capsys.readouterr().out)
     fit(stopped, *RUN, AHEAD, slow_tool)
     assert prompt_log.main([str(stopped)]) == 0
-    assert drawn_in_order(stopped) == drawn_in_order(straight)
+    rows = order_of_drawing(tmp_path / "straight")
+    assert drawn_in_order(stopped) == [(*row, [1 + k // 2]) for k, row in enumerate(rows)]
     assert all(max(ages(stopped, step)) <= 2 for step in range(1, STEPS + 1))
 
 
@@ -309,16 +318,16 @@ class Stumbling(ShuffledSampler):
 
 @pytest.mark.slow
 def test_a_bad_row_of_a_step_ahead_takes_no_prompt_along(tmp_path, monkeypatch):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    stopped = tmp_path / "stopped"
     own = (SHORT, f"data.sampler={__name__}:Stumbling")
     monkeypatch.setattr(Stumbling, "stumbles", False)
-    fit(straight, *RUN, *own)
+    rows = order_of_drawing(tmp_path / "straight", *own)
     monkeypatch.setattr(Stumbling, "stumbles", True)
     with pytest.raises(DataError, match="row 6 is bad"):
         fit(stopped, *RUN, AHEAD, *own)
     monkeypatch.setattr(Stumbling, "stumbles", False)
     fit(stopped, *RUN, AHEAD, *own)
-    assert drawn_in_order(stopped) == drawn_in_order(straight)
+    assert drawn_in_order(stopped) == [(*row, [1 + k // 2]) for k, row in enumerate(rows)]
     assert prompt_log.main([str(stopped)]) == 0
 
 
@@ -427,7 +436,8 @@ def test_what_is_older_is_weighed_where_nothing_else_is_said(words, expected):
 
 @pytest.mark.slow
 def test_old_tokens_are_weighed_in_a_run_and_the_weights_are_told(tmp_path):
-    lines = fit(tmp_path / "run", *RUN, AHEAD, "actor_rollout_ref.actor.optim.lr=3e-3", *CHANGES)
+    long = ("actor_rollout_ref.rollout.response_length=48", "data.train_max_samples=64")
+    lines = fit(tmp_path / "run", *RUN, AHEAD, *long, "actor_rollout_ref.actor.optim.lr=3e-3", *CHANGES)
     assert any(line.get("rollout_corr/rollout_is_max", 1) > 1.01 for line in lines), sorted(lines[-1])
     few = (SHORT, "trainer.total_training_steps=3", "actor_rollout_ref.actor.skip_zero_advantage=False")
     off = fit(tmp_path / "off", *RUN, AHEAD, *few, "algorithm.rollout_correction={rollout_is: null}")
@@ -521,6 +531,7 @@ def versions_of_turns(run: Path, steps: int) -> list[set[int]]:
 @pytest.mark.parametrize("on_update", ["continue", "finish_turn"])
 def test_new_weights_come_inside_a_turn_or_wait_for_its_end(tmp_path, on_update):
     words = (f"actor_rollout_ref.rollout.on_update={on_update}", "data.train_batch_size=6")
+    words += ("actor_rollout_ref.rollout.response_length=48", "data.train_max_samples=64")
     fit(tmp_path / "run", *RUN, AHEAD, *words, "trainer.total_training_steps=5")
     several = sum(len(versions) > 1 for versions in versions_of_turns(tmp_path / "run", 5))
     assert several > 0 if on_update == "continue" else several == 0
