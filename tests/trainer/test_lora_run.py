@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lab import FEW, VARIED, fit, interrupt_after, metrics_of, small_trainer
+from command_lab import FEW, VARIED, fit, metrics_of, small_trainer
 
 from verl_mt import export
 from verl_mt.config_paths import resolve_model_path
@@ -16,7 +16,7 @@ from verl_mt.modeling.lora import without_adapters
 from verl_mt.trainer import checkpoint
 from verl_mt.workers.sharded_checkpoint import save_shards
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lora_run")]  # one process makes the run
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1")
@@ -45,15 +45,10 @@ def tensors_of(run: Path) -> dict[str, torch.Tensor]:
     return checkpoint.load(run / "checkpoints" / "step_000002")["workers"]["actor"]["tensors"]
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(straight, tmp_path):
-    first = small_trainer(tmp_path / "run", *SHORT)
-    interrupt_after(first, 1)
-    first.fit()
-    assert first.step_number == 1
-    resumed = small_trainer(tmp_path / "run", *SHORT)
-    assert resumed.step_number == 1
-    resumed.fit()
-    assert metrics_of(tmp_path / "run") == metrics_of(straight)
+def test_a_run_goes_on_bit_for_bit(straight, tmp_path):
+    saved = f"trainer.resume_from_path={straight}/checkpoints/step_000001"
+    lines = fit(tmp_path / "run", *SHORT, "trainer.resume_mode=resume_path", saved)
+    assert lines == metrics_of(straight)[1:] and len(lines) == 1
     again, expected = tensors_of(tmp_path / "run"), tensors_of(straight)
     assert again.keys() == expected.keys() and all(".lora_" in name for name in again)
     assert all(torch.equal(again[name], expected[name]) for name in again)
