@@ -35,6 +35,10 @@ def steps(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+BESIDE_IT = pytest.mark.xdist_group("undisturbed")
+"""One process makes that run."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
@@ -168,6 +172,7 @@ def test_only_a_restart_waits_for_room_as_long_as_ranks_wait_for_each_other(scri
 
 
 @pytest.mark.slow
+@BESIDE_IT
 @pytest.mark.parametrize(
     "error", [WorkerError("rank 1 of 2 died"), before_release(EngineGoneError("the engine is gone"))]
 )
@@ -180,6 +185,7 @@ def test_a_run_goes_on_by_itself_with_the_same_bits(fails, undisturbed, tmp_path
 
 
 @pytest.mark.slow
+@BESIDE_IT
 def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undisturbed, tmp_path):
     lives = fails({0: WorkerError("lost"), 1: WorkerError("lost again")})
     run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=2"))
@@ -188,6 +194,7 @@ def test_a_loss_before_the_first_checkpoint_begins_at_the_beginning(fails, undis
 
 
 @pytest.mark.slow
+@BESIDE_IT
 def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, monkeypatch):
     lose_once(monkeypatch)
     trainer = run_to_the_end(config(tmp_path / "run", "trainer.max_restarts=1"))
@@ -216,6 +223,7 @@ def test_what_ended_with_a_lost_engine_is_not_kept_for_the_run_that_goes_on(tmp_
 
 
 @pytest.mark.slow
+@BESIDE_IT
 @pytest.mark.parametrize("most", [before_release(0), 1])
 def test_a_loss_too_many_ends_the_run_and_the_command_goes_on(fails, undisturbed, tmp_path, most):
     lives = fails({number: WorkerError("rank 0 died") for number in range(1, most + 2)})
@@ -257,6 +265,7 @@ def test_who_is_asked_to_stop_and_loses_a_rank_to_the_same_signal_stops(tmp_path
 
 
 @pytest.mark.slow
+@BESIDE_IT
 def test_a_run_from_a_named_checkpoint_restarts_from_there(fails, undisturbed, tmp_path):
     """Whatever `resume_mode` says of other runs; and in its own directory, not in the next one."""
     source = sorted((undisturbed / "checkpoints").glob("step_*"))[0]
