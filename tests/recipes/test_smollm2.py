@@ -144,11 +144,14 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
 
 FETCH = """
 import functools, runpy, sys, gguf
+from transformers.initialization import no_init_weights
 gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, (gguf.GGUFReader, gguf.get_tensor_name_map))
 sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
+with no_init_weights():
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script; transformers reads the vocabulary of a GGUF file three times, and maps all names for each tensor."""
+"""Runs a script; transformers reads the vocabulary of a GGUF file three times, maps all names for each tensor, and
+draws weights that are replaced."""
 
 
 @pytest.fixture(scope="module")
