@@ -73,7 +73,14 @@ def without_privileges(function) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("levels", [1_500, pytest.param(15_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        1_500,
+        pytest.param(15_000, marks=pytest.mark.slow),
+        pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.release]),
+    ],
+)
 def test_no_depth_of_folders_outlives_the_next_start(left, caplog, monkeypatch, levels):
     nest(left, levels)
     calls, longest = Counter(), 0
