@@ -91,6 +91,6 @@ def test_a_node_with_the_same_versions_is_taken(said):
 
 def test_nodes_with_other_versions_or_without_the_library_are_refused_by_name_with_both_in_one_error(said):
     (line,) = said["both"].splitlines()
-    assert line.startswith("ConfigError: ") and line.count(platform.node()) == 2
+    assert line.startswith("ConfigError: ") and platform.node() in line
     assert "verl_mt 9.9" in line and f"verl_mt {version('verl_mt')} here" in line and "torch 1.0" in line
     assert "no verl_mt" in line and "install the same versions" in line
