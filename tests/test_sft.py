@@ -126,7 +126,6 @@ def test_the_command_trains_validates_and_exports(tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", conversations(5, 16))
     words = ["--data", str(data), "--val-data", str(data), "--out", str(tmp_path / "out")]
     words += ["data.train_batch_size=8", "trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=2e-4"]
-    words.append("data.val_max_samples=4")
     assert sft.main(words) == 0
     lines = read_jsonl_tolerant(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]

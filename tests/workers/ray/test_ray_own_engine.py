@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory, cluster_of_session) -> Path:
     """The run directory of two steps, started in a folder with the page's files, by the page's own words."""
     folder = tmp_path_factory.mktemp("page")
     blocks = blocks_of(REPO / "docs" / "your_own_engine.md")
@@ -35,10 +34,8 @@ def run(tmp_path_factory) -> Path:
     command += ["actor_rollout_ref.actor.skip_zero_advantage=False", "trainer.total_training_steps=2"]
     command += ["trainer.num_threads=1", "trainer.save_freq=-1", "data.val_files=null", "trainer.export_at_end=False"]
     command += [f"trainer.default_local_dir={folder / 'run'}", "trainer.logger=[console]"]
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as short:
-        environment = ray_machines.environment()
-        environment |= {"RAY_TMPDIR": short, "RAY_ADDRESS": "local"}
-        done = warm_start.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    environment = ray_machines.environment() | {"RAY_ADDRESS": cluster_of_session.address}
+    done = warm_start.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     return folder / "run"
 
