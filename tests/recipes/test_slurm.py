@@ -40,6 +40,9 @@ def write(what):
 def ended(*_):
     write("ended")
     sys.exit(143 if command[:2] == ["python", "-m"] else 0)
+def wait():
+    for _ in range(3000):  # Python does not notice a signal that comes just before one long sleep begins
+        time.sleep(0.02)
 signal.signal(signal.SIGTERM, ended)
 write("begun")
 if command[0] == "hostname":  # as on Debian, whose /etc/hosts has the machine's own name at 127.0.1.1
@@ -49,7 +52,7 @@ elif command[:2] == ["getent", "ahostsv4"]:
     print("".join(f"{own:15} {kind}\\n" for kind in ("STREAM", "DGRAM")))
 elif command[:2] == ["ray", "start"]:
     open(f"{folder}/up-{nodes}", "w").close()
-    time.sleep(60)
+    wait()
 elif command[:2] == ["ray", "status"]:
     sys.exit(0 if os.path.exists(f"{folder}/up-n01") else 1)
 elif command[:2] == ["python", "-c"]:
@@ -57,7 +60,7 @@ elif command[:2] == ["python", "-c"]:
     print("something that a library says")
     print(1 + 2 * (os.path.exists(f"{folder}/up-n02,n03") and "ALONE" not in os.environ))
 elif os.environ.get("TRAINER_WAITS"):
-    time.sleep(60)
+    wait()
 else:
     sys.exit(int(os.environ.get("TRAINER_CODE", "0")))
 """

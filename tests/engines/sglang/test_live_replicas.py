@@ -20,7 +20,11 @@ from verl_mt.workers.weight_sync import weight_update_for
 _BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "replicas.py"
 moved_bytes = runpy.run_path(str(_BENCHMARK), run_name="replicas")["read_and_written"]
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
-FEW = ["data.train_max_samples=64", "data.train_batch_size=4", ROLLOUT + "n=4", ROLLOUT + "response_length=64"]
+FEW = [
+    "data.train_max_samples=64", "data.train_batch_size=4", ROLLOUT + "n=4", ROLLOUT + "response_length=64",
+    "actor_rollout_ref.actor.skip_zero_advantage=False",
+]  # fmt: skip
+"""Groups without a signal have the trainer's log-probs too, whichever replica sampled them."""
 
 
 @pytest.fixture(scope="module")

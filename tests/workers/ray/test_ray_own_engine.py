@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
-import ray_machines
 import warm_start
 from code_blocks import REPO, blocks_of
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory, cluster_of_session) -> Path:
     command += ["actor_rollout_ref.actor.skip_zero_advantage=False", "trainer.total_training_steps=2"]
     command += ["trainer.num_threads=1", "trainer.save_freq=-1", "data.val_files=null", "trainer.export_at_end=False"]
     command += [f"trainer.default_local_dir={folder / 'run'}", "trainer.logger=[console]"]
-    environment = ray_machines.environment() | {"RAY_ADDRESS": cluster_of_session.address}
+    environment = {**os.environ, "RAY_ADDRESS": cluster_of_session.address}  # and its token, where it has one
     done = warm_start.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     return folder / "run"
