@@ -297,6 +297,14 @@ def test_hydra_main_takes_hydras_flags(tmp_path, capsys):
         assert exit_.value.code == 2
 
 
+def test_one_more_folder_has_groups_for_a_shipped_file(tmp_path):
+    (tmp_path / "exp").mkdir()
+    write(tmp_path / "exp", "fast", "# @package _global_\ndata:\n  val_seed: 7\n")
+    seen: list[Config] = []
+    hydra_main(seen.append, argv=["--config-dir", str(tmp_path), "-cn", "tiny", "+exp=fast"])
+    assert seen[0].data.val_seed == 7
+
+
 PROGRAM = """
 import hydra
 from verl_mt.config.compose import register, to_config

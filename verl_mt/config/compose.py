@@ -235,7 +235,7 @@ def _compose(
         lines, choices = _with_packages(base, name, choices, composition) + lines, []
         base, name = shipped_config_dir(), GENERAL
     with composing(composition):
-        tree, failure = _hydra_compose(base, name, choices + lines)
+        tree, failure = _hydra_compose(base, name, choices + lines, extra)
     if failure is not None:
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
@@ -260,10 +260,13 @@ def _with_packages(base: Path, name: str, choices: list[str], composition: Compo
     return as_overrides(outcome.items)
 
 
-def _hydra_compose(base: Path, name: str, lines: list[str]) -> tuple[DictConfig, str | None]:
+def _hydra_compose(
+    base: Path, name: str, lines: list[str], extra: tuple[Path, ...] = ()
+) -> tuple[DictConfig, str | None]:
     """Hydra's own composition; its errors as one text."""
+    searches = bool(extra) or any("hydra." in line for line in lines)
     try:
-        if base == shipped_config_dir() and not any("hydra." in line for line in lines):  # nothing else is searched
+        if base == shipped_config_dir() and not searches:
             tree = copy.deepcopy(_shipped(base, name))
             ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(lines), tree)
             return tree, None
