@@ -81,7 +81,7 @@ def ages(run: Path, step: int) -> list[int]:
 
 
 def order_of_drawing(run: Path, *overrides: str) -> list[tuple[str, int]]:
-    """The rows that a run of so many steps draws, without its steps."""
+    """(source, index) of each row that a run draws in `STEPS` steps, in order. Nothing is sampled or trained."""
     trainer = small_trainer(run, *RUN, *overrides)
     rows = trainer.sampler.next_batch(2 * STEPS)
     trainer.close()

@@ -270,8 +270,7 @@ def _hydra_compose(
             tree = copy.deepcopy(_shipped(base, name))
             ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(lines), tree)
             return tree, None
-        with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
-            return hydra.compose(config_name=name, overrides=lines), None
+        return _read(base, name, lines), None
     except (HydraException, OmegaConfBaseException) as error:
         if "ppo_megatron_trainer" in str(error):
             why = spellings()["actor_rollout_ref.actor.megatron"].why
@@ -281,12 +280,15 @@ def _hydra_compose(
         return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")
 
 
+def _read(base: Path, name: str, lines: list[str]) -> DictConfig:
+    with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
+        return hydra.compose(config_name=name, overrides=lines)
+
+
 @functools.cache
 def _shipped(base: Path, name: str) -> DictConfig:
-    """What a shipped file gives without overrides, composed once in a process: it takes Hydra five times as long as
-    the overrides do."""
-    with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
-        return hydra.compose(config_name=name)
+    """What a shipped file gives without overrides: composed once in a process, and copied for each configuration."""
+    return _read(base, name, [])
 
 
 def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]) -> tuple[Path, str]:
