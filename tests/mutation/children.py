@@ -56,6 +56,8 @@ class _Running:
     pid: int
     folder: Path
     cpu_s: float = 0.0
+    tree_cpu_s: float = 0.0
+    """At the last look."""
     last_look: float = field(default_factory=time.monotonic)
     last_progress: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
 
@@ -144,11 +146,16 @@ def _ended(one: _Running) -> Done | None:
         if now - one.last_look < CHECK_EVERY_S:
             return None
         one.last_look = now
-        one.cpu_s = max(one.cpu_s, _tree_cpu_s(one.pid))
-        if one.cpu_s - before > IDLE_SHARE * IDLE_WALL_S:
-            one.last_progress = now, one.cpu_s
+        tree = _tree_cpu_s(one.pid)
+        # A browser's processes take their time along when they end: the sum falls, although the tree works.
+        worked = before + max(0.0, tree - one.tree_cpu_s)
+        one.tree_cpu_s, one.cpu_s = tree, max(one.cpu_s, tree)
+        if worked > IDLE_SHARE * IDLE_WALL_S:
+            one.last_progress = now, 0.0
         elif now - since > IDLE_WALL_S:
             cause = "idle"
+        else:
+            one.last_progress = since, worked
         if one.cpu_s > one.job.cpu_limit_s:
             cause = "cpu limit"
         if not cause:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
+import children
 import pytest
 from campaign import Mutants, choose_tests
 from children import Job, run_jobs
@@ -151,6 +154,17 @@ def test_a_fork_that_spins_or_dies_ends_by_its_limit():
     assert done["spins"].cause == "cpu limit" and done["spins"].result is None
     assert done["dies"].cause == "exit status 3" and done["dies"].result is None
     assert done["returns"].result and not Path(done["returns"].result["folder"]).exists()
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [([90.0, 1.0, 2.0, 3.0], ""), ([90.0], "idle")], ids=["works", "waits"])
+def test_a_fork_whose_processes_left_it_with_their_time_is_not_idle(monkeypatch, seconds, cause):
+    """A browser's end makes the sum of all processes smaller, although the fork works on."""
+    looks = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+    monkeypatch.setattr(children, "_tree_cpu_s", lambda pid: next(looks))
+    monkeypatch.setattr(children, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(children, "IDLE_WALL_S", 0.25)
+    (done,) = run_jobs([Job("sleeps", lambda folder: time.sleep(0.5) or {}, cpu_limit_s=1000)], workers=1)
+    assert done.cause == cause
 
 
 def test_tests_of_the_folder_and_cheap_ones_run_first():
