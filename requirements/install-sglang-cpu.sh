@@ -2,7 +2,8 @@
 # Real SGLang beside verl_mt on a machine without a GPU (x86, Python 3.11 or newer):
 #     bash requirements/install-sglang-cpu.sh [EXTRA ...]
 # installs this checkout, with the extras that are named (dev, ...), and SGLang 0.5.23 into the Python that `python`
-# is. Two packages come without their dependencies, which would bring another torch and CUDA:
+# is; PIP="uv pip" before the command does it with uv. Two packages come without their dependencies, which would bring
+# another torch and CUDA:
 # - sglang;
 # - torchvision 0.15.2, whose image operators do not load beside this torch and are not needed for text. (The version
 #   that goes with this torch does not even import on a CPU build.)
@@ -10,10 +11,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=$(IFS=,; echo "$*")
-install=(python -m pip install -q -c constraints.txt)
+install="${PIP:-python -m pip} install -q -c constraints.txt"
 
-"${install[@]}" -r requirements/sglang-cpu.txt -e ".${extras:+[$extras]}"
-"${install[@]}" --no-deps sglang==0.5.23 torchvision==0.15.2
+$install -r requirements/sglang-cpu.txt -e ".${extras:+[$extras]}"
+$install --no-deps sglang==0.5.23 torchvision==0.15.2
 python -W ignore - <<'CHECK'
 import sglang
 import torch
