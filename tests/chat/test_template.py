@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import signal
 import sys
 import threading
@@ -400,6 +401,31 @@ def test_a_rendering_whose_code_swallows_the_interrupt_is_interrupted_again(monk
     with pytest.raises(render._OutOfTime):
         render._Watch().run(stubborn, 0.01)
     assert len(swallowed) == 3
+
+
+def test_a_debugger_can_trace_a_process_in_which_a_rendering_was_interrupted(monkeypatch):
+    """CPython 3.11 hangs at a traced call, deaf to signals, where an interrupt was taken back: so in a fork."""
+    monkeypatch.setattr(render, "_LOOK_S", 0.001)
+
+    def endless():
+        while True:
+            pass
+
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(render._OutOfTime):
+            render._Watch().run(endless, 0.01)
+        sys.settrace(lambda *_: None)
+        time.sleep((lambda: 0)())
+        os._exit(0)
+    end, status = time.monotonic() + 60, (0, 0)
+    while status == (0, 0) and time.monotonic() < end:
+        status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.005)
+    if status == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert status == (child, 0)
 
 
 def test_a_time_limit_counts_processor_time_of_the_thread_or_five_times_longer_wall_time(monkeypatch):

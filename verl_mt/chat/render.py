@@ -130,8 +130,8 @@ class _Watch:
         with self._lock:
             self._running.discard(rendering)
             rendering.frame = None  # which holds the rendering
-            if rendering.interrupted:  # it ended just then: what was sent must not arrive later
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rendering.thread), None)
+            if rendering.interrupted:
+                _take_back()
 
     def _look(self) -> None:
         try:
@@ -159,6 +159,20 @@ class _Watch:
                         ctypes.c_ulong(rendering.thread), ctypes.py_object(_OutOfTime)
                     )
             return self._is_looking
+
+
+def _take_back() -> None:
+    """What was sent to this thread and has not arrived must not arrive later.
+
+    Sending None would do, but CPython 3.11 then looks for an exception at each call and loop ever after, and hangs
+    where `sys.settrace` traces a call. So another one takes the place of the first, and arrives here.
+    """
+    try:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_OutOfTime))
+        while True:
+            pass
+    except _OutOfTime:
+        pass
 
 
 def _clock_of(thread: int) -> tuple[Callable[[], float], float]:
