@@ -151,9 +151,8 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(cluster, 
             build(config, placement)
 
 
-def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(groups):
-    """Last: it ends the group that the tests above share."""
-    on_ray = groups[1]
+def test_a_rank_that_is_killed_ends_the_group_with_its_name_and_the_way_on(cluster, config):
+    on_ray = build(config, TWO)
     pids = on_ray.worker_pids
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(
