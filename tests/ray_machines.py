@@ -14,10 +14,17 @@ def environment() -> dict[str, str]:
 
 
 def disconnect() -> None:
-    """Leave the cluster that this process is connected to. A test then finds or starts its own, as a new process."""
+    """Leave the cluster that this process is connected to. A test then finds or starts its own, as a new process.
+
+    Ray that was started by `ray.init` here has tokens, and this process asks for them ever after: a cluster without
+    them cannot reach it, and ends its actors.
+    """
     import ray
+    from ray._private.authentication_test_utils import reset_auth_token_state
 
     ray.shutdown()
+    if os.environ.pop("RAY_AUTH_MODE", None) is not None:
+        reset_auth_token_state()
 
 
 @contextmanager

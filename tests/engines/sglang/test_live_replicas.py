@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from engine_models import request
 from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
+from ray_machines import disconnect
 
 from verl_mt.config.compose import compose
 from verl_mt.trainer.build import build_trainer
@@ -29,15 +30,15 @@ FEW = [
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    import ray
     from ray.cluster_utils import Cluster
 
+    disconnect()
     node = {"num_cpus": 3, "object_store_memory": 200 * 1024 * 1024}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     cluster.add_node(**node)
     cluster.wait_for_nodes()
     yield cluster
-    ray.shutdown()
+    disconnect()
     cluster.shutdown()
 
 

@@ -37,8 +37,9 @@ def launched(lab: Lab, run):
         assert not any(processes_of_group(group) for group in groups)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url(launched) -> str:
+    """Another one after a restart."""
     return launched._replicas[0]._client.url
 
 

@@ -16,6 +16,7 @@ def cluster_of_session() -> Iterator[SimpleNamespace]:
     """`address` for drivers, `dashboard` for jobs (None without `ray[default]`)."""
     from ray.cluster_utils import Cluster
 
+    ray_machines.disconnect()
     with_dashboard = importlib.util.find_spec("aiohttp_cors") is not None  # ray[default] brings it
     node = {"num_cpus": 4, "object_store_memory": 200 * 1024 * 1024, "dashboard_host": "127.0.0.1"}
     made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": with_dashboard})
