@@ -177,6 +177,13 @@ def test_gdpo_is_its_formula(rows, weight):
     assert got.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_gdpo_adds_eps_to_each_standard_deviation():
+    """With eps = 1/2 GRPO's advantages of 0, 1, 2 are -2/3, 0, 2/3; their deviation is 2/3, and gets eps again."""
+    rewards = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
+    found = a.gdpo(rewards, torch.zeros(3, dtype=torch.int64), eps=0.5)
+    assert found.tolist() == pytest.approx([-4 / 7, 0, 4 / 7])
+
+
 def test_remax_takes_the_greedy_answer_for_baseline():
     assert a.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.25])).tolist() == [0.75, -0.25]
     with pytest.raises(ValueError, match="must be alike"):

@@ -237,3 +237,8 @@ def test_openings_that_lead_nowhere_are_not_read_to_the_end_again_and_again(text
 )
 def test_only_an_empty_reasoning_block_at_the_beginning_is_left_out(text, rest):
     assert differences.without_empty_reasoning(text) == rest
+
+
+def test_fixed_points_are_the_longest_sequence_that_rises_on_both_sides():
+    left, right = [b"a", b"b", b"c", b"d"], [b"b", b"a", b"c", b"d"]
+    assert differences._fixed_points(left, right, (0, 4, 0, 4)) == [(1, 0), (2, 2), (3, 3)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_mt.chat.parsers import HermesParser, ToolParser, base, get_parser, json_calls, tool_parsers
+from verl_mt.chat.parsers import HermesParser, SearchR1Parser, ToolParser, base, get_parser, json_calls, tool_parsers
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall
 from verl_mt.errors import PluginError
 
@@ -136,6 +136,12 @@ def test_every_parser_exists_under_its_names():
     assert isinstance(get_parser("verl_mt.chat.parsers.HermesParser"), HermesParser)
     with pytest.deprecated_call(match="use verl_mt.chat.parsers.HermesParser"):
         assert isinstance(get_parser("verl_mt.chat.parsers.hermes.HermesParser"), HermesParser)
+
+
+@pytest.mark.parametrize("name", ["Qwen", "HERMES", "hermes"])
+def test_a_name_may_be_written_in_capitals(name):
+    assert isinstance(get_parser(name), HermesParser)
+    assert isinstance(get_parser("Search-R1"), SearchR1Parser)
 
 
 def test_an_unknown_parser_is_refused_with_the_names_that_exist():

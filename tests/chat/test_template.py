@@ -94,6 +94,12 @@ def test_where_the_next_header_ends_the_turn_it_stands_there_once():
     assert chat.turn_text([*chat.encode_text("a", neutral=False), header]) == "a"
 
 
+def test_a_template_that_writes_nothing_between_turns_takes_a_users_message():
+    messages = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    chat = ChatTemplate(byte_tokenizer(messages + "{% if add_generation_prompt %}<|im_start|>{% endif %}"))
+    assert chat.decode(after(chat, [user("next")], assistant("a"), 5).ids) == "next<|im_start|>"
+
+
 def test_text_behind_a_call_may_differ_from_call_to_call():
     source = TOOL_CHATML.replace(
         "c.function.name + ' ' + c.function.arguments|tojson", "c.function.arguments|tojson + ' ' + c.function.name"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl_mt.data import batch as col
+from verl_mt.data.media import MediaInput
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import DataError, LedgerError
 
@@ -65,6 +66,14 @@ def test_a_row_holds_the_record_as_it_was_recorded_and_padding_behind_it():
     assert batch[col.POLICY_VERSIONS][1].tolist() == [-1, 3] + [-1] * 7
     assert list(batch[col.TRAJECTORY_ID]) == ["a", "b"]
     assert batch[col.HAS_LOG_PROBS].tolist() == [True, True]
+
+
+def test_pictures_are_in_the_batch_where_one_row_has_some():
+    seen, blind = two_turns(), two_turns()
+    picture = MediaInput("image", 1, 1, {})
+    seen.media = [picture]
+    batch = build([make_trajectory("a", "g", 1.0, [seen]), make_trajectory("b", "g", 0.0, [blind])])
+    assert [row.inputs for row in col.media_of(batch)] == [(picture,), ()]
 
 
 def test_indices_are_factorised_in_order_of_first_appearance():

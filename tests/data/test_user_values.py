@@ -44,6 +44,15 @@ def test_the_loss_flag_of_a_message_may_be_a_scalar(loss):
     messages_of([{"role": "assistant", "content": "x", "loss": loss}], "messages")
 
 
+@pytest.mark.parametrize(
+    "call", [5, {}, {"function": {"name": 5}}, {"function": {"name": "f", "arguments": [1]}}], ids=str
+)
+def test_a_tool_call_of_another_form_is_named_by_its_place(call):
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}, call]}
+    with pytest.raises(WrongValue, match=r"messages\[0\]\['tool_calls'\]\[1\]"):
+        messages_of([said], "messages")
+
+
 @pytest.mark.parametrize("bad", [torch.tensor(1.5), np.array([1, 2]), np.float32(1.0), torch.tensor([1, 2]), True, "5"])
 def test_what_is_no_id_is_named_by_its_place(bad):
     with pytest.raises(WrongValue, match=r"ids\[1\] must be a whole number, got"):

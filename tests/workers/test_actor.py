@@ -16,6 +16,7 @@ from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.trainable import _disable_dropout
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,12 @@ def test_the_reward_goes_up_on_a_task_that_can_be_learned(policy):
     for _ in range(5):
         actor.update(batch.clone())
     assert actor.compute_log_probs(batch)[0, 3] > before + 0.05
+
+
+def test_a_layer_of_dropout_is_turned_off_too():
+    module = torch.nn.Sequential(torch.nn.Dropout(0.5)).train()
+    _disable_dropout(module)
+    assert torch.equal(module(torch.ones(99)), torch.ones(99))
 
 
 def test_gradient_checkpointing_changes_no_gradient_and_turns_dropout_off(policy):

@@ -210,6 +210,17 @@ def test_every_loss_is_tried():
     assert ACTOR_OF.keys() == POLICY_LOSSES.keys()
 
 
+def test_nothing_is_computed_over_a_mini_batch_where_nothing_is_decided():
+    from verl_mt.config.actor import ActorConfig
+    from verl_mt.workers.loss import ActorLoss, WholeMiniBatch
+    from verl_mt.workers.shares import Share
+
+    batch = make_batch(REWARDS, records=2)
+    whole = WholeMiniBatch.of(Share.alone(batch), torch.arange(len(batch)), batch[col.ROLLOUT_LOG_PROBS])
+    assert whole.torn
+    assert ActorLoss(ActorConfig()).over_mini_batch(whole, batch[col.ROLLOUT_LOG_PROBS]).drift_B is None
+
+
 def shared_executions():
     """Two trajectories of each group share an execution."""
     batch = drifting(2)

@@ -55,3 +55,4 @@ def test_threads_determinism_and_no_attention_of_cudnn(as_before, deterministic)
     prepare_torch(threads=2, seed=0, deterministic=deterministic)
     assert torch.get_num_threads() == 2 and torch.are_deterministic_algorithms_enabled() == deterministic
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic, "warned, where there is no other way"
