@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
-from mutants import codes_by_name, named_functions
+from mutants import codes_by_name, module_of, named_functions
 
 CodeKey = tuple[str, str, int]
 """File, `co_qualname`, first line."""
@@ -101,7 +101,7 @@ class Tracer:
     def start(self) -> None:
         """In imported modules and in those that come later."""
         setattr(builtins, _HIT, self._hit)
-        modules = {target.removesuffix(".py").replace("/", "."): target for target in self._targets}
+        modules = {module_of(target): target for target in self._targets}
         codes = {module: functools.partial(self._compiled, target) for module, target in modules.items()}
         sys.meta_path.insert(0, _Finder(codes))
         loaded = {module: target for module, target in modules.items() if module in sys.modules}

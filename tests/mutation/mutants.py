@@ -15,6 +15,11 @@ from types import CodeType
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def module_of(file: str) -> str:
+    """Dotted name of the module that a file of the root is."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 class StaleMutantError(ValueError):
     """A mutant's text is not in today's code."""
 
@@ -53,7 +58,7 @@ class Mutant:
     @property
     def module(self) -> str:
         """Dotted."""
-        return self.file.removesuffix(".py").replace("/", ".")
+        return module_of(self.file)
 
     def apply(self, source: str) -> str:
         """The file's text with the bug.

@@ -199,13 +199,14 @@ MUTANTS = [
     Mutant("toy/code.py", "add", "a + b", "b + a"),
     Mutant("toy/code.py", "in_process", "a + 1", "a + 2"),
     Mutant("toy/code.py", "unused", "return 1", "return 2"),
+    Mutant("toy/__init__.py", "of_the_package", "return 1", "return 2"),
     Mutant("toy/code.py", "count", "i += 1", "i += 0"),
 ]
 
 class Plugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        reach = trace_suite(session.items, ROOT, ["toy/code.py"], 2, lambda text: None)
+        reach = trace_suite(session.items, ROOT, ["toy/code.py", "toy/__init__.py"], 2, lambda text: None)
         forks = Round(session.items, reach, ROOT, 2)
         for v in sorted(forks.run(MUTANTS, "quick", set(forks.items)), key=lambda v: v.mutant):
             print("VERDICT", v.mutant.function, v.mutant.new, v.state, v.killer, sep="|")
@@ -237,6 +238,7 @@ def count():
 TOY_TESTS = """
 import subprocess, sys
 import pytest
+from toy import of_the_package
 from toy.code import add, count
 
 @pytest.fixture(scope="module")
@@ -255,6 +257,9 @@ def test_a_process():
 
 def test_count():
     assert count() == 3
+
+def test_a_package():
+    assert of_the_package() == 1
 """
 
 
@@ -262,7 +267,7 @@ def test_count():
 def test_a_round_over_a_toy_project(tmp_path: Path):
     """In-process, through a fixture, in a started process, endless, equivalent and unreached ones."""
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "__init__.py").touch()
+    (tmp_path / "toy" / "__init__.py").write_text("def of_the_package():\n    return 1\n")
     (tmp_path / "toy" / "code.py").write_text(TOY_CODE)
     (tmp_path / "test_toy.py").write_text(TOY_TESTS)
     script = tmp_path / "round.py"
@@ -279,5 +284,6 @@ def test_a_round_over_a_toy_project(tmp_path: Path):
         ("in_process", "a + 2"): ("killed", "test_a_process"),
         ("unused", "return 2"): ("not reached", ""),
         ("count", "i += 0"): ("timeout", "(cpu limit)"),
+        ("of_the_package", "return 2"): ("killed", "test_a_package"),
     }
     assert "CONTROL []" in done.stdout
