@@ -34,6 +34,8 @@ class Job:
     """(folder) -> result. Runs in the fork; the folder is removed afterwards."""
     cpu_limit_s: float
     """Of all its processes together."""
+    idle_s: float = IDLE_WALL_S
+    """A fork that does nothing for longer is ended."""
 
 
 @dataclass
@@ -150,9 +152,9 @@ def _ended(one: _Running) -> Done | None:
         # A browser's processes take their time along when they end: the sum falls, although the tree works.
         worked = before + max(0.0, tree - one.tree_cpu_s)
         one.tree_cpu_s, one.cpu_s = tree, max(one.cpu_s, tree)
-        if worked > IDLE_SHARE * IDLE_WALL_S:
+        if worked > IDLE_SHARE * one.job.idle_s:
             one.last_progress = now, 0.0
-        elif now - since > IDLE_WALL_S:
+        elif now - since > one.job.idle_s:
             cause = "idle"
         else:
             one.last_progress = since, worked

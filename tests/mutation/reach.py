@@ -19,6 +19,8 @@ from children import Job, run_jobs
 from live_code import Tracer, fork_ranks_from_here
 
 OVERLAY = Path(__file__).parent / "overlay"
+IDLE_S = 300.0
+"""Tests without a bug end by themselves; some wait a minute for somebody's deadline."""
 
 
 @dataclass
@@ -153,6 +155,7 @@ def trace(items: Sequence[pytest.Item], folder: Path, root: Path, targets: Seque
             file = item.path
             for cache in caches:  # so that what a file computes once counts for this file
                 cache.cache_clear()
+        print(f"\n{item.nodeid}", flush=True)  # the last one is named where the fork is ended
         recorder.enter(item.nodeid)
         begin = sum(os.times()[:4])
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -193,7 +196,7 @@ def trace_suite(
             parts.append([])
         parts[-1].append(item)
     jobs = [
-        Job(f"trace {number}", functools.partial(_trace_part, part, root, targets), 36000.0)
+        Job(f"trace {number}", functools.partial(_trace_part, part, root, targets), 36000.0, IDLE_S)
         for number, part in enumerate(parts)
     ]
     whole, begin = ReachMap(), time.monotonic()
