@@ -100,6 +100,15 @@ def test_a_template_that_writes_nothing_between_turns_takes_a_users_message():
     assert chat.decode(after(chat, [user("next")], assistant("a"), 5).ids) == "next<|im_start|>"
 
 
+def test_a_call_ends_where_other_turns_do_whatever_the_template_writes_behind_it():
+    end = "{% endfor %}{{ '<|im_end|>\n' }}"
+    source = TOOL_CHATML.replace(end, "{% endfor %}<|im_end|>{% if m.tool_calls %}<|observation|>{% endif %}{{ '\n' }}")
+    chat = ChatTemplate(byte_tokenizer(source))
+    assert chat.end_token_ids == {one(chat, "<|im_end|>"), one(chat, "</s>")}
+    delta = after(chat, [tool("R")], assistant("", call("f", {})), one(chat, "<|im_end|>"))
+    assert chat.decode(delta.ids).startswith("<|observation|>\n<|im_start|>user\n<tool_response>\nR")
+
+
 def test_text_behind_a_call_may_differ_from_call_to_call():
     source = TOOL_CHATML.replace(
         "c.function.name + ' ' + c.function.arguments|tojson", "c.function.arguments|tojson + ' ' + c.function.name"
