@@ -428,11 +428,14 @@ def test_a_debugger_can_trace_a_process_in_which_a_rendering_was_interrupted(mon
 
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(render._OutOfTime):
-            render._Watch().run(endless, 0.01)
-        sys.settrace(lambda *_: None)
-        time.sleep((lambda: 0)())
-        os._exit(0)
+        try:
+            with contextlib.suppress(render._OutOfTime):
+                render._Watch().run(endless, 0.01)
+            sys.settrace(lambda *_: None)
+            time.sleep((lambda: 0)())
+            os._exit(0)
+        finally:
+            os._exit(1)
     end, status = time.monotonic() + 60, (0, 0)
     while status == (0, 0) and time.monotonic() < end:
         status = os.waitpid(child, os.WNOHANG)
