@@ -335,7 +335,7 @@ def test_a_run_that_is_stopped_in_a_rollback_keeps_nothing_of_the_abandoned_weig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [before_release(0), 2])
 def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_counted(tmp_path, slow_tool, workers):
     run, words = tmp_path / "run", (AHEAD, "actor_rollout_ref.rollout.on_update=restart", "data.train_batch_size=4")
     words += ("actor_rollout_ref.rollout.response_length=48",)
@@ -353,7 +353,7 @@ def test_conversations_that_begin_again_at_an_update_are_by_one_version_and_coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "steps"), [((), 2), before_release((AHEAD,), 3), ((AHEAD, OVER), 3)])
+@pytest.mark.parametrize(("more", "steps"), [before_release((), 2), before_release((AHEAD,), 3), ((AHEAD, OVER), 3)])
 def test_finished_groups_outlive_the_process(tmp_path, slow_tool, monkeypatch, more, steps):
     """The step is broken off when two groups have arrived, or before they are handed over where more came during the
     step before; the next process trains them as they were sampled."""

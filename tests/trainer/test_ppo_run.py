@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 from command_lab import FEW, NO_VALIDATION, VARIED, fit, small_trainer
+from tables import before_release
 
 from verl_mt.errors import CheckpointError
 
@@ -36,7 +37,7 @@ def test_a_short_run_ends_with_a_critic_of_its_own_that_explains_something(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("critic.share_trunk=True",)])
+@pytest.mark.parametrize("extra", [(), before_release(("critic.share_trunk=True",))])
 def test_a_run_goes_on_bit_for_bit_with_its_critic_and_its_kl_weight(tmp_path, extra):
     options = (
         *GAE, *QUIET, *FEW, VARIED, "actor_rollout_ref.actor.ppo_mini_batch_size=1",

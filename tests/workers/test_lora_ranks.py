@@ -75,11 +75,11 @@ def test_merged_weights_gathered_from_ranks_are_those_of_one_process(ranks):
     ("before", "after", "dtype"),
     [
         (2, 1, torch.float32),
-        (1, 2, torch.float32),
+        (1, 2, torch.bfloat16),
         (2, 3, torch.float32),
         before_release(2, 1, torch.bfloat16),
-        before_release(1, 2, torch.bfloat16),
-        (2, 3, torch.bfloat16),
+        before_release(1, 2, torch.float32),
+        before_release(2, 3, torch.bfloat16),
     ],
 )
 def test_a_checkpoint_of_adapters_goes_on_with_another_number_of_ranks(ranks, tmp_path, before, after, dtype):
