@@ -162,6 +162,7 @@ def test_two_steps_as_on_one_gpu(data, tmp_path):
     two_steps("1gpu", data, tmp_path / "run")
 
 
+@pytest.mark.release
 @pytest.mark.sglang
 @pytest.mark.ray
 def test_two_steps_as_on_eight_gpus_with_two_ranks_and_a_replica_beside_each(data, tmp_path):

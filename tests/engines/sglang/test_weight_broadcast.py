@@ -30,7 +30,7 @@ def receive(pipe):
             groups[body["group_name"]] = dist.distributed_c10d._new_process_group_helper(
                 body["world_size"], body["rank_offset"], [], dist.distributed_c10d.Backend(body["backend"]),
                 dist.PrefixStore(body["group_name"], store), group_name=body["group_name"],
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=20),
             )[0]  # fmt: skip
             pipe.send(None)
         elif name == "update_weights_from_distributed":
