@@ -30,10 +30,10 @@ def run(script: Path, *words: str, cwd: Path | None = None) -> subprocess.Comple
 
 
 class Popen(subprocess.Popen):
-    """A fork for each start of Python, the real one for the rest."""
+    """A fork for each plain start of Python, the real one for the rest (Ray starts its own processes with `-u`)."""
 
     def __new__(cls, args: Any, *more: Any, **kwargs: Any) -> Any:
-        if args[0] != sys.executable:
+        if args[0] != sys.executable or not (args[1].endswith(".py") or args[1] in ("-m", "-c")):
             return _real_popen(args, *more, **kwargs)
         words = [args[0], *([__file__] if args[1].endswith(".py") else []), *args[1:]]
         environment = {**(kwargs.pop("env", None) or os.environ)}
