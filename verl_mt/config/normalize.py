@@ -76,13 +76,14 @@ class Outcome:
     """Text of a problem -> what stands instead of that value in a whole configuration, which nobody wrote by hand."""
 
 
-def _is_whole(outcome: Outcome) -> bool:
+def is_whole(outcome: Outcome) -> bool:
+    """Whether it is another library's whole configuration, not a few settings in its names."""
     return len(outcome.unset) + len(outcome.said_of_defaults) >= WHOLE
 
 
 def on_purpose(outcome: Outcome) -> set[str]:
     """Our keys that a file sets on purpose: of another library's whole configuration, those that were changed."""
-    if not _is_whole(outcome):
+    if not is_whole(outcome):
         return {item.key for item in outcome.items}
     return {item.key for item in outcome.items if not _untouched(item)}
 
@@ -113,7 +114,7 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     outcome = Outcome()
     for key, value in _flatten(given):
         _normalize_one(key, value, where, outcome)
-    if where != COMMAND_LINE and _is_whole(outcome):
+    if where != COMMAND_LINE and is_whole(outcome):
         _leave_defaults(outcome)
     _tell_unset(outcome, where)
     # Rules between settings are rules of the other libraries: they look only at what stands in their names. They come
@@ -255,8 +256,11 @@ def _normalize_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
     if isinstance(value, str) and "${" in value and at_default(key, value):
         outcome.unset.append(key)  # it follows another key there; ours follows what it follows here
         return
-    if key.endswith("._target_") and at_default(key, value):
-        outcome.unset.append(key)
+    if key.endswith("._target_") and not open_parent(key):
+        if at_default(key, value):
+            outcome.unset.append(key)
+        else:
+            outcome.problems.append(Problem(_class_of_ones_own(key, value, where), unknown_key=True))
         return
     given = value
     value = _rename_interpolations(value)
@@ -266,6 +270,8 @@ def _normalize_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
     except ValueError as error:
         _refuse(key, given, f"{key}={_short(value)} ({where}): {error}", where, outcome)
         return
+    if value is DROP and row is not None and row.why:
+        outcome.notes.append(f"{key}={_short(given)} ({where}) has nothing to set: {row.why}")
     if value is DROP or value == f"${{{target}}}":  # verl's response_length: ${data.max_response_length}
         return
     if row is not None and row.meaning == "fixed":
@@ -284,6 +290,22 @@ def _normalize_one(key: str, value: Any, where: str, outcome: Outcome) -> None:
         outcome.unset.append(key)
     else:
         _refuse(key, given, f"{key} ({where}): unknown key{suggest_key(key)}", where, outcome)
+
+
+_NAMES_A_CLASS = {
+    "reward": "Set reward.path and reward.name to your own reward",
+    "data": "Set data.sampler to your own sampler, or data.train_files to your own generator of rows",
+    "algorithm": "Set algorithm.adv_estimator to your own estimator",
+    "actor_rollout_ref.actor": "Set actor_rollout_ref.actor.policy_loss.loss_mode to your own loss",
+    "actor_rollout_ref.rollout": "Set actor_rollout_ref.rollout.name to your own engine",
+}
+"""Section -> the key that takes a user's own class or function of it."""
+
+
+def _class_of_ones_own(key: str, value: Any, where: str) -> str:
+    section = next((name for name in _NAMES_A_CLASS if key.startswith(f"{name}.")), "")
+    instead = _NAMES_A_CLASS.get(section, "Name your own code in external_plugins")
+    return f"{key}={_short(value)} ({where}): no section is a class that you can replace by _target_. {instead}"
 
 
 def _refuse(key: str, value: Any, text: str, where: str, outcome: Outcome) -> None:
@@ -407,7 +429,7 @@ def _find_conflicts(outcome: Outcome, where: str) -> None:
     """Two spellings of one key with two values: nobody can say which one counts."""
     # Within one file or command line only: between them the order of merging says which one counts, and of one
     # spelling given twice the last one does, as in Hydra.
-    whole = where != COMMAND_LINE and _is_whole(outcome)
+    whole = where != COMMAND_LINE and is_whole(outcome)
     first: dict[str, Item] = {}
     for item in list(outcome.items):
         other = first.setdefault(item.key, item)

@@ -88,8 +88,8 @@ def _defaults_elsewhere() -> dict[str, tuple[Any, ...]]:
 
 def at_default(key: str, value: Any) -> bool:
     """Whether another library has this value there where nobody sets the key."""
-    if key.rpartition(".")[2] == "_target_":  # the class of that library that reads the block
-        return isinstance(value, str)
+    if key.rpartition(".")[2] == "_target_":  # a class of verl reads the block there
+        return isinstance(value, str) and value.startswith("verl.")
     if isinstance(value, dict) and value:
         return all(at_default(f"{key}.{name}", inner) for name, inner in value.items())
     return any(same(value, default) for default in _defaults_elsewhere().get(key, ()))

@@ -19,6 +19,7 @@ VERL_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.shuffle": False,
+    "actor_rollout_ref.model.dtype": "bfloat16",
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 1,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.normalize import DROP, Item, Outcome
+from verl_mt.config.normalize import COMMAND_LINE, DROP, Item, Outcome, is_whole
 from verl_mt.config.spelling_tables import Family, Spelling, read_table
 from verl_mt.spellings import swift_settle
 from verl_mt.spellings.swift_settle import LOSSES as SWIFT_LOSSES
@@ -93,6 +93,12 @@ slime_delta = _if_on(SLIME_DELTA, None)
 always_if_true = _if_on("always")
 false_if_on, token_mean_if_on = _if_on(False), _if_on("token-mean")
 greedy_unless_sampled = _if_on(DROP, 0.0)  # sampling adds nothing to the temperature
+
+
+def stored_dtype(value: Any) -> Any:
+    """verl's `model_dtype`: of the weights that the optimizer updates, which are always float32 here."""
+    value = dtype(value)
+    return DROP if value == "float32" else value
 
 
 def null_if_false(value: Any) -> Any:
@@ -260,6 +266,7 @@ def equal_weights(value: Any) -> Any:
 def settle_verl(outcome: Outcome, where: str) -> None:
     _leave_critic(outcome, where)
     _name_sampler(outcome)
+    _compute_in_bfloat16(outcome, where)
     _hand_on_arguments(outcome, where)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
@@ -275,6 +282,15 @@ def settle_slime(outcome: Outcome, where: str) -> None:
 def settle_swift(outcome: Outcome, where: str) -> None:
     swift_settle.settle(outcome, where)
     outcome.items = _low_rank_adapters(outcome.items)
+
+
+def _compute_in_bfloat16(outcome: Outcome, where: str) -> None:
+    """verl's passes are in bfloat16 where nothing is set; only its later releases have a key for it."""
+    key = f"{MODEL}dtype"
+    if where == COMMAND_LINE or not is_whole(outcome) or any(item.key == key for item in outcome.items):
+        return
+    outcome.items.append(Item(key, "bfloat16", "actor_rollout_ref.actor.fsdp_config.dtype"))
+    outcome.notes.append(f"{where} -> {key}=bfloat16: verl's passes are in bfloat16 where nothing is set")
 
 
 def _hand_on_arguments(outcome: Outcome, where: str) -> None:
