@@ -69,6 +69,33 @@ def test_what_verl_does_without_being_told_is_written_out():
     assert not any(line.startswith("algorithm.adv_estimator") for line in found.added)  # the command says it
 
 
+@pytest.mark.parametrize(
+    ("mode", "checkout", "limited"),
+    [
+        ("", None, True),
+        ("", "sync", False),
+        ("", "async", True),
+        ("actor_rollout_ref.rollout.mode=sync ", None, False),
+        ("actor_rollout_ref.rollout.mode=async ", "sync", True),
+    ],
+)
+def test_limits_of_agent_loops_are_written_out_where_verl_uses_one(tmp_path, mode, checkout, limited):
+    """Where nothing sets the mode, a checkout of verl around the script says it; else it is that of today's verl."""
+    script = tmp_path / "examples" / "run.sh"
+    script.parent.mkdir()
+    if checkout is not None:
+        folder = tmp_path / "verl/trainer/config/rollout"
+        folder.mkdir(parents=True)
+        (folder / "rollout.yaml").write_text(f"mode: {checkout}\n")
+    found = migrate(f"{VERL}{SGLANG}{mode}actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", script)
+    limits = {
+        f"actor_rollout_ref.rollout.multi_turn.{k}" for k in ("max_parallel_calls=1", "max_tool_response_tokens=256")
+    }
+    assert limits & set(found.overrides) == (limits if limited else set())
+    told = [why for word, why in found.added.items() if word in limits]
+    assert all(("since 0.7 where nothing sets it" in why) is (mode == "") for why in told)
+
+
 def test_the_defaults_are_those_of_the_page():
     page = (REPO / "docs" / "migrating_from_verl.md").read_text().partition("| key | verl's default | here |")[2]
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| `[^`]+` \|$", page.partition("\n\n")[0], re.MULTILINE)

@@ -130,7 +130,10 @@ def test_defaults_that_count_beside_what_is_given_are_carried_over():
     tools = f"{turns}.tool_config_path=tools_configs/calculator.yaml"
     loop = migrate(f"{WITHOUT_YAML}{tools} actor_rollout_ref.rollout.mode=async").overrides
     assert {f"{turns}.max_parallel_calls=1", f"{turns}.max_tool_response_tokens=256"} <= set(loop)
-    assert not any("max_parallel_calls" in word for word in migrate(WITHOUT_YAML + tools).overrides)
+    assert not any(
+        "max_parallel_calls" in word
+        for word in migrate(f"{WITHOUT_YAML}{tools} actor_rollout_ref.rollout.mode=sync").overrides
+    )
 
 
 MAIN_BRANCH = """

@@ -108,6 +108,8 @@ def theirs(tree: DictConfig) -> dict[str, Any]:
         "epochs of a batch": actor.ppo_epochs,
         "order within a batch": actor.shuffle if actor.ppo_mini_batch_size < data.train_batch_size else None,
         "n": rollout.n,
+        # fsdp_workers.py: the parameters of passes are in bfloat16 where the FSDP settings name no type.
+        "types of passes and engine": (actor.fsdp_config.get("dtype") or "bfloat16", rollout.dtype),
         "estimator": algorithm.adv_estimator,
         "gamma, lambda": (algorithm.gamma, algorithm.lam),
         "scaled by std": algorithm.norm_adv_by_std_in_grpo,
@@ -159,6 +161,10 @@ def ours(config: Config) -> dict[str, Any]:
         "epochs of a batch": actor.ppo_epochs,
         "order within a batch": actor.shuffle if mini < data.train_batch_size else None,
         "n": rollout.n,
+        "types of passes and engine": (
+            config.actor_rollout_ref.model.dtype,
+            rollout.dtype or config.actor_rollout_ref.model.dtype,
+        ),
         "estimator": algorithm.adv_estimator,
         "gamma, lambda": (algorithm.gamma, algorithm.lam),
         "scaled by std": algorithm.norm_adv_by_std_in_grpo,

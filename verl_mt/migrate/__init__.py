@@ -32,7 +32,7 @@ from verl_mt.migrate.ms_swift import read_swift
 from verl_mt.migrate.shell import Command, Script, read_script
 from verl_mt.migrate.shell_values import for_shell, shell_text
 from verl_mt.migrate.slime import read_slime
-from verl_mt.migrate.verl import MAINS, VERL_DEFAULTS, read_verl, with_counterparts
+from verl_mt.migrate.verl import MAINS, VERL_DEFAULTS, default_rollout_mode, read_verl, with_counterparts
 
 __all__ = ["Migration", "main", "migrate"]
 
@@ -138,7 +138,8 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
             "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
             f"slime (python train.py) found; the text starts {started}"
         )
-    return _migration(launch, launch.framework, _yaml_of(launch.flags, script_file))
+    folders = _folders_of(script_file)
+    return _migration(launch, launch.framework, _yaml_of(launch.flags, folders), default_rollout_mode(folders))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,10 +208,15 @@ def _starts(command: Command) -> bool:
     return bool(command.words) and command.words[0] not in _SAYS and not command.words[0].startswith("((")
 
 
-def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
+def _folders_of(script_file: Path | None) -> list[Path]:
+    """The working directory, and those of the script upwards."""
+    return [Path.cwd(), *(script_file.resolve().parents if script_file else ())]
+
+
+def _yaml_of(flags: Sequence[str], folders: Sequence[Path]) -> Path | None:
     """The YAML file that `--config-path` and `--config-name` name; None where there is none, or it is not here.
 
-    A path behind `$(pwd)` or a variable is looked for from the working directory, and from the script upwards.
+    A path behind `$(pwd)` or a variable is looked for from these folders.
     """
     given = dict(itertools.pairwise(flags)) | dict(f.split("=", 1) for f in flags if f.startswith("-") and "=" in f)
     name = given.get("--config-name", given.get("-cn"))
@@ -218,16 +224,15 @@ def _yaml_of(flags: Sequence[str], script_file: Path | None) -> Path | None:
     if name is None:
         return None
     name = ENV.sub(lambda found: found[2] or found[0], name)
-    places = [Path.cwd(), *(script_file.resolve().parents if script_file else ())]
     inner = ENV.sub("", folder).lstrip("/") if ENV.search(folder) else folder
-    files = [place / inner / f"{name.removesuffix('.yaml')}.yaml" for place in places]
+    files = [place / inner / f"{name.removesuffix('.yaml')}.yaml" for place in folders]
     return next((file for file in files if file.is_file()), None)
 
 
-def _migration(launch: Launch, library: Library, yaml: Path | None) -> Migration:
+def _migration(launch: Launch, library: Library, yaml: Path | None, rollout_mode: str) -> Migration:
     content = {} if yaml is None else read_yaml(yaml) or {}
     overrides, instead, same = (
-        with_counterparts(launch.overrides, content, launch.dropped)
+        with_counterparts(launch.overrides, content, launch.dropped, rollout_mode)
         if library == "verl"
         else (list(launch.overrides), [], {})
     )

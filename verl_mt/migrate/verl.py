@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.spelling_tables import families
 from verl_mt.migrate.launch import ENV, Launch
 
@@ -78,14 +80,23 @@ def read_verl(words: list[str], name: str, launch: Launch) -> None:
         launch.refused.append(f"{' '.join(launch.flags)}: {why}")
 
 
+def default_rollout_mode(folders: Iterable[Path]) -> str:
+    """`rollout.mode` where nothing sets it: of the checkout of verl that is in the first of these folders to have one.
+    Without any it is `async`, as in verl since 0.7."""
+    files = (folder / "verl/trainer/config/rollout/rollout.yaml" for folder in folders)
+    file = next((file for file in files if file.is_file()), None)
+    return "async" if file is None else str((read_yaml(file) or {}).get("mode", "async"))
+
+
 def with_counterparts(
-    words: Sequence[str], content: dict[str, Any], dropped: list[str]
+    words: Sequence[str], content: dict[str, Any], dropped: list[str], default_mode: str = "async"
 ) -> tuple[list[str], list[str], dict[str, str]]:
     """verl's words with those that have a counterpart of another name put in their place.
 
     Args:
         content: what the YAML file sets that the command names.
         dropped: takes what sets nothing here.
+        default_mode: `rollout.mode` where nothing sets it.
 
     Returns:
         the words; what that changes; words among them that mean the same in other units -> how.
@@ -121,7 +132,7 @@ def with_counterparts(
             kept.append(word)
     for part in (_ACTOR, "critic"):
         kept = _warm_up(kept, values, part, said, same)
-    kept += (beside := _defaults_beside(values))
+    kept += (beside := _defaults_beside(values, default_mode))
     same |= beside
     return kept, said, same
 
@@ -147,7 +158,7 @@ def _without_idle(words: Sequence[str], values: dict[str, Any], dropped: list[st
     return kept
 
 
-def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
+def _defaults_beside(values: dict[str, Any], default_mode: str) -> dict[str, str]:
     """Words for verl's defaults that count only beside something that was given -> why."""
     words, rollout = {}, "actor_rollout_ref.rollout"
     ranks = str(values.get("trainer.n_gpus_per_node", ""))
@@ -161,11 +172,14 @@ def _defaults_beside(values: dict[str, Any]) -> dict[str, str]:
     tools = any(
         f"{rollout}.{key}" in values for key in ("multi_turn.tool_config_path", "tool_kwargs.tools_config_file")
     )
-    mode = ENV.sub(lambda found: found[2] or "", str(values.get(f"{rollout}.mode")))
+    mode = ENV.sub(lambda found: found[2] or "", str(values.get(f"{rollout}.mode", default_mode)))
+    why = "verl's default with rollout.mode=async"
+    if f"{rollout}.mode" not in values:
+        why += ", which verl has since 0.7 where nothing sets it"
     if tools and mode == "async":
         for name, value in _IN_AGENT_LOOPS.items():
             if f"{rollout}.multi_turn.{name}" not in values:
-                words[f"{rollout}.multi_turn.{name}={value}"] = "verl's default with rollout.mode=async"
+                words[f"{rollout}.multi_turn.{name}={value}"] = why
     return words
 
 
