@@ -132,6 +132,17 @@ def test_a_configuration_file_of_verls_is_started_from_as_it_is():
 # slime
 
 
+def test_a_train_py_without_a_flag_of_slime_is_another_program():
+    with pytest.raises(ConfigError, match=r"optim\.lr=3e-5 n=4: no word is a flag of slime"):
+        migrate("python train.py optim.lr=3e-5 n=4")
+
+
+@pytest.mark.parametrize("words", ["python train.py {} --rollout-batch-size 32", "swift rlhf {} --rlhf_type grpo"])
+def test_words_before_the_flags_are_refused(words):
+    found = migrate(words.format("optim.lr=3e-5 n=4"))
+    assert [text.partition(":")[0] for text in found.refused if "before the flags" in text] == ["optim.lr=3e-5", "n=4"]
+
+
 def test_a_script_of_slime_with_arrays_and_a_submission():
     script = f"""
 CKPT_ARGS=(

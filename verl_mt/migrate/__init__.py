@@ -436,6 +436,11 @@ def _take(command: Command, launch: Launch, trained: list[list[str]]) -> None:
     if name in _OTHERS or (library == "verl" and name not in MAINS):
         launch.refused.append(f"{name}: {_OTHERS.get(name) or f'only {MAINS[0]} and {MAINS[1]} have a counterpart'}")
         return
+    if library == "slime" and not any(word.startswith("--") for word in rest):
+        launch.refused.append(
+            f"python {' '.join([name, *rest[:3]])}: no word is a flag of slime; it is another program of that name"
+        )
+        return
     if launch.framework not in (None, library):
         launch.refused.append(f"{name}: the script starts {launch.framework} too; give one command at a time")
         return
@@ -448,6 +453,12 @@ def _take(command: Command, launch: Launch, trained: list[list[str]]) -> None:
     launch.started.append(name)
     launch.wrapper = wrapper or launch.wrapper
     _take_env(command.env | _of_torchrun(words), launch)
+    if library != "verl":
+        first = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
+        launch.refused += [
+            f"{word}: it stands before the flags, and {library} reads no such word" for word in rest[:first]
+        ]
+        rest = rest[first:]
     rest = _with_values(rest, library, launch)
     {"verl": read_verl, "ms-swift": read_swift, "slime": read_slime}[library](rest, name, launch)
 
