@@ -137,9 +137,8 @@ def test_a_train_py_without_a_flag_of_slime_is_another_program():
         migrate("python train.py optim.lr=3e-5 n=4")
 
 
-@pytest.mark.parametrize("words", ["python train.py {} --rollout-batch-size 32", "swift rlhf {} --rlhf_type grpo"])
-def test_words_before_the_flags_are_refused(words):
-    found = migrate(words.format("optim.lr=3e-5 n=4"))
+def test_words_before_the_flags_are_refused():
+    found = migrate("python train.py optim.lr=3e-5 n=4 --rollout-batch-size 32")
     assert [text.partition(":")[0] for text in found.refused if "before the flags" in text] == ["optim.lr=3e-5", "n=4"]
 
 
@@ -267,6 +266,30 @@ def test_what_counts_updates_there_counts_steps_here():
     # Two updates of each of two passes: four of a step.
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (25, 8)
     assert config.trainer.total_epochs == 1_000_000  # its steps alone end a run there
+
+
+@pytest.mark.parametrize(
+    ("flags", "freq"),
+    [
+        ("", (500, 10, True)),  # without validation data its frequency does not matter
+        ("--val_dataset a.jsonl", (500, 500, False)),
+        ("--val_dataset a.jsonl --save_steps 30", (30, 30, False)),
+        ("--val_dataset a.jsonl --eval_steps 7 --eval_on_start true", (500, 7, True)),
+        ("--val_dataset a.jsonl --save_strategy no", (-1, -1, False)),
+        (  # 4 updates of a step
+            "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --steps_per_generation 8 --num_iterations 2",
+            (125, 10, True),
+        ),
+    ],
+)
+def test_frequencies_that_a_command_does_not_name_are_ms_swifts(flags, freq):
+    trainer = compose(migrate(f"{SWIFT}{flags}").overrides).trainer
+    assert (trainer.save_freq, trainer.test_freq, trainer.val_before_train) == freq
+
+
+def test_a_command_that_names_no_type_computes_in_bfloat16():
+    assert compose(migrate(SWIFT).overrides).actor_rollout_ref.model.dtype == "bfloat16"
+    assert compose(migrate(f"{SWIFT}--torch_dtype float32").overrides).actor_rollout_ref.model.dtype == "float32"
 
 
 def test_a_batch_of_variables_is_that_of_their_defaults_and_said():

@@ -453,11 +453,9 @@ def _take(command: Command, launch: Launch, trained: list[list[str]]) -> None:
     launch.started.append(name)
     launch.wrapper = wrapper or launch.wrapper
     _take_env(command.env | _of_torchrun(words), launch)
-    if library != "verl":
-        first = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
-        launch.refused += [
-            f"{word}: it stands before the flags, and {library} reads no such word" for word in rest[:first]
-        ]
+    if library == "slime":
+        first = next(place for place, word in enumerate(rest) if word.startswith("--"))
+        launch.refused += [f"{word}: it stands before the flags, and slime reads no such word" for word in rest[:first]]
         rest = rest[first:]
     rest = _with_values(rest, library, launch)
     {"verl": read_verl, "ms-swift": read_swift, "slime": read_slime}[library](rest, name, launch)

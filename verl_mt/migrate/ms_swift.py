@@ -28,6 +28,8 @@ _OLDER = {
 """Names of earlier versions, and those of `swift rollout` -> today's."""
 _PLACES = ("num_infer_workers", "vllm_device", "lmdeploy_device", "lmdeploy_cache_max_entry_count", "tp")
 """Of earlier versions: on which devices engines live."""
+_UPDATES_BETWEEN = 500
+"""Between two checkpoints, and two validations, where a command says nothing."""
 _SAMPLES = {"top_p": "1.0", "top_k": "-1", "min_p": "0.0", "repetition_penalty": "1.0"}
 _SEES_IMAGES = re.compile(r"vl(?![a-z])|omni|vision|llava|internvl|ovis|minicpm-?v|pixtral|gemma-?3", re.IGNORECASE)
 _PROMPT_LENGTH = 8192
@@ -43,6 +45,7 @@ SWIFT_DEFAULTS = {
     "weight_decay": "0.1",
     "truncation_strategy": "left",
     "gradient_checkpointing": "true",
+    "torch_dtype": "bfloat16",
 }
 """What `swift rlhf --rlhf_type grpo` does where a command says nothing and verl_mt does something else; its learning
 rate is 1e-4 for adapters and 1e-5 for a whole model."""
@@ -111,7 +114,7 @@ def _defaults(given: _Given, launch: Launch) -> None:
     if kind is None:
         launch.added.append("train_type=lora # ms-swift trains adapters unless it is told otherwise")
     defaults = {**SWIFT_DEFAULTS, "learning_rate": "1e-5" if kind == "full" else "1e-4"}
-    reasons: dict[str, str] = {}
+    reasons = {"torch_dtype": "ms-swift takes the type of the model's files, which is this one nearly always"}
     if _SEES_IMAGES.search(_one(given, "model") or ""):
         defaults["truncation_strategy"] = "delete"
         reasons["truncation_strategy"] = "a prompt with images cannot be cut"
@@ -262,14 +265,29 @@ def _counted_in_updates(given: _Given, updates: int | None, launch: Launch) -> N
             launch.notes.append(f"--{key} {number}: updates there, of which a step here has {updates}: {given[key][0]}")
     if _one(given, "max_steps") == "-1":
         del given["max_steps"]
-    if _one(given, "save_strategy") in ("no", "epoch"):
-        text = "none before the last" if _one(given, "save_strategy") == "no" else "set trainer.save_freq to an epoch"
-        launch.dropped.append(f"--save_strategy {_one(given, 'save_strategy')}: {text}")
+    saves = _one(given, "save_strategy")
+    if saves == "epoch":
+        launch.dropped.append("--save_strategy epoch: set trainer.save_freq to an epoch")
+    elif saves == "no":
+        launch.added.append("trainer.save_freq=-1 # --save_strategy no")
+    if saves in ("no", "epoch"):
         given.pop("save_steps", None)
     if 0 < _fraction(given, "save_steps") < 1 or 0 < _fraction(given, "eval_steps") < 1:
         launch.dropped.append("--save_steps, --eval_steps as a share of the run: give trainer.save_freq and .test_freq")
         given.pop("save_steps", None)
         given.pop("eval_steps", None)
+        return
+    steps = str(-(-_UPDATES_BETWEEN // (updates or 1)))
+    if "save_steps" not in given and saves not in ("no", "epoch"):
+        launch.added.append(f"save_steps={steps} # {DEFAULT}: {_UPDATES_BETWEEN} updates")
+    if "val_dataset" not in given:
+        return
+    if "eval_steps" not in given and _one(given, "eval_strategy") in (None, "steps"):
+        as_saved = "-1" if saves == "no" else _one(given, "save_steps")
+        why = "as often as it saves" if as_saved else f"{_UPDATES_BETWEEN} updates"
+        launch.added.append(f"eval_steps={as_saved or steps} # {DEFAULT}: {why}")
+    if "eval_on_start" not in given:
+        launch.added.append(f"trainer.val_before_train=False # {DEFAULT}")
 
 
 def _fraction(given: _Given, key: str) -> float:
