@@ -277,7 +277,8 @@ def test_what_counts_updates_there_counts_steps_here():
         ("--val_dataset a.jsonl --eval_steps 7 --eval_on_start true", (500, 7, True)),
         ("--val_dataset a.jsonl --save_strategy no", (-1, -1, False)),
         (  # 4 updates of a step
-            "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --steps_per_generation 8 --num_iterations 2",
+            "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --steps_per_generation 8 "
+            "--num_iterations 2",
             (125, 10, True),
         ),
     ],
