@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -198,3 +199,18 @@ def test_a_disk_too_full_for_the_config_leaves_no_directory(tmp_path, monkeypatc
         patched.setattr(Path, "write_text", refuse)
         open_run(tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "correction", "goes_on"),
+    [(2, {"rollout_is": "token"}, True), (2, {"rollout_rs": "token"}, False), (0, {"rollout_is": "token"}, False)],
+)
+def test_a_run_of_an_older_version_goes_on_with_the_correction_that_followed_there(
+    tmp_path, ahead, correction, goes_on
+):
+    """It wrote an empty correction, and took one per token where steps were sampled ahead."""
+    trainer = {"seed": 0, "progress": "auto", "max_staleness": ahead}
+    older, newer = (CONFIG | {"trainer": trainer, "algorithm": {"rollout_correction": c}} for c in ({}, correction))
+    open_run(tmp_path, older).close()
+    with contextlib.nullcontext() if goes_on else pytest.raises(CheckpointError, match="rollout_correction"):
+        open_run(tmp_path, newer).close()

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from command_lab import NO_VALIDATION, fit, interrupt_after, metrics_of, rows_of, small_trainer
 from tables import before_release
 
 from verl_mt import engines, prompt_log
-from verl_mt.config.compose import compose
+from verl_mt.config.compose import compose, config_to_yaml
 from verl_mt.config.schema import correction_of
 from verl_mt.data import batch as columns
 from verl_mt.data.drawn_prompts import FILE, read_prompt_log
@@ -431,7 +432,21 @@ def test_the_sanity_checks_numbers_are_of_the_steps_own_conversations(tmp_path, 
 )
 def test_what_is_older_is_weighed_where_nothing_else_is_said(words, expected):
     config = compose([AHEAD, *words])
-    assert correction_of(config) == expected
+    assert correction_of(config) == config.algorithm.rollout_correction == expected
+    assert yaml.safe_load(config_to_yaml(config))["algorithm"]["rollout_correction"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bound", "loss", "told", "warned"),
+    [(1, "gspo", "not corrected", False), (2, "gspo", "not corrected", True), (2, "vanilla", "{'rollout_is'", False)],
+)
+def test_a_run_says_at_its_start_how_older_tokens_are_corrected(tmp_path, capsys, bound, loss, told, warned):
+    words = (f"trainer.max_staleness={bound}", f"{ACTOR}.policy_loss={{loss_mode: {loss}}}")
+    small_trainer(tmp_path / "run", *RUN, *words, "trainer.logger=[console]").close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert told in said
+    assert (f"with policy_loss.loss_mode={loss}, tokens of {bound} updates before count as new" in said) == warned
 
 
 @pytest.mark.slow

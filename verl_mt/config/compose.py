@@ -39,7 +39,7 @@ from verl_mt.config.normalize import (
     split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, leaves, sections, set_given, whole_keys
+from verl_mt.config.schema import Config, correction_of, leaves, sections, set_given, whole_keys
 from verl_mt.config.spelling_tables import spellings
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
@@ -133,7 +133,8 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
     set_given(config, given)
     check(config)
     config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
-    set_given(config, given)  # that was filled in, and is no change of the user's
+    config.algorithm.rollout_correction = correction_of(config)
+    set_given(config, given)  # these were filled in, and are no change of the user's
     return config
 
 

@@ -391,11 +391,19 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         by_loss = config.actor_rollout_ref.actor.use_sampler_log_probs == "always"
         options = {key: value for key, value in correction_of(config).items() if value is not None}
         how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={options}"
-        told = f"corrected by {how}" if by_loss or options else "not corrected (docs/asynchronous.md)"
+        corrected = by_loss or bool(options)
+        told = f"corrected by {how}" if corrected else "not corrected (docs/asynchronous.md)"
         in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
         if (over := trainer.plan.over) is not None:
             in_flight = f"{over.factor:g} steps' prompts are in flight, of which a step trains those that finish first"
         note(f"{in_flight}; no token is more than {ahead} updates old, and older tokens are {told}")
+        if ahead > 1 and not corrected:
+            loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+            note(
+                f"[yellow]trainer.max_staleness={ahead} and no correction: with policy_loss.loss_mode={loss}, tokens "
+                f"of {ahead} updates before count as new, and training may fall apart. Set trainer.max_staleness=1, "
+                "algorithm.rollout_correction, or loss_mode=vanilla[/]"
+            )
     for text in notes(config, trainer.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):

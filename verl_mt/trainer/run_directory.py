@@ -297,7 +297,7 @@ def _holder(path: Path) -> str | None:
 
 def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig, way_out: str = _WAY_OUT) -> None:
     new = _comparable(config)
-    old = _comparable(_with_new_keys(_read_config(path / "config.yaml"), config))
+    old = _comparable(_with_correction(_with_new_keys(_read_config(path / "config.yaml"), config), config))
     same_but_rows = _without_rows(old) == _without_rows(new)
     if old == new or (same_but_rows and trainer.resume_mode == "other_data"):
         return
@@ -349,6 +349,17 @@ def _without_rows(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data, dict):
         return config
     return config | {"data": {k: v for k, v in data.items() if k not in _ROWS}}
+
+
+def _with_correction(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run that an older version began: the correction that follows from `max_staleness` was
+    written as `{}`."""
+    algorithm, followed = old.get("algorithm"), {"rollout_is": "token"}
+    written = new.get("algorithm", {}).get("rollout_correction")
+    if not isinstance(algorithm, dict) or algorithm.get("rollout_correction") != {} or written != followed:
+        return old
+    ahead = old.get("trainer", {}).get("max_staleness")
+    return old | {"algorithm": algorithm | {"rollout_correction": followed}} if ahead else old
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
