@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -204,3 +206,120 @@ def test_expanding_the_wrong_number_of_values_is_refused():
     batch = build([make_trajectory("a", "g", 1.0, [two_turns()])], pad_token_id=0)
     with pytest.raises(DataError, match="for a batch of 1 trajectories"):
         col.expand_to_tokens(batch, torch.zeros(2))
+
+
+def in_rows(*trajectories: Trajectory, **changes) -> TensorDict:
+    """A batch of these, each changed by the values of its place."""
+    for name, values in changes.items():
+        for trajectory, value in zip(trajectories, values):
+            setattr(trajectory, name, value)
+    return build(list(trajectories))
+
+
+def three(records: int = 1) -> list[Trajectory]:
+    return [make_trajectory(name, "g", 1.0, [two_turns() for _ in range(records)]) for name in "abc"]
+
+
+def test_columns_that_no_row_needs_are_not_in_the_batch():
+    batch = in_rows(*three())
+    some = {col.TURN_REWARDS, col.GREEDY_REWARDS, col.EXECUTION_INDEX, col.MEDIA}
+    assert not some & set(batch.keys()) and col.media_of(batch) is None
+    assert col.weighed_together(batch).tolist() == [0, 1, 2]
+    assert [rewards.parts for rewards in batch[col.REWARD_PARTS]] == [{}, {}, {}]
+    assert list(batch[col.DATA_SOURCE]) == ["toy"] * 3 and list(batch[col.PROMPT_ID]) == ["g"] * 3
+
+
+def test_what_one_row_needs_is_in_the_batch_for_all():
+    batch = in_rows(*three(), greedy_reward=[None, 0.0, None])
+    assert [math.isnan(x) for x in batch[col.GREEDY_REWARDS].tolist()] == [True, False, True]
+    assert batch[col.GREEDY_REWARDS][1] == 0.0 and batch[col.GREEDY_REWARDS].dtype == torch.float32
+    batch = in_rows(*three(2), execution_id=["x", None, "x"])
+    assert col.weighed_together(batch).tolist() == [0, 0, 1, 1, 0, 0]
+    batch = in_rows(*three(), execution_id=["b", None, None])  # of that name there is a trajectory too
+    assert batch[col.EXECUTION_INDEX].tolist() == [0, 1, 2]
+    batch = in_rows(*three(), turn_rewards=[{}, {1: 0.5}, {}])
+    assert batch[col.TURN_REWARDS].sum(1).tolist() == [0.0, 0.5, 0.0]
+
+
+def test_a_turn_is_rewarded_on_its_last_sampled_token_or_the_last_one_before_it():
+    """Positions 3 and 4 of the first record are turn 1, 8 is turn 2; turn 3 is in the second record, turn 4 nowhere."""
+    late = TrajectoryRecord()
+    late.append_given([1, 2], kind="prompt", turn=2)
+    late.append_sampled([7, 8], [-0.5, -0.5], [3, 3], turn=3)
+    batch = in_rows(
+        make_trajectory("a", "g", 1.0, [two_turns(), late]),
+        make_trajectory("b", "g", 1.0, [two_turns()]),
+        turn_rewards=[{0: 64.0, 1: 1.0, 2: 2.0, 3: 4.0, 4: 8.0}, {2: 16.0}],
+    )
+    expected = torch.zeros(3, 9)
+    expected[0, 4], expected[0, 8], expected[1, 3], expected[2, 8] = 1.0, 2.0, 4.0 + 8.0, 16.0
+    assert torch.equal(batch[col.TURN_REWARDS], expected)
+
+
+def test_a_turn_whose_last_tokens_were_not_sampled_is_rewarded_before_them():
+    record = two_turns()
+    record.sampled[4] = 0
+    record.rollout_log_probs[4], record.policy_versions[4] = 0.0, -1
+    batch = in_rows(make_trajectory("a", "g", 1.0, [record]), turn_rewards=[{1: 1.0}])
+    assert batch[col.TURN_REWARDS].tolist() == [[0.0] * 3 + [1.0] + [0.0] * 5]
+
+
+def test_parts_of_rewards_are_a_row_per_trajectory_in_the_order_of_their_names():
+    batch = in_rows(
+        *three(2), reward_parts=[{"x": 1.0, "y": 2.0}, {"y": 4.0, "x": 3.0}, {"x": 5.0, "y": 6.0, "z": 0.0}]
+    )
+    assert col.reward_parts(batch, ["y", "x"]).tolist() == [[2.0, 1.0], [4.0, 3.0], [6.0, 5.0]]
+    with pytest.raises(DataError, match=r"'a': its reward has no z; it has x, y: return"):
+        col.reward_parts(batch, ["x", "z"])
+    with pytest.raises(DataError, match=r"'a': its reward has no z; it has no parts"):
+        col.reward_parts(in_rows(*three()), ["z"])
+
+
+def test_the_first_row_of_each_trajectory_is_found_in_any_order():
+    batch = in_rows(*three(2))
+    assert col.first_rows(batch).tolist() == [0, 2, 4]
+    assert col.first_rows(batch[torch.tensor([5, 3, 0, 4, 2, 1])]).tolist() == [2, 1, 0]
+    assert col.first_rows(batch[torch.tensor([4, 1])]).tolist() == [1, 0], "numbers may be missing"
+
+
+def test_an_empty_batch_has_no_trajectories():
+    empty = in_rows(*three())[:0]
+    assert col.expand_to_tokens(empty, torch.zeros(0)).shape == (0, 9)
+    with pytest.raises(DataError, match=r"shape \(1,\) for a batch of 0 trajectories"):
+        col.expand_to_tokens(empty, torch.zeros(1))
+
+
+def test_clipped_tokens_go_back_to_records_too():
+    batch = in_rows(*three())
+    batch[col.CLIPPED] = torch.arange(27.0).view(3, 9)
+    assert col.per_record(batch)["b", 0]["clipped"].tolist() == list(range(9, 18))
+    assert list(col.per_record(batch)) == [("a", 0), ("b", 0), ("c", 0)]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"), [(1.0 + 9e-7, True), (1.0 - 9e-7, True), (1.0 + 2e-6, False), (0.999, False)]
+)
+def test_rewards_of_one_trajectory_may_differ_by_a_millionth(other, same):
+    parts = [make_trajectory("a", "g", reward, [two_turns()]) for reward in (1.0, other)]
+    if same:
+        assert build(parts)[col.REWARDS].tolist() == [1.0, 1.0], "the first one's"
+    else:
+        with pytest.raises(DataError, match="inconsistent rewards"):
+            build(parts)
+
+
+def test_a_later_part_without_reward_or_of_another_prompt_is_refused():
+    parts = [make_trajectory("a", "g", reward, [two_turns()]) for reward in (1.0, None)]
+    with pytest.raises(DataError, match=r"'a'.*has no reward"):
+        build(parts)
+    parts[1].reward, parts[1].prompt_id = 1.0, "h"
+    with pytest.raises(DataError, match="'a' appears with prompt_id 'g' and 'h'"):
+        build(parts)
+
+
+def test_the_place_of_a_broken_record_is_counted_over_all_parts():
+    broken = two_turns()
+    broken.loss_mask.pop()
+    parts = [make_trajectory("a", "g", 1.0, [two_turns(), two_turns()]), make_trajectory("a", "g", 1.0, [broken])]
+    with pytest.raises(LedgerError, match="trajectory 'a', record 2: columns"):
+        build(parts)

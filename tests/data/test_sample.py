@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import enum
 import io
+import types
 import uuid
 
 import numpy
@@ -13,7 +15,16 @@ from hostile import Unshowable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.data.slime_sample import Dumped, Sample, fill_from_record, plain, samples_of
+from verl_mt.data.slime_sample import (
+    Dumped,
+    PrefixCache,
+    Sample,
+    Speculation,
+    check_unsupported,
+    fill_from_record,
+    plain,
+    samples_of,
+)
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import LedgerError
 
@@ -171,3 +182,205 @@ def test_masks_and_log_probs_given_as_arrays_become_lists_and_wrong_ones_are_nam
         (field,) = wrong
         with pytest.raises(LedgerError, match=f"sample.{field}"):
             Sample(**wrong).check_types()
+
+
+REPLY = {"finish_reason": {"type": "length"}, "weight_version": 3, "cached_tokens": 5, "prompt_tokens": 20}
+
+
+def test_appended_tokens_stand_behind_the_response_in_every_column():
+    sample = Sample(tokens=[1, 2])
+    tokens = sample.tokens
+    sample.append_response_tokens(tokens=[10, 11], log_probs=[-0.1, -0.2], text="ab", meta_info=REPLY)
+    mask, log_probs = sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[50], trainable=False, text="<o>", meta_info=REPLY, update_terminal_info=False)
+    sample.append_response_tokens(tokens=[51], trainable=False, log_probs=[0.0])
+    sample.append_response_tokens(tokens=numpy.array([12]), log_probs=torch.tensor([-0.5]))
+    assert sample.tokens == [1, 2, 10, 11, 50, 51, 12] and sample.tokens is tokens
+    assert sample.loss_mask == [1, 1, 0, 0, 1] and sample.loss_mask is mask and {*map(type, mask)} == {int}
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0, 0.0, -0.5] and sample.rollout_log_probs is log_probs
+    assert (sample.response_length, sample.response, sample.status) == (5, "ab<o>", Sample.Status.TRUNCATED)
+    assert (sample.weight_versions, sample.prefix_cache_info) == (["3"], PrefixCache(5, 20))
+    sample.check_lengths()
+
+
+def test_what_a_function_set_itself_before_it_appends_stays():
+    sample = Sample(tokens=(1, 10), response_length=1, response="a")
+    sample.append_response_tokens(tokens=[11], log_probs=[-0.2])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 10, 11], [1, 1], [0.0, -0.2])
+    assert (sample.response_length, sample.response, sample.status) == (2, "a", Sample.Status.PENDING)
+    sample = Sample(tokens=[1, 10], response_length=1, loss_mask=[0], rollout_log_probs=[-0.1])
+    sample.append_response_tokens(tokens=[11], trainable=False)
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([0, 0], [-0.1, 0.0])
+
+
+def test_no_tokens_change_no_column():
+    sample = Sample(tokens=[1])
+    for tokens in (None, []):
+        sample.append_response_tokens(tokens=tokens, text="x", meta_info={"finish_reason": {"type": "abort"}})
+    sample.append_response_tokens(trainable=False, log_probs=[])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs, sample.response) == ([1], None, None, "xx")
+    assert (sample.response_length, sample.status) == (0, Sample.Status.ABORTED)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tokens": [1, 2], "log_probs": [-0.1]}, "1 log_probs for 2 tokens"),
+        ({"log_probs": [-0.1], "trainable": False}, "1 log_probs for 0 tokens"),
+        ({"tokens": [1]}, "sampled tokens need log_probs"),
+        ({"tokens": [1, 2], "log_probs": [0.0, -0.1], "trainable": False}, "that are not trainable have no log_probs"),
+    ],
+)
+def test_appended_tokens_that_do_not_fit_are_refused(given, said):
+    sample = Sample(tokens=[1])
+    with pytest.raises(ValueError, match=said):
+        sample.append_response_tokens(**given)
+    assert sample == Sample(tokens=[1])
+
+
+def test_counts_of_several_replies_add_up_and_come_back_without_unknown_keys():
+    spec, cache = Speculation(), PrefixCache()
+    assert (spec.spec_accept_rate, spec.spec_accept_length, cache.prefix_cache_hit_rate) == (0.0, 0.0, 0.0)
+    for meta_info in (
+        {"spec_accept_token_num": 3, "spec_draft_token_num": 4, "spec_verify_ct": 2, "completion_tokens": 5},
+        {"spec_accept_token_num": 3, "spec_draft_token_num": 8, "spec_verify_ct": 3, "completion_tokens": 6},
+        {"cached_tokens": 6, "prompt_tokens": 8},
+        {"cached_tokens": 2, "prompt_tokens": 8},
+        {},
+    ):
+        spec.add(meta_info)
+        cache.add(meta_info)
+    assert spec == Speculation(6, 12, 5, 11) and cache == PrefixCache(8, 16)
+    assert (spec.spec_accept_rate, spec.spec_accept_length, cache.prefix_cache_hit_rate) == (0.5, 2.2, 0.5)
+    data = spec.to_dict()
+    assert Speculation.from_dict(data | {"later": 1}) == spec and Speculation.from_dict({}) == Speculation()
+    data["spec_verify_ct"] = 99
+    assert spec.spec_verify_ct == 5, "the dict is a copy"
+    sample = Sample.from_dict({"spec_info": spec.to_dict(), "prefix_cache_info": cache})
+    assert (sample.spec_info, sample.prefix_cache_info) == (spec, cache)
+
+
+@pytest.mark.parametrize(
+    ("reward", "key", "value"),
+    [({"a": 1.0}, "a", 1.0), ({"a": 1.0}, None, {"a": 1.0}), (2.0, "a", 2.0), (2.0, None, 2.0), (None, "a", None)],
+)
+def test_a_reward_value_is_the_entry_that_is_asked_for(reward, key, value):
+    assert Sample(reward=reward).get_reward_value(types.SimpleNamespace(reward_key=key)) == value
+    assert Sample(reward=reward).get_reward_value(None) == reward
+
+
+def test_the_effective_length_counts_the_mask_and_the_model_text_the_turns():
+    sample = Sample(response="all of it", response_length=3)
+    assert (sample.effective_response_length, sample.model_text) == (3, "all of it")
+    sample.loss_mask, sample.turn_texts = [1, 0, 0], ["a"]
+    assert (sample.effective_response_length, sample.model_text) == (1, "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tokens": 5}, "sample.tokens must be a list of token ids"),
+        ({"response_length": "3"}, "sample.response_length"),
+        ({"response": None}, "sample.response must be a text"),
+        ({"metadata": [1]}, "sample.metadata must be a dict"),
+        ({"metadata": {"role": 5}}, r"sample.metadata\['role'\] must be a text"),
+        ({"status": "done"}, "sample.status is 'done'"),
+        ({"status": None}, "sample.status is None"),
+    ],
+)
+def test_a_field_of_another_type_is_named(fields, named):
+    with pytest.raises(LedgerError, match=named):
+        Sample(**fields).check_types()
+
+
+def test_checked_fields_become_plain_ones():
+    sample = Sample(
+        tokens=numpy.array([1, 2]), response_length=numpy.int64(1), remove_sample=numpy.True_, status="failed",
+        metadata={"role": None},
+    )  # fmt: skip
+    sample.check_types()
+    assert (sample.tokens, sample.response_length, sample.remove_sample) == ([1, 2], 1, True)
+    assert type(sample.tokens) is list and type(sample.response_length) is int and type(sample.remove_sample) is bool
+    assert sample.status is Sample.Status.FAILED and sample.loss_mask is sample.rollout_log_probs is None
+    cyclic = {}
+    cyclic["itself"] = cyclic
+    with pytest.raises(LedgerError, match=r"sample\.metadata is nested"):
+        Sample(metadata=cyclic).check_types()
+
+
+@pytest.mark.parametrize("length", [-1, 3])
+def test_a_response_cannot_be_longer_than_all_tokens_or_negative(length):
+    with pytest.raises(LedgerError, match=f"response_length is {length}, but sample.tokens has 2 tokens"):
+        Sample(tokens=[1, 2], response_length=length).check_lengths()
+
+
+def test_a_record_without_log_probs_gives_none_and_each_version_once():
+    record = record_of_two_turns()
+    record.has_log_probs, record.policy_versions[3:5] = False, [0, 5]
+    sample = Sample(loss_mask=[9], rollout_log_probs=[9.0])
+    fill_from_record(sample, record)
+    assert sample.rollout_log_probs is None and sample.weight_versions == ["0", "5"]
+
+
+def test_samples_of_a_trajectory_hold_its_status_and_own_metadata():
+    trajectory = Trajectory("t", "p", "p", "t", records=[record_of_two_turns()], stop_reason=StopReason.RESPONSE_LENGTH)
+    metadata = {"k": 1}
+    (sample,) = samples_of(trajectory, str, metadata=metadata)
+    assert sample.status is Sample.Status.TRUNCATED and sample.label is None and sample.reward is None
+    assert sample.metadata == metadata and sample.metadata is not metadata and sample.turn_texts == []
+    assert samples_of(trajectory, str)[0].metadata == {}
+
+
+class IntEnumerated(enum.IntEnum):
+    """A number with a name."""
+
+    TWO = 2
+
+
+class Text(str):
+    """A subclass."""
+
+
+class Number(float):
+    """Likewise."""
+
+
+@pytest.mark.parametrize(
+    ("value", "made"),
+    [
+        (None, None), (True, True), (3, 3), (b"x", b"x"), (Text("x"), "x"), (Number(0.5), 0.5), ({1}, [1]),
+        ({True: 1, 2.5: 2, "k": 3}, {True: 1, 2.5: 2, "k": 3}), (numpy.float32(0.5), 0.5),
+        (Sample.Status.FAILED, "failed"), (numpy.arange(2), [0, 1]), (object, "<class 'object'>"),
+        ((), []), (IntEnumerated.TWO, 2),
+    ],
+)  # fmt: skip
+def test_a_value_is_dumped_as_plain_data(value, made):
+    found = plain(value)
+    assert found == made and type(found) is type(made)
+
+
+def test_a_dumped_tensor_is_detached_and_what_is_too_deep_is_a_text():
+    tensor = torch.ones(1, requires_grad=True) * 2
+    assert plain(tensor).tolist() == [2.0] and not plain(tensor).requires_grad
+    text = "(nested too deeply to be written)"
+    assert plain([[[1]]], 2) == [[text]] and plain({"k": {"k": 1}}, 1) == {"k": text} and plain({3}, 0) == text
+    assert plain([[1]], 2) == [[1]] and plain(5, 0) == 5
+    value = [1]
+    for _ in range(199):
+        value = [value]
+    assert plain(value) == value and text in str(plain([value]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs", "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets", "rollout_routed_experts",
+    ],
+)  # fmt: skip
+def test_what_training_does_not_use_is_refused(name):
+    for fine in (None, [], {}):
+        check_unsupported(Sample(**{name: fine}))
+    for wrong in ([1], 0, {"k": 1}):
+        with pytest.raises(LedgerError, match=f"sample.{name} is set"):
+            check_unsupported(Sample(**{name: wrong}))
