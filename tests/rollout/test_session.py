@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
-from rollout_support import fixed_session
+from rollout_support import FixedChat, fixed_session
 
-from verl_mt.data.trajectory import Status, StopReason
+from verl_mt.data.conversation import ParsedTurn, ToolCall
+from verl_mt.data.media import MediaInput
+from verl_mt.data.requests import GenerationOutput, SamplingParams, Timings, VersionSpan
+from verl_mt.data.trajectory import Status, StopReason, TimeSpan
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import EngineGoneError, LedgerError
+from verl_mt.errors import DeadlineError, EngineGoneError, LedgerError
+from verl_mt.rollout import session as module
 from verl_mt.rollout.context import Limits
+from verl_mt.rollout.session import RolloutSession, first_tag
 
 USER = [{"role": "user", "content": "more"}]
 
@@ -154,3 +163,673 @@ def test_seeds_differ_by_turn_and_trajectory_and_repeat_otherwise():
     assert first == seeds() and first[0] != first[1]
     assert not set(first) & set(seeds("u"))
     assert first == seeds(attempt=1), "whoever has to begin again would draw until it is short enough"
+
+
+class Clock:
+    """Of the session; an engine turns it on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@dataclass
+class Texts(FixedChat):
+    """Texts are their characters' numbers; a system message `s` stands before each prompt."""
+
+    def continuation_ids(self, text):
+        return [ord(letter) for letter in text]
+
+    def mixed_prompt_ids(self, trusted, plain, tools=None):
+        self.mixed = (list(trusted), list(plain), tools)
+        return [7, 7, 7]
+
+    def media_inputs(self, messages, ids):
+        return [MediaInput("image", k, 1, {}) for k, number in enumerate(ids) if number == 9]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Engine:
+    """Gives the outputs one after the other; each takes as long as it says."""
+
+    version = 4
+
+    def __init__(self, *outputs, clock=None, seconds=0.0):
+        self.outputs, self.requests, self.clock, self.seconds = list(outputs), [], clock, seconds
+
+    async def generate(self, request):
+        self.requests.append(request)
+        if self.clock is not None:
+            self.clock.now_s += self.seconds
+        return self.outputs.pop(0)
+
+
+def output(ids=(10, 11), finish_reason="stop", **changed) -> GenerationOutput:
+    spans = [VersionSpan(5, 1), VersionSpan(6, len(ids) - 1)]
+    return GenerationOutput(list(ids), [-0.5] * len(ids), finish_reason, spans, **changed)
+
+
+def with_texts(engine, *, deltas=(), messages=({"role": "user", "content": "q"},), tools=(), **changed):
+    """A started session; `changed` are fields of its context."""
+    session = fixed_session(engine, [])
+    chat = Texts(list(deltas))
+    session = RolloutSession(replace(session.context, chat=chat, **changed), session.trajectory)
+    session.start([1, 2, 3], list(messages), list(tools))
+    return session
+
+
+def test_a_request_names_the_turn_and_says_all_limits(clock):
+    engine = Engine(output(cached_tokens=2, replica="r1"), output((12, 13, 14)), output())
+    sampling = SamplingParams(1, temperature=0.5, stop=("a", "b"))
+    limits = Limits(response_length=50, max_model_len=30, max_seconds=40.0, request_timeout_s=25.0)
+    session = with_texts(engine, deltas=[[50, 51]], sampling=sampling, limits=limits, seed=3)
+    session.attempt, session._started_s = 2, clock.now_s
+    run(session.generate(max_tokens=27, stop=["b", "c"]))
+    clock.now_s += 30.0
+    session.extend(USER)
+    session.engine_session = "e"
+    run(session.generate(max_tokens=5))
+    first, second = engine.requests
+    assert (first.input_ids, second.input_ids) == ([1, 2, 3], [1, 2, 3, 10, 11, 50, 51])
+    assert (first.request_id, second.request_id) == ("t/2/1", "t/2/2")
+    assert (first.session_id, second.session_id) == ("t", "e") and first.media == second.media == {}
+    assert (first.deadline_s, second.deadline_s) == (25.0, 10.0)
+    digests = [hashlib.blake2b(f"3/t/{turn}/0".encode(), digest_size=8).digest() for turn in (1, 2)]
+    seeds = [int.from_bytes(digest, "big") // 2 for digest in digests]
+    assert first.sampling == replace(sampling, max_new_tokens=27, seed=seeds[0], stop=("a", "b", "c"))
+    assert second.sampling == replace(sampling, max_new_tokens=5, seed=seeds[1])
+    trajectory = session.trajectory
+    assert trajectory.counters == {
+        "cached_tokens": 2, "cached_tokens/1": 2, "input_tokens": 10, "input_tokens/1": 3, "input_tokens/2": 7,
+    }  # fmt: skip
+    assert (trajectory.num_turns, trajectory.replicas, trajectory.turn_texts) == (2, ["r1"], ["10 11", "12 13 14"])
+    assert session.record.policy_versions == [-1, -1, -1, 5, 6, -1, -1, 5, 6, 6]
+    assert [(span.kind, span.turn) for span in session.record.turns] == [
+        ("prompt", 0), ("assistant", 1), ("observation", 1), ("assistant", 2),
+    ]  # fmt: skip
+    assert (session.rounds, session.message_rounds) == ([0, 1], {1: 0, 3: 1})
+    assert not session.ended and session.cut_reason is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"), [(3, "MAX_TOKENS_PER_TURN"), (4, "RESPONSE_LENGTH"), (9, "RESPONSE_LENGTH")]
+)
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_a_turn_that_is_cut_where_its_caller_said_is_cut_by_the_turns_limit(asked, reason, verbatim):
+    engine = Engine(output(finish_reason="length"), output(finish_reason="stop"))
+    session = with_texts(engine, limits=Limits(response_length=4, max_model_len=100))
+    session.verbatim = verbatim
+    run(session.generate(max_tokens=asked))
+    assert engine.requests[0].sampling.max_new_tokens == min(asked, 4)
+    assert session.cut_reason is StopReason[reason]
+    assert session.trajectory.stop_reason is (None if verbatim else StopReason[reason])
+    if verbatim:
+        run(session.generate())
+        assert session.cut_reason is None and not session.ended, "the last turn ended itself"
+        session.cut_reason = StopReason.MAX_TOKENS_PER_TURN
+        assert run(session.generate()) is None and session.trajectory.stop_reason is session.cut_reason
+
+
+def test_no_turn_begins_when_all_are_used():
+    engine = Engine(output(), output())
+    session = with_texts(engine, limits=Limits(response_length=50, max_model_len=100, max_assistant_turns=2))
+    assert session.turns_left == 2
+    run(session.generate())
+    run(session.generate())
+    assert session.turns_left == 0 and not session.ended
+    assert run(session.generate()) is None and session.trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert fixed_session(engine).turns_left is None
+
+
+@pytest.mark.parametrize(("passed", "asked"), [(39.5, 1), (40.0, 0), (41.0, 0)])
+def test_no_turn_begins_when_the_time_is_over(clock, passed, asked):
+    engine = Engine(output())
+    session = with_texts(engine, limits=Limits(50, 100, max_seconds=40.0))
+    session._started_s = clock.now_s - passed
+    turn = run(session.generate())
+    assert (turn is not None, len(engine.requests)) == (bool(asked), asked)
+    assert session.trajectory.stop_reason is (None if asked else StopReason.TIME_LIMIT)
+    if asked:
+        assert engine.requests[0].deadline_s == 0.5
+
+
+def test_no_deadline_may_fire_in_a_deterministic_run(clock):
+    session = with_texts(Engine(), limits=Limits(50, 100, max_seconds=40.0), deterministic=True)
+    session._started_s = clock.now_s - 40.0
+    with pytest.raises(DeadlineError, match=r"turn 0\): rollout\.max_seconds=40\.0 was over"):
+        run(session.generate())
+    engine = Engine(output(finish_reason="abort"), clock=clock, seconds=8.0)
+    session = with_texts(engine, limits=Limits(50, 100, request_timeout_s=8.0), deterministic=True)
+    with pytest.raises(DeadlineError, match=r"the request's deadline of 8\.0 s was over"):
+        run(session.generate())
+
+
+@pytest.mark.parametrize(("limits", "warned"), [({"request_timeout_s": 8.0}, [8.0]), ({"max_seconds": 8.0}, [])])
+def test_a_turn_that_the_deadline_cuts_is_kept_and_counted(clock, monkeypatch, limits, warned):
+    said = []
+    monkeypatch.setattr(module, "warn_of_deadline", said.append)
+    engine = Engine(output(finish_reason="abort"), clock=clock, seconds=7.96)
+    session = with_texts(engine, limits=Limits(50, 100, **limits))
+    session._started_s = clock.now_s
+    assert run(session.generate()).finish_reason == "abort"
+    assert session.trajectory.stop_reason is StopReason.TIME_LIMIT and session.cut_reason is None
+    assert session.trajectory.counters["deadlines"] == 1 and said == warned
+    assert session.record.sampled == [0, 0, 0, 1, 1]
+
+
+def test_an_abort_before_the_deadline_is_the_engines_own(clock):
+    engine = Engine(output(finish_reason="abort"), clock=clock, seconds=7.9)
+    session = with_texts(engine, limits=Limits(50, 100, request_timeout_s=8.0))
+    session._started_s = clock.now_s
+    with pytest.raises(EngineGoneError, match="t/0/1: the engine aborted the request"):
+        run(session.generate())
+    assert session.trajectory.num_turns == 0 and "deadlines" not in session.trajectory.counters
+
+
+@pytest.mark.parametrize(
+    ("timings", "spans"),
+    [
+        (Timings(1.0, 2.0, 4.0), [("queue", 0.0, 4.0), ("prefill", 4.0, 6.0), ("decode", 6.0, 10.0)]),
+        (Timings(), [("queue", 0.0, 10.0)]),
+        (Timings(0.0, 6.0, 6.0), [("prefill", 0.0, 6.0), ("decode", 6.0, 12.0)]),
+        (Timings(0.0, 10.0, 0.0), [("prefill", 0.0, 10.0)]),
+    ],
+)
+def test_a_turns_time_is_split_by_its_phases(clock, timings, spans):
+    engine = Engine(output(timings=timings), clock=clock, seconds=10.0)
+    session = with_texts(engine)
+    run(session.generate())
+    assert session.trajectory.time_spans == [TimeSpan(phase, 100.0 + a, 100.0 + b, 1) for phase, a, b in spans]
+
+
+@pytest.mark.parametrize(
+    ("text", "tag"),
+    [
+        ("<search>x</search>", "search"),
+        ("<think>a</think><answer>b</answer><search>c</search>", "answer"),
+        ("</b><a>x</a>", "a"),
+        ("</a><a>", None),
+        ("<think>x</think>", None),
+        ("", None),
+    ],
+)
+def test_the_first_tag_is_one_that_is_opened_and_closed(text, tag):
+    assert first_tag(text) == tag
+
+
+def test_each_turn_is_one_log_line_with_its_numbers(caplog):
+    engine = Engine(output(), output((12,), "length"))
+    session = with_texts(engine, deltas=[[50]])
+    run(session.generate())
+    assert not caplog.records
+    session.extend(USER)
+    session.record.clear_mask([3])
+    with caplog.at_level(logging.DEBUG, "verl_mt.turns"):
+        run(session.generate())
+    (line,) = [record for record in caplog.records if record.name == "verl_mt.turns"]
+    numbers = {
+        "trajectory_id": "t", "turn": 2, "action": None, "finish_reason": "length", "sampled_tokens": 1,
+        "response_tokens": 4, "mask_tokens": 4, "trained_tokens": 2,
+    }  # fmt: skip
+    assert {name: getattr(line, name) for name in numbers} == numbers
+
+
+class Parser:
+    """Reads what it is told to read."""
+
+    calls_in_content = False
+    reasoning_key = "reasoning_content"
+
+    def __init__(self, parsed, **changed):
+        self.parsed, self.asked = parsed, []
+        vars(self).update(changed)
+
+    def parse(self, text, tools, *, in_reasoning):
+        self.asked.append((text, tools, in_reasoning))
+        return self.parsed
+
+
+CALLS = [ToolCall("f", {"x": 1}), ToolCall("g", {}, id="own")]
+SHOWN = [
+    {"id": "call_1_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+    {"id": "own", "type": "function", "function": {"name": "g", "arguments": {}}},
+]
+THOUGHT = ParsedTurn("c", "why")
+BOTH = ParsedTurn("c", "why", CALLS)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "parser", "can", "message"),
+    [
+        (ParsedTurn("c"), {}, {}, {"content": "c"}),
+        (THOUGHT, {}, {}, {"content": "10 11"}),
+        (BOTH, {}, {}, {"content": "c", "tool_calls": SHOWN}),
+        (BOTH, {"calls_in_content": True}, {}, {"content": "c"}),
+        (THOUGHT, {"reasoning_key": "thinking"}, {}, {"content": "c", "thinking": "why"}),
+        (THOUGHT, {}, {"reasoning_content": "kept", "reasoning_key": "r"}, {"content": "c", "r": "why"}),
+        (ParsedTurn("c"), {"reasoning_key": "thinking"}, {}, {"content": "c"}),
+    ],
+)  # fmt: skip
+def test_a_message_holds_what_the_parser_read(parsed, parser, can, message):
+    tool = {"name": "f"}
+    made = Parser(parsed, **parser)
+    session = with_texts(Engine(output()), parser=made, tools=[tool])
+    session.context.chat.prefilled_reasoning = True
+    session.context.chat.capabilities = SimpleNamespace(**{"reasoning_content": "ignored", **can})
+    turn = run(session.generate())
+    assert turn.message == session.messages[-1] == {"role": "assistant", **message}
+    assert (turn.text, turn.parsed.actions) == (
+        "10 11",
+        [replace(call, id=call.id or "call_1_0") for call in parsed.calls],
+    )
+    assert made.asked == [("10 11", [tool], True)]
+    session = with_texts(Engine(output()), parser=Parser(parsed, **parser))
+    session.verbatim = True
+    assert run(session.generate()).message == {"role": "assistant", "content": "10 11"}
+
+
+def test_the_key_of_reasoning_is_the_templates_else_the_parsers():
+    session = with_texts(Engine())
+    assert session.reasoning_key is None
+    session = with_texts(Engine(), parser=Parser(None))
+    assert session.reasoning_key is None
+    session = with_texts(Engine(), parser=Parser(None, reasoning_key="thinking"))
+    assert session.reasoning_key == "thinking"
+    session.context.chat.capabilities = SimpleNamespace(reasoning_content="kept", reasoning_key="r")
+    assert session.reasoning_key == "r"
+
+
+def test_a_placeholder_that_the_model_sampled_is_refused():
+    session = with_texts(Engine(output((10, 65))))
+    session.context.chat.placeholder_ids = frozenset({65, 66})
+    with pytest.raises(LedgerError, match="t: the model sampled 'A', which stands for an image"):
+        run(session.generate())
+    assert session.record.token_ids == [1, 2, 3]
+
+
+def test_the_engines_text_becomes_ids_of_its_version(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        module, "turn_ids", lambda chat, history, message, **keys: asked.append((history, message, keys)) or [8, 8]
+    )
+    texts = [GenerationOutput(None, None, reason, spans, text=text) for reason, spans, text in (
+        ("stop", [VersionSpan(7, 1), VersionSpan(8, 1)], "one"), ("stop", [], "two#"), ("length", [], "three"),
+    )]  # fmt: skip
+    session = with_texts(Engine(*texts), sampling=SamplingParams(1, stop=("#", "!")), tools=[{"name": "f"}])
+    for _ in range(3):
+        run(session.generate())
+    question, tools = {"role": "user", "content": "q"}, [{"name": "f"}]
+    said = [{"role": "assistant", "content": text} for text in ("one", "two#", "three")]
+    assert asked == [
+        ([question, *said[:k]], said[k], {"tools": tools, "complete": complete})
+        for k, complete in enumerate([True, False, False])
+    ]
+    record = session.record
+    assert (record.token_ids[3:], record.policy_versions[3:], record.has_log_probs) == (
+        [8] * 6,
+        [7, 7, 4, 4, 4, 4],
+        False,
+    )
+    assert session.trajectory.turn_texts == ["one", "two#", "three"]
+
+
+def test_a_text_that_goes_on_inside_a_message_is_rendered_behind_the_others(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        module, "turn_ids", lambda chat, history, message, **keys: asked.append((history, keys["tools"])) or [8]
+    )
+    session = with_texts(Engine(GenerationOutput(None, None, "stop", text="b")))
+    session.rewrite([{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}], [])
+    run(session.generate())
+    assert asked == [([{"role": "user", "content": "p"}], None)]
+    assert session.messages[-1] == {"role": "assistant", "content": "ab"}
+
+
+def test_what_is_queued_is_recorded_with_the_next_turn_in_order():
+    session = with_texts(Engine(output(), output()), deltas=[[50, 9]])
+    session.verbatim = True
+    run(session.generate())
+    session.extend_ids([40, 41], {"role": "tool", "content": "x"})
+    session.extend_ids((42,), {"role": "tool", "content": "y"})
+    image = {"role": "user", "content": [{"type": "image", "image": "i"}]}
+    session.extend([image])
+    with pytest.raises(LedgerError, match=r"t: extend_ids\(\) behind messages"):
+        session.extend_ids([43], {"role": "tool", "content": "z"})
+    session.prefill("AB")
+    assert session.record.token_ids == [1, 2, 3, 10, 11] and session._seen == session.messages[:4]
+    run(session.generate())
+    assert session.record.token_ids == [1, 2, 3, 10, 11, 40, 41, 42, 50, 9, 65, 66, 10, 11]
+    assert [made.start for made in session.record.media] == [9]
+    assert session.messages[-1] == {"role": "assistant", "content": "AB10 11"} and session.message_prefix == "AB"
+    assert (session.message_start, session.rounds) == (12, [0, 1])
+    assert session.record.turns[2].turn == 1 and session._queue == module._Queue()
+
+
+def test_what_does_not_fit_is_not_recorded_and_ends_the_conversation():
+    limits = Limits(response_length=6, max_model_len=100)
+    for extra, fits in (([40, 41, 42], True), ([40, 41, 42, 43], False)):
+        session = with_texts(Engine(output(), output()), limits=limits)
+        run(session.generate())
+        session.extend_ids(extra, {"role": "tool", "content": "x"})
+        turn = run(session.generate())
+        assert (turn is not None, len(session.record.token_ids)) == (fits, 10 if fits else 5)
+        assert session.trajectory.stop_reason is (None if fits else StopReason.CONTEXT_FULL)
+
+
+def reopened(keep, ids=(), content="new"):
+    session = with_texts(Engine(output((10, 11, 12)), output((13,)), output((14,))))
+    run(session.generate())
+    session.reopen("first", keep=6, ids=[20])
+    run(session.generate())
+    session.reopen(content, keep=keep, ids=list(ids))
+    return session
+
+
+@pytest.mark.parametrize(
+    ("keep", "texts", "cut"),
+    [(8, ["10 11 12", "13"], 0), (7, ["10 11 12", ""], 1), (4, ["10", ""], 3), (3, ["", ""], 4)],
+)
+def test_a_message_is_reopened_where_its_caller_says(keep, texts, cut):
+    """The message is [3, 8): three tokens of turn 1, one that was given, one of turn 2."""
+    session = reopened(keep, [30, 31])
+    assert session.record.token_ids == [1, 2, 3, 10, 11, 12, 20, 13][:keep]
+    assert session.trajectory.turn_texts == texts
+    assert session.trajectory.counters.get("cut_tokens", 0) == cut
+    assert session.messages[-1] == {"role": "assistant", "content": "new"}
+    run(session.generate())
+    assert session.record.token_ids == [*[1, 2, 3, 10, 11, 12, 20, 13][:keep], 30, 31, 14]
+    assert session.messages[-1] == {"role": "assistant", "content": "new14"} and len(session.messages) == 2
+    assert (session.rounds, session.message_rounds) == ([0, 0, 0], {1: 0})
+
+
+@pytest.mark.parametrize("keep", [2, 9])
+def test_what_is_not_in_the_last_message_cannot_be_kept(keep):
+    with pytest.raises(LedgerError, match=rf"t: cannot keep {keep} tokens: the last assistant message is \[3, 8\)"):
+        reopened(keep)
+
+
+def test_a_record_without_a_turn_has_no_message():
+    session = with_texts(Engine(output()))
+    assert session.message_start == 3
+    session.reopen("x", keep=3, ids=[40])
+    run(session.generate())
+    assert (session.rounds, session.messages[-1]["content"]) == ([0], "x10 11")
+
+
+TOOL = {"name": "f"}
+
+
+def test_a_rewritten_history_is_read_from_a_record_of_its_own():
+    session = with_texts(Engine(output(), output()), tools=[TOOL])
+    run(session.generate())
+    old = session.record
+    session.extend(USER)
+    messages = [{"role": "user", "content": "q"}, {"role": "user", "content": "p"}]
+    session.rewrite(messages, [])
+    assert old.messages == [messages[0], {"role": "assistant", "content": "10 11"}] and old.tools == [TOOL]
+    assert session.context.chat.mixed == ([messages[0]], [messages[1]], None)
+    assert (session.messages, session.trajectory.tools, session.message_rounds) == (messages, [], {})
+    run(session.generate())
+    assert session.trajectory.records == [old, session.record] and session.trajectory.counters["forks"] == 1
+    assert session.record.token_ids == [7, 7, 7, 10, 11] and session.record.turns[0].turn == 1
+    assert session.rounds == [0, 1] and session.message_rounds == {2: 1} and session.message_prefix == ""
+
+
+def test_a_record_of_which_nothing_was_sampled_is_replaced():
+    session = with_texts(Engine(output()), tools=[TOOL])
+    old = session.record
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "A"}]
+    session.rewrite(messages, [TOOL])
+    session.prefill("B")
+    assert not old.messages and old.tools is None and session.message_prefix == "A"
+    assert session.context.chat.mixed == ([], [messages[0]], [TOOL])
+    run(session.generate())
+    assert session.trajectory.records == [session.record] and "forks" not in session.trajectory.counters
+    assert session.record.token_ids == [7, 7, 7, 65, 66, 10, 11]
+    assert session.messages[-1] == {"role": "assistant", "content": "A10 11"}
+
+
+def test_a_rewritten_history_with_the_same_tools_keeps_none_beside_the_record():
+    session = with_texts(Engine(output()), tools=[TOOL])
+    run(session.generate())
+    old = session.record
+    session.rewrite([{"role": "user", "content": "p"}], [dict(TOOL)])
+    assert old.tools is None and len(old.messages) == 2
+
+
+@pytest.mark.parametrize(("length", "fits"), [(8, True), (7, False)])
+def test_a_rewritten_history_must_leave_room_for_a_token(length, fits):
+    """5 tokens are there, 7 are read: three of the prompt, and four that the message begins with."""
+    session = with_texts(Engine(output(), output()), limits=Limits(response_length=100, max_model_len=length))
+    run(session.generate())
+    session.rewrite([{"role": "user", "content": "p"}, {"role": "assistant", "content": "ABCD"}], [])
+    assert (run(session.generate()) is not None) is fits
+    assert len(session.trajectory.records) == 1 + fits
+
+
+def test_images_of_a_rewritten_history_are_those_of_the_new_record():
+    image = {"role": "user", "content": [{"type": "image", "image": "i"}]}
+    session = with_texts(Engine(output(), output()), messages=[image])
+    assert session.record.media == []
+    session.context.chat.mixed_prompt_ids = lambda trusted, plain, tools: [7, 9, 9]
+    run(session.generate())
+    session.rewrite([image], [])
+    run(session.generate())
+    assert [made.start for made in session.record.media] == [1, 2] and not session.trajectory.records[0].media
+    assert session.context.engine.requests[1].media == {"inputs": session.record.media}
+    assert session.context.engine.requests[0].media == {}
+
+
+def test_images_of_the_first_prompt_are_recorded_at_their_places():
+    image = {"role": "user", "content": [{"type": "image", "image": "i"}]}
+    session = with_texts(Engine())
+    session.start([1, 9, 2], [image], [TOOL])
+    assert [made.start for made in session.record.media] == [1]
+    assert session.trajectory.messages == [image] and session.trajectory.messages[0] is not image
+    assert session.trajectory.records is session.ledger.records and session.trajectory.tools == [TOOL]
+
+
+def refused(session, queue):
+    with pytest.raises(KeyError), session.unless_refused():
+        queue()
+        raise KeyError
+
+
+def test_what_is_queued_before_an_error_is_taken_back():
+    session = with_texts(Engine(output(), output()), tools=[TOOL], deltas=[[50]])
+    run(session.generate())
+    told, queue, tools = list(session.messages), session._queue, session.trajectory.tools
+
+    def rewrite():
+        session.rewrite([{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}], [])
+
+    for queued in (lambda: session.extend(USER), lambda: session.prefill("A"), rewrite):
+        refused(session, queued)
+        assert (session.messages, session.trajectory.tools, session._queue) == (told, tools, queue)
+        assert (session.message_rounds, session.message_prefix, session._num_given) == ({1: 0}, "", 1)
+        assert session.record.messages == [] and session.record.tools is None
+    with session.unless_refused():
+        session.extend(USER)
+    assert session.messages == [*told, *USER]
+
+
+def test_what_was_recorded_before_an_error_stays():
+    session = with_texts(Engine(output(), output()), deltas=[[50]])
+    run(session.generate())
+
+    def go_on():
+        session.extend(USER)
+        run(session.generate())
+
+    refused(session, go_on)
+    assert len(session.messages) == 4 and session.record.token_ids == [1, 2, 3, 10, 11, 50, 10, 11]
+
+    def replaced():
+        session.rewrite([{"role": "user", "content": "p"}], [])
+        session.ledger.records[-1] = replace(session.record)
+
+    refused(session, replaced)
+    assert session.messages == [{"role": "user", "content": "p"}]
+
+
+@pytest.mark.parametrize("verb", ["extend", "extend_ids", "reopen", "prefill", "rewrite"])
+def test_nothing_is_queued_after_the_end(verb):
+    session = with_texts(Engine())
+    session.end(StopReason.FINISHED)
+    arguments = {"extend": (USER,), "extend_ids": ([1], USER[0]), "reopen": ("x",), "prefill": ("x",)}
+    with pytest.raises(LedgerError, match=rf"t: {verb}\(\) after the end \(finished\)"):
+        getattr(session, verb)(*arguments.get(verb, (USER, [])), **({"keep": 3, "ids": []} if verb == "reopen" else {}))
+
+
+def test_a_count_of_nothing_is_no_counter():
+    session = with_texts(Engine())
+    session.count("a", 0)
+    session.count("b", 2)
+    session.count("b", 3)
+    assert session.trajectory.counters == {"b": 5}
+
+
+def test_what_the_model_never_read_is_counted_at_the_end():
+    session = with_texts(Engine(output()))
+    run(session.generate())
+    session.extend([*USER, *USER])
+    session.end(StopReason.FINISHED)
+    run(session.finish())
+    assert session.trajectory.counters["unread_messages"] == 2 and session.trajectory.rounds == [0]
+    assert session.trajectory.sanity is None
+    session = with_texts(Engine(output()))
+    run(session.generate())
+    session.record.sampled[0] = 1
+    session.record.loss_mask.pop()
+    with pytest.raises(LedgerError, match="columns of one record differ"):
+        run(session.finish())
+
+
+class Recorder:
+    """What the session asks of the sanity check."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.seen = [], []
+        monkeypatch.setattr(module, "check", lambda chat, **keys: self.asked.append(keys))
+        monkeypatch.setattr(module, "combine", lambda findings: self.finding)
+        self.finding = SimpleNamespace(to_row=lambda: {"cause": "x"})
+
+
+def test_each_record_is_checked_with_what_it_has_seen(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    session = with_texts(Engine(output(), output(finish_reason="length")), tools=[TOOL], deterministic=True)
+    session.prompt_truncated = True
+    session.trajectory.prompt_id = "s1.00003"
+    monkeypatch.setattr(session.context.sanity, "observe", lambda *words: recorder.seen.append(words))
+    run(session.generate())
+    first = list(session.messages)
+    session.rewrite([{"role": "user", "content": "p"}], [])
+    run(session.generate())
+    session.trajectory.stop_reason = None
+    session.extend(USER)
+    session.trajectory.stop_reason = StopReason.RESPONSE_LENGTH
+    run(session.finish())
+    one, two = recorder.asked
+    assert (one["messages"], one["tools"], one["stop_length"], one["prompt_truncated"]) == (first, [TOOL], False, True)
+    assert (two["messages"], two["tools"], two["stop_length"], two["prompt_truncated"]) == (
+        session.messages[:-1], None, True, False,
+    )  # fmt: skip
+    assert (one["token_ids"], two["sampled"]) == ([1, 2, 3, 10, 11], [0, 0, 0, 1, 1])
+    assert recorder.seen == [(recorder.finding, "s1")] and session.trajectory.sanity == {"cause": "x"}
+
+
+@pytest.mark.parametrize("reason", [None, StopReason.FINISHED])
+def test_a_record_that_ended_itself_is_not_checked_as_cut(monkeypatch, reason):
+    recorder = Recorder(monkeypatch)
+    session = with_texts(Engine(output()))
+    run(session.generate())
+    session.trajectory.stop_reason = reason
+    session._checked()
+    assert [keys["stop_length"] for keys in recorder.asked] == [False]
+
+
+@pytest.mark.parametrize(
+    ("train", "truncated", "scaled", "given", "turns", "called"),
+    [
+        (True, False, True, False, 1, ["prompt", "scale"]), (True, True, True, True, 1, []),
+        (False, False, True, False, 0, []), (False, False, False, False, 1, []),
+        (False, True, True, False, 1, ["scale"]),
+    ],
+)  # fmt: skip
+def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncated, scaled, given, turns, called):
+    found = []
+    monkeypatch.setattr(module, "train_prompt_assistants", lambda *words: found.append("prompt") or 3)
+    monkeypatch.setattr(module, "apply_loss_scale", lambda *words: found.append("scale"))
+    session = with_texts(
+        Engine(output()), train_prompt_assistants=train, loss_scale=object() if scaled else None, deterministic=True
+    )
+    session.prompt_truncated, session.mask_given = truncated, given
+    if turns:
+        run(session.generate())
+    run(session.finish())
+    assert found == called
+    assert session.trajectory.counters.get("trained_given_tokens", 0) == 3 * ("prompt" in called)
+
+
+class Production(Texts):
+    """Renders users' messages in brackets and the model's in parentheses; `changes` is what production does to them."""
+
+    changes = staticmethod(lambda text: text)
+
+    def full_text(self, messages, tools=None, *, add_generation_prompt=False):
+        pairs = {"user": "[{}]", "assistant": "({})"}
+        text = "".join(pairs[message["role"]].format(message["content"]) for message in messages)
+        return self.changes(text) + "(" * add_generation_prompt
+
+    def turn_text(self, ids):
+        return self.decode(ids).removesuffix(")")
+
+
+def numbers(text):
+    return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("changes", "forks"),
+    [
+        (lambda text: text, False),
+        (lambda text: text.replace("(A)", "(B)"), True),
+        (lambda text: text.replace("[q]", "[r]"), False),
+        (lambda text: text.replace("[q]", "[r]") if "A" in text else text, True),
+    ],
+    ids=["same", "another turn", "another prompt in both", "another prompt behind a turn"],
+)
+def test_a_record_is_forked_where_production_shows_another_text(changes, forks):
+    session = with_texts(Engine(output(numbers("A)")), output()), tools=[TOOL], use_inference_chat_template=True)
+    chat = Production([[50]])
+    chat.changes = changes
+    session = RolloutSession(replace(session.context, chat=chat), session.trajectory)
+    session.start(numbers("[q]("), [{"role": "user", "content": "q"}], [TOOL])
+    run(session.generate())
+    old, seen = session.record, list(session.messages)
+    session.extend(USER)
+    run(session.generate())
+    assert len(session.trajectory.records) == 1 + forks
+    assert old.messages == (seen if forks else []) and session._prompt_messages == (3 if forks else 1)
+    if forks:
+        assert chat.mixed == (seen[:1], [seen[1], *USER], [TOOL]) and session.record.token_ids[:3] == [7, 7, 7]
+
+
+def test_a_record_is_never_forked_unless_the_run_asks_for_it():
+    session = with_texts(Engine(output(), output()), deltas=[[50]])
+    session._production_differs = None
+    run(session.generate())
+    session.extend(USER)
+    run(session.generate())
+    assert len(session.trajectory.records) == 1
