@@ -213,7 +213,9 @@ def _filled(message: Message, supply: Mapping[Kind, Iterator[Any]]) -> Message:
         return message
     parts: list[Any] = []
     for part in _parts(message):
-        if part.get("type") in KINDS and part.get(part["type"]) is None:
+        if not isinstance(part, Mapping):
+            parts.append(part)
+        elif part.get("type") in KINDS and part.get(part["type"]) is None:
             parts.append({**part, part["type"]: next(supply[part["type"]])})
         elif isinstance(part.get("text"), str):
             parts += _split(part["text"], supply)
