@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -14,7 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.data.dataset import Columns, drop_nulls, load_rows
+from verl_mt.data.dataset import (
+    Columns,
+    DataRow,
+    Entry,
+    Reading,
+    begun_by_system,
+    check_renamed,
+    drop_nulls,
+    entries_of,
+    examine_rows,
+    load_entry,
+    load_rows,
+    read_line,
+    read_rows,
+)
 from verl_mt.errors import DataError, PluginError
 
 ROW = {
@@ -336,3 +351,259 @@ def test_a_prompt_that_begins_with_a_developers_message_gets_no_system_message(t
     prompt = [{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]
     file = jsonl(tmp_path / "q.jsonl", [ROW | {"prompt": prompt}])
     assert load(file, columns=Columns(system="be brief"))[0].rows[0].prompt == prompt
+
+
+def test_every_field_of_a_row_has_its_column(tmp_path):
+    raw = ROW | {"metadata": {"m": 1}, "extra_info": {"k": 1}, "other": 5}
+    file = jsonl(tmp_path / "a.jsonl", [raw])
+    before = time.time()
+    (source,) = load({"x": file})
+    assert before <= source.read_at_s <= time.time()
+    assert source.rows == [
+        DataRow(ROW["prompt"], "openai/gsm8k", "7", {"k": 1}, raw, 0, file, "x", "7", {"m": 1}, problem=None)
+    ]
+    row = source.rows[0]
+    assert row.place == f"{file}, row 1" and row.extra_info is not row.raw["extra_info"]
+    assert row.metadata is not row.raw["metadata"]
+
+
+def test_the_file_decides_positions_and_number_of_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(["", json.dumps(ROW), "  ", json.dumps(ROW), json.dumps(ROW)]))
+    (tmp_path / "a.json").write_text(json.dumps([ROW] * 3))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW] * 3), tmp_path / "a.parquet")
+    for name, indices in (("a.jsonl", [1, 3, 4]), ("a.json", [0, 1, 2]), ("a.parquet", [0, 1, 2])):
+        for num_rows, there in ((-1, 3), (2, 2), (1, 1), (9, 3)):
+            assert [row.index for row in load(str(tmp_path / name), num_rows=num_rows)[0].rows] == indices[:there]
+        with pytest.raises(DataError, match=f"data.train_files: .*{name} has no rows"):
+            load(str(tmp_path / name), num_rows=0)
+
+
+def test_what_a_row_does_not_say_about_tools_is_empty():
+    extra = {
+        "tools_kwargs": {"f": {}},
+        "interaction_kwargs": {"name": "x"},
+        "need_tools_kwargs": 1,
+        "tool_selection": ["f"],
+    }
+    full, bare = DataRow([], "d", extra_info=extra), DataRow([], "d", extra_info={"tools_kwargs": None})
+    assert (full.tools_kwargs, full.interaction_kwargs) == ({"f": {}}, {"name": "x"})
+    assert full.need_tools_kwargs is True and full.tool_selection == ["f"]
+    assert (bare.tools_kwargs, bare.interaction_kwargs, bare.need_tools_kwargs, bare.tool_selection) == (
+        {},
+        {},
+        False,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "entries"),
+    [
+        ("d/a.parquet", [Entry("a", "d/a.parquet")]),
+        ("m:f", [Entry("m:f", "m:f")]),
+        ({"path": "a.json", "weight": 1}, [Entry("a", "a.json", 1.0)]),
+        (["a.json", {"path": "d/a.json", "weight": 0.5}, "b.json"],
+         [Entry("a_0", "a.json"), Entry("a_1", "d/a.json", 0.5), Entry("b", "b.json")]),
+        ({5: "a.json", "y": {"path": "b.json", "name": "z"}}, [Entry("5", "a.json"), Entry("z", "b.json")]),
+        (("a.json", {"path": "a.json", "name": "b"}), [Entry("a", "a.json"), Entry("b", "a.json")]),
+    ],
+)  # fmt: skip
+def test_entries_have_a_name_a_path_and_a_weight(spec, entries):
+    assert entries_of(spec, "train") == entries
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"a": {"path": 5}}, "data.train_files.a: expected {path: ..., weight: ...}, got {'path': 5}"),
+        ({"path": "a.json", "wait": 1}, "data.train_files: expected {path"),
+        ({"a": {"path": "a.json", "weight": -1}}, "data.train_files.a: weight must be a number above 0, got -1"),
+        ({"a": {"path": "a.json", "weight": float("nan")}}, "above 0, got nan"),
+        ({"a": {"path": "a.json", "weight": "2"}}, "above 0, got '2'"),
+        ({"a": " "}, "data.train_files.a: expected a path or package.module:function, got ' '"),
+        ([""], "data.train_files: expected a path or package.module:function, got ''"),
+        (["a.json", "b.json", {"path": "c.json", "name": "b"}, {"path": "d.json", "name": "b_1"}], "named 'b_1'"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_what_is_wrong(spec, said):
+    with pytest.raises(DataError, match=re.escape(said)):
+        entries_of(spec, "train")
+
+
+def test_a_hint_stands_only_where_a_key_is_unknown():
+    for spec in ({"a": {"path": 5}}, {"a": {"name": "x"}}):
+        with pytest.raises(DataError) as caught:
+            entries_of(spec, "train")
+        assert "did you mean" not in str(caught.value)
+
+
+def test_bad_rows_are_kept_where_they_are_wanted(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [ROW, [1], ROW | {"prompt": 5}])
+    entry, reading = Entry("x", file), Reading("val", keeps_bad=True)
+    good, no_row, bad = load_entry(entry, reading).rows
+    assert good.problem is None and good.raw == ROW
+    where = {"file": file, "source": "x"}
+    assert no_row == DataRow(
+        [], "", index=1, problem=f"{file}, row 2: expected a mapping column -> value, got list [1]", **where
+    )
+    assert bad.raw == ROW | {"prompt": 5} and "row 3, column prompt: expected messages" in bad.problem
+    assert reading.key == "data.val_files"
+    with pytest.raises(DataError, match="row 2: expected a mapping"):
+        Reading("val").row_of([1], 1, entry)
+
+
+def test_examined_rows_are_the_good_ones_and_a_line_for_each_bad_one(tmp_path):
+    rows = [ROW | {"question": "q"}, [1], {"question": "r"}, ROW | {"question": "last"}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    columns = Columns(renamed={"question": "prompt"}, system="be brief")
+    raw, good, wrong = examine_rows(file, columns=columns)
+    assert list(raw) == [0, 2, 3] and raw[0] == ROW | {"prompt": "q"} and raw[2] == {"prompt": "r"}
+    assert [(row.index, row.prompt[0]["content"], row.prompt[1]["content"]) for row in good] == [
+        (0, "be brief", "q"), (3, "be brief", "last"),
+    ]  # fmt: skip
+    assert [line.partition(":")[0] for line in wrong] == [f"{file}, row 2", f"{file}, row 3"]
+    assert [row.index for row in examine_rows(file, num_rows=1)[1]] == [0]
+    with pytest.raises(DataError, match="no row has"):
+        examine_rows(file, columns=Columns(renamed={"absent": "prompt"}))
+    with pytest.raises(DataError, match=r"data\.train_files: .*none\.jsonl has no rows"):
+        examine_rows(jsonl(tmp_path / "none.jsonl", []))
+
+
+def test_a_file_of_any_schema_is_read_as_it_is(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [{"x": 1}, {"y": None}])
+    assert read_rows(file, "K") == {0: {"x": 1}, 1: {"y": None}}
+    with pytest.raises(DataError, match=r"K: no file 'absent\.json'"):
+        read_rows("absent.json", "K")
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ({"a": None}, None), ({}, {}), ({"a": {}}, {"a": {}}), ({"a": {"b": None}}, None), ([], []), (None, None),
+        ([None, {"a": None}, 1], [None, None, 1]), ({"a": [{"b": None, "c": 0}]}, {"a": [{"c": 0}]}), (0, 0),
+    ],
+)  # fmt: skip
+def test_nulls_are_removed_from_mappings_and_stay_in_lists(value, left):
+    assert drop_nulls(value) == left
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"a": ]', "a.jsonl, row 4: not JSON: Expecting value at column 7"),
+        (b"\xff", "a.jsonl, row 4: not UTF-8: "),
+        (b"[" * 100_000, "a.jsonl, row 4: lists or objects are nested too deep to be read"),
+    ],
+)
+def test_a_line_that_is_no_json_is_an_error_of_its_row(tmp_path, line, said):
+    assert read_line(b'{"a": 1}', tmp_path / "a.jsonl", 3) == {"a": 1}
+    found = read_line(line, tmp_path / "a.jsonl", 3)
+    assert isinstance(found, DataError) and said in str(found)
+
+
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
+    for content, said in ((b"\xff", "not UTF-8"), (b"[" * 100_000, "nested too deep"), (b"[1,]", "line 1: not JSON")):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(DataError, match=said) as caught:
+            load(str(tmp_path / "a.json"))
+        assert "one object per line" not in str(caught.value)
+
+
+def test_a_generators_own_errors_pass_and_all_others_are_told_with_the_call(module):
+    def raises(error):
+        def rows(num_rows, seed, split):
+            raise error
+
+        return rows
+
+    module.refuses, module.stops = raises(DataError("mine")), raises(KeyboardInterrupt())
+    module.exits, module.lists = raises(SystemExit(3)), lambda num_rows, seed, split: (ROW, ROW, ROW)
+    with pytest.raises(DataError, match=r"^mine$"):
+        load("made_up_rows:refuses")
+    with pytest.raises(KeyboardInterrupt):
+        load("made_up_rows:stops")
+    with pytest.raises(DataError, match=r"made_up_rows:exits\(num_rows=2, seed=4, split='train'\) raised SystemExit"):
+        load("made_up_rows:exits", num_rows=2, seed=4)
+    assert [len(load("made_up_rows:lists", num_rows=n)[0].rows) for n in (-1, 1, 2, 5)] == [3, 1, 2, 3]
+    with pytest.raises(DataError, match="has no rows"):
+        load("made_up_rows:lists", num_rows=0)
+    module.endless = lambda num_rows, seed, split: iter([ROW])
+    with pytest.raises(DataError, match=r"say how many: data\.train_max_samples \(it is -1\)"):
+        load("made_up_rows:endless")
+    assert len(load("made_up_rows:endless", num_rows=2)[0].rows) == 1
+
+
+@pytest.mark.parametrize("value", [7, 2.5, True])
+def test_a_number_is_a_prompt_only_for_a_function_that_reads_it_itself(tmp_path, value):
+    file = jsonl(tmp_path / "a.jsonl", [ROW | {"prompt": value}])
+    (row,) = load(file, columns=Columns(as_it_is=True))[0].rows
+    assert row.prompt == [{"role": "user", "content": str(value)}]
+    with pytest.raises(DataError, match="expected messages"):
+        load(file)
+    with pytest.raises(DataError, match="expected messages"):
+        load(jsonl(tmp_path / "b.jsonl", [ROW | {"prompt": {}}]), columns=Columns(as_it_is=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"audios": ["a", "b"]}, "column audios holds 2 items; audio is not offered"),
+        ({"data_source": None}, "column 'data_source' is null"),
+        ({"reward_model": None}, "column 'reward_model' is null"),
+        ({"reward_model": ["ground_truth"]}, "column reward_model must be a mapping with ground_truth"),
+        ({"prompt": [{"role": 5, "content": "x"}]}, "message 1: expected {role"),
+        ({"prompt": [{"role": "user"}]}, "message 1: content must be text"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}, {"role": "tool", "content": None}]},
+            "message 2: content must be",
+        ),
+        ({"prompt": [{"role": "user", "content": None, "tool_calls": []}]}, "message 1: content must be"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_column(tmp_path, changes, said):
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1") as caught:
+        load(jsonl(tmp_path / "a.jsonl", [ROW | changes]))
+    assert said in str(caught.value)
+
+
+def test_where_nothing_is_wrong_a_column_may_be_empty(tmp_path):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": None}]
+    raw = ROW | {"audios": [], "extra_info": None, "metadata": None, "prompt": prompt}
+    (row,) = load(jsonl(tmp_path / "a.jsonl", [raw]))[0].rows
+    assert (row.extra_info, row.metadata) == ({}, {}) and row.prompt == [
+        {"role": "user", "content": prompt[0]["content"]}
+    ]
+    (row,) = load(jsonl(tmp_path / "b.jsonl", [ROW | {"ground_truth": "8"}]))[0].rows
+    assert row.ground_truth == "7", "reward_model comes first"
+    (row,) = load(jsonl(tmp_path / "c.jsonl", [ROW | {"metadata": {}}]))[0].rows
+    assert row.metadata == {} and row.extra_info == {"index": 0}
+    (row,) = load(jsonl(tmp_path / "d.jsonl", [ROW | {"label": 5}]), columns=Columns(label="label"))[0].rows
+    assert (row.label, row.ground_truth, row.data_source) == (5, 5, "openai/gsm8k")
+    (row,) = load(jsonl(tmp_path / "e.jsonl", [ROW | {"label": {"x": 1}}]), columns=Columns(label="label"))[0].rows
+    assert row.label == row.ground_truth == {"x": 1}
+
+
+@pytest.mark.parametrize(("length", "shown"), [(118, 120), (119, 120), (500, 120)])
+def test_a_long_value_is_cut_in_an_error(tmp_path, length, shown):
+    with pytest.raises(DataError) as caught:
+        load(jsonl(tmp_path / "a.jsonl", [ROW | {"extra_info": "x" * length}]))
+    text = str(caught.value).partition("got str ")[2]
+    assert len(text) == shown and text == (repr("x" * length) if length == 118 else "'" + "x" * 116 + "...")
+
+
+def test_columns_to_rename_are_checked_only_where_there_are_rows():
+    names = {"a": "b", "c": "d"}
+    check_renamed([], names, "f")
+    check_renamed([{"z": 1}], {}, "f")
+    check_renamed([{"a": 1}, {"c": 1}], names, "f")
+    with pytest.raises(DataError, match=r"f: data\.columns renames c, which no row has; the first has a"):
+        check_renamed([{"a": 1}], names, "f")
+    with pytest.raises(DataError, match="renames a, c to one name, b"):
+        check_renamed([{"a": 1, "c": 1}], {"a": "b", "c": "b", "e": "f"}, "f")
+
+
+def test_a_system_message_stands_before_an_empty_prompt_too():
+    system = {"role": "system", "content": "s"}
+    assert begun_by_system([], "s") == [system] and begun_by_system([], None) == []
+    other = [{"role": "user", "content": "q"}, system]
+    assert begun_by_system(other, "s") == [system, *other] and begun_by_system(other, None) is other

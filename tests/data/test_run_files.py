@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import errno
 import json
 import math
 import os
@@ -10,25 +12,32 @@ import uuid
 
 import numpy
 import pytest
+import torch
 from hostile import Unshowable
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from verl_mt.data.run_files import (
     SCHEMA_VERSION,
     TRUTH_CHARACTERS,
     append_metrics,
     append_token_texts,
+    disk_refused,
+    json_text,
+    plain_row,
     read_jsonl_tolerant,
     read_token_texts,
     row_to_trajectory,
     to_json_value,
     trajectory_to_row,
     truncate_metrics,
+    update_columns,
     write_rows,
+    writing,
 )
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryRecord
-from verl_mt.errors import DataError
+from verl_mt.errors import CheckpointError, DataError
 
 texts = st.text(st.characters(), max_size=8)  # any code point, separators and halves of surrogate pairs included
 numbers = st.floats(-1e6, 1e6)
@@ -281,3 +290,193 @@ def test_token_texts_are_added_up_over_lines_and_a_torn_one_costs_only_itself(tm
         file.write(b'{"9": "lo')
     append_token_texts(tmp_path, {10: "⟨E2 9C⟩"})
     assert read_token_texts(tmp_path) == {7: " the", 8: "\n", 10: "⟨E2 9C⟩"}
+
+
+def test_each_record_has_its_own_update_in_order():
+    """Two records; the second has seen other messages and tools."""
+    trajectory = one_record()
+    trajectory.records += one_record().records
+    second = trajectory.records[1]
+    second.messages, second.tools, second.has_log_probs = [{"role": "user", "content": "m"}], [], False
+    row = trajectory_to_row(
+        trajectory, step=1, advantages=[None, [1.0, 2.0, 3.0]], old_log_probs=[[4.0, 5.0, 6.0], None],
+        clipped=[[0.0, -1.0, 2.0], None],
+    )  # fmt: skip
+    first, other = row["records"]
+    names = ["token_ids", "sampled", "loss_mask", "rollout_log_probs", "policy_versions", "advantages", "old_log_probs"]
+    assert list(first) == [*names, "clipped", "has_log_probs", "turns"]
+    assert list(other) == [*names, "has_log_probs", "messages", "tools", "turns"]
+    assert (first["advantages"], first["old_log_probs"], first["clipped"]) == (None, [4.0, 5.0, 6.0], [2])
+    assert (other["advantages"], other["old_log_probs"], other["tools"]) == ([1.0, 2.0, 3.0], None, [])
+    back = row_to_trajectory(row).records
+    assert back == trajectory.records and back[0].tools is None and back[1].tools == []
+    late = plain_row(trajectory)["records"][0]
+    assert list(late) == [*names[:5], "has_log_probs", "turns"] and plain_row(trajectory)["step"] is None
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_an_update_has_a_number_per_token(length):
+    assert update_columns(3, [1.0] * 3) == {"advantages": [1.0] * 3, "old_log_probs": None}
+    with pytest.raises(ValueError, match=f"old_log_probs: {length} numbers for a record of 3 tokens"):
+        update_columns(3, None, [0.0] * length)
+    clipped = update_columns(3, clipped=numpy.array([1.0, numpy.nan, 0.5]))["clipped"]
+    assert clipped.tolist() == [0, 2] and clipped.dtype == numpy.int32
+
+
+def test_pictures_that_replaced_those_of_the_row_are_part_of_it():
+    trajectory = one_record()
+    trajectory.media = {"images": [Image.new("RGB", (1, 2), (1, 2, 3)), "a.png"], "videos": []}
+    row = trajectory_to_row(trajectory, step=1)
+    assert row["media"]["images"][1] == "a.png" and row["media"]["videos"] == []
+    assert row["media"]["images"][0]["image"].startswith("data:image/png;base64,")
+    assert row_to_trajectory(row).media["images"][0].getpixel((0, 1)) == (1, 2, 3)
+    assert "media" not in trajectory_to_row(one_record(), step=1)
+
+
+@pytest.mark.parametrize("length", [TRUTH_CHARACTERS, TRUTH_CHARACTERS + 1])
+def test_a_ground_truth_of_just_the_most_characters_stays(length):
+    trajectory = one_record()
+    trajectory.ground_truth = "é" * length
+    found = trajectory_to_row(trajectory, step=1)["ground_truth"]
+    note = f" ... (cut: the ground truth has {length} characters)"
+    assert found == ("é" * length if length == TRUTH_CHARACTERS else "é" * (TRUTH_CHARACTERS - len(note)) + note)
+    trajectory.ground_truth = ["é" * (length - 4)]
+    assert (trajectory_to_row(trajectory, step=1)["ground_truth"] == ["é" * (length - 4)]) is (
+        length == TRUTH_CHARACTERS
+    )
+
+
+def test_a_row_without_what_it_must_have_names_all_of_it():
+    row = trajectory_to_row(one_record(), step=1)
+    short = {name: value for name, value in row.items() if name not in ("messages", "stop_reason", "records")}
+    with pytest.raises(DataError, match="rollout row 't': messages, stop_reason, records missing"):
+        row_to_trajectory(short)
+    pending = row_to_trajectory(row | {"stop_reason": None})
+    assert pending.stop_reason is None
+    span = {"phase": "tool", "start_s": 1.0, "end_s": 2.0, "turn": 1, "name": "f", "later": 1}
+    record = {**row["records"][0], "turns": [{**row["records"][0]["turns"][0], "later": 1}]}
+    back = row_to_trajectory(row | {"time_spans": [span], "records": [record]})
+    assert back.time_spans == [TimeSpan("tool", 1.0, 2.0, 1, "f")] and len(back.records[0].turns) == 1
+
+
+class Color(enum.IntEnum):
+    """A number with a name."""
+
+    RED = 2
+
+
+class Word(str):
+    """A subclass."""
+
+
+@pytest.mark.parametrize(
+    ("value", "made"),
+    [
+        (None, None), (True, True), (Color.RED, 2), (StopReason.FINISHED, "finished"), (Word("x"), "x"),
+        (numpy.float64(0.5), 0.5), (numpy.float64("nan"), None), (math.inf, None), (-math.inf, None),
+        ({"b", "a"}, ["a", "b"]), (torch.tensor([[1, 2]]), [[1, 2]]), (torch.tensor(1.5), 1.5), (numpy.int32(3), 3),
+        (Word, "<class 'test_run_files.Word'>"), ((), []),
+    ],
+)  # fmt: skip
+def test_a_value_is_written_as_plain_json(value, made):
+    found = to_json_value(value)
+    assert found == made and type(found) is type(made)
+
+
+def test_a_long_text_of_an_object_is_cut():
+    class Long:
+        def __repr__(self):
+            return "x" * 20_000
+
+    assert to_json_value(Long()) == "x" * 9_997 + "..."
+
+
+def test_an_array_is_a_list_of_as_many_levels():
+    text = "(nested too deeply to be written)"
+    assert to_json_value(numpy.ones((1, 1)), 2) == [[1.0]] and to_json_value(numpy.ones((1, 1)), 1) == [text]
+
+
+def test_halves_of_a_surrogate_pair_are_escaped_and_other_letters_are_not():
+    assert json_text({"k": "é"}) == '{"k": "é"}'.encode()
+    assert json_text({"k": "é\ud800"}) == b'{"k": "\\u00e9\\ud800"}'
+    assert json_text([math.nan, 1]) == b"[null, 1]" and json_text(["\ud800", math.nan]) == b'["\\ud800", null]'
+
+
+def test_a_refused_write_names_the_file_the_cause_and_the_room(tmp_path, monkeypatch):
+    places = []
+    monkeypatch.setattr("shutil.disk_usage", lambda place: places.append(place) or type("Usage", (), {"free": 5}))
+    path = tmp_path / "a" / "b.jsonl"
+    said = disk_refused(path, OSError(errno.ENOSPC, "No space left on device"))
+    assert said.startswith(f"cannot write {path}: No space left on device (5 bytes free on its disk); make room")
+    assert places == [tmp_path]
+    assert disk_refused(tmp_path, OSError("odd")).startswith(f"cannot write {tmp_path}: odd (5 bytes")
+    assert disk_refused("absent_folder/x", OSError("odd")) and places[-1] == type(path)(".")
+    with pytest.raises(CheckpointError, match=r"b\.jsonl: odd"), writing(path):
+        raise OSError("odd")
+    with pytest.raises(KeyError), writing(path):
+        raise KeyError
+
+
+def test_a_written_file_has_the_permissions_of_others_and_leaves_nothing_beside_it(tmp_path):
+    old = os.umask(0o027)
+    try:
+        assert write_rows(tmp_path / "new" / "a.jsonl", [{"x": 1}, {"y": 2}]) == 2
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new" / "a.jsonl").stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.jsonl"]
+    assert (tmp_path / "new" / "a.jsonl").read_bytes() == b'{"x": 1}\n{"y": 2}\n'
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """The content, the name, the folder; each line of metrics too."""
+    happened = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(number):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+        happened.append(("sync", name.rpartition(".")[2], os.fstat(number).st_size if name != "new" else 0))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *names: happened.append(("name",)) or replace(*names))
+    write_rows(tmp_path / "new" / "a.jsonl", [{"x": 1}])
+    append_metrics(tmp_path / "new" / "m.jsonl", {"x": 1})
+    append_metrics(tmp_path / "new" / "m.jsonl", {"y": 1})
+    assert happened == [("sync", "tmp", 9), ("name",), ("sync", "new", 0), ("sync", "jsonl", 9), ("sync", "jsonl", 18)]
+
+
+def test_token_texts_of_torn_or_foreign_lines_are_left_out(tmp_path):
+    file = tmp_path / "token_texts.jsonl"
+    file.write_bytes(b'{"1": "a", "x": "b", "2": 3}\n\n[4]\n{"5"\n{"1": "c", "6": "d"}')
+    assert read_token_texts(tmp_path) == {1: "c", 6: "d"}
+    append_token_texts(tmp_path, {7: "e"})
+    assert file.read_bytes().endswith(b'"d"}\n{"7": "e"}\n')
+    append_token_texts(tmp_path, {8: "f"})
+    assert file.read_bytes().endswith(b'{"7": "e"}\n{"8": "f"}\n')
+    file.write_bytes(b"")
+    append_token_texts(tmp_path, {9: "g"})
+    assert file.read_bytes() == b'{"9": "g"}\n'
+
+
+def test_truncating_counts_what_went_and_keeps_lines_without_a_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = [b'{"note": 1}\n', b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3}\n', b'{"st']
+    file.write_bytes(b"".join(lines))
+    assert truncate_metrics(file, after_step=2) == 2 and file.read_bytes() == b"".join(lines[:3])
+    stamp = file.stat().st_ino
+    assert truncate_metrics(file, after_step=2) == 0 and file.stat().st_ino == stamp, "nothing is written"
+    assert truncate_metrics(file, after_step=-1) == 2 and file.read_bytes() == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [(b'{"a": 1}\n{"b": 2}', 1), (b'{"a": 1}\n[1]\n', 1), (b'{"a": 1}\n{"b"\n', 1), (b"", 0), (b'{"a": 1}\n', 1)],
+)
+def test_a_torn_last_line_is_left_out(tmp_path, content, rows):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert read_jsonl_tolerant(tmp_path / "a.jsonl") == [{"a": 1}] * rows
+    (tmp_path / "a.jsonl").write_bytes(b"[1]\n" + content)
+    if content:
+        with pytest.raises(DataError, match=r"a\.jsonl, line 1: not a JSON object"):
+            read_jsonl_tolerant(tmp_path / "a.jsonl")
