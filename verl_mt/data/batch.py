@@ -290,7 +290,7 @@ def _turn_rewards(rows: Sequence[tuple[Trajectory, TrajectoryRecord]], sampled_B
 
 
 def _pad(rows: Sequence[Sequence[Any]], dtype: type, filler: float) -> Tensor:
-    padded: np.ndarray = np.full((len(rows), max(map(len, rows), default=0)), filler, dtype)
+    padded: np.ndarray = np.full((len(rows), max(map(len, rows))), filler, dtype)
     for place, row in zip(padded, rows):
         place[: len(row)] = row
     return torch.from_numpy(padded)
