@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +15,13 @@ from hypothesis import strategies as st
 from verl_mt.data.dataset import DataRow, DataSource
 from verl_mt.data.sampler import (
     DifficultySampler,
+    Joined,
     PositionSampler,
     RowSampler,
     ShuffledSampler,
     WeightedSampler,
     build_sampler,
+    permuted,
 )
 from verl_mt.errors import CheckpointError, DataError, PluginError
 
@@ -203,3 +208,197 @@ def test_entries_of_other_names_are_the_same_data_unless_the_order_depends_on_th
     sampler, state = renamed("weighted")
     with pytest.raises(CheckpointError, match="resume_mode=disable"):
         sampler.load_state_dict(state)
+
+
+def drawn(sampler, n):
+    return [(row.data_source, row.index) for row in sampler.next_batch(n)]
+
+
+def shuffled(key, size):
+    """The order that `key` names."""
+    order = list(range(size))
+    random.Random(key).shuffle(order)
+    return order
+
+
+def test_a_computed_order_is_the_same_in_every_version():
+    """Six rounds, written out again."""
+
+    def expected(key, size, item):
+        side = next(side for side in range(1, size + 1) if side * side >= size)
+        secret = hashlib.sha256(key.encode()).digest()
+        while True:
+            left, right = item // side, item % side
+            for number in range(6):
+                mixed = hashlib.blake2b(f"{number}/{right}".encode(), digest_size=8, key=secret).digest()
+                left, right = right, (left + int.from_bytes(mixed, "little")) % side
+            item = left * side + right
+            if item < size:
+                return item
+
+    for size in (1, 2, 3, 4, 5, 9, 10, 17):
+        orders = [[found("0/all/0", size, k) for k in range(size)] for found in (permuted, expected)]
+        assert orders[0] == orders[1]
+    assert [permuted("0/all/0", 10, k) for k in range(10)] == [7, 1, 9, 3, 0, 8, 4, 6, 2, 5]
+
+
+def test_the_order_of_a_seed_is_the_same_in_every_version():
+    sources = [source("a", 3), source("b", 2)]
+    both = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+    orders = [[both[k] for k in shuffled(f"3/all/{epoch}", 5)] for epoch in range(3)]
+    assert drawn(ShuffledSampler(sources, seed=3), 15) == orders[0] + orders[1] + orders[2]
+    assert orders[0] == [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1)]
+    assert drawn(ShuffledSampler(sources, shuffle=False), 7) == [*both, *both[:2]]
+    assert drawn(ShuffledSampler(sources), 5) == [both[k] for k in shuffled("0/all/0", 5)]
+
+
+def test_weighted_draws_are_the_same_in_every_version():
+    sources = [source("a", 3, 1.0), source("b", 2, 3.0)]
+    offset, golden = random.Random("3/mixing").random(), 0.6180339887498949
+    which = ["ab"[(offset + k * golden) % 1 >= 0.25] for k in range(40)]
+    orders = {
+        name: [k for epoch in range(20) for k in shuffled(f"3/{name}/{epoch}", size)]
+        for name, size in (("a", 3), ("b", 2))
+    }
+    expected = [(name, orders[name][which[:k].count(name)]) for k, name in enumerate(which)]
+    sampler = WeightedSampler(sources, seed=3)
+    assert drawn(sampler, 40) == expected and {"a", "b"} == set(which)
+    assert [sampler.row_at(k).index for k in (30, 5, 6, 6, 0)] == [expected[k][1] for k in (30, 5, 6, 6, 0)]
+    plain = WeightedSampler(sources, seed=3, shuffle=False)
+    assert drawn(plain, 40) == [
+        (name, which[:k].count(name) % len("aaa" if name == "a" else "bb")) for k, name in enumerate(which)
+    ]
+
+
+def test_a_weighted_draw_counts_on_from_the_last_one():
+    sampler = WeightedSampler([source("a", 3, 1.0), source("b", 2, 3.0)])
+    looked, look = [], sampler._sources_at
+    sampler._sources_at = lambda positions: looked.append(len(positions)) or look(positions)
+    for _ in range(50):
+        sampler.next_batch(1)
+    assert sum(looked) == 99, "each position once for its row, and all but the last once more as one before"
+    sampler.row_at(49)
+    assert sum(looked) == 100
+    assert np.bincount(look(np.arange(49)), minlength=2).tolist() == sampler._counts
+
+
+def test_a_source_may_weigh_everything():
+    sampler = WeightedSampler([source("a", 2, 0.0), source("b", 3, 2.0), source("c", 2, 0.0)], shuffle=False)
+    assert drawn(sampler, 4) == [("b", 0), ("b", 1), ("b", 2), ("b", 0)]
+
+
+def test_a_stage_walks_through_its_own_rows_from_its_start():
+    sources = [source("a", 4), source("b", 3)]  # levels 0 1 2 0, 0 1 2
+    schedule = [{"rows": 0, "max": 0}, {"rows": 4, "max": 1}, {"rows": 6, "max": None}]
+    plain = DifficultySampler(sources, key="level", schedule=schedule, shuffle=False)
+    easy, both = [("a", 0), ("a", 3), ("b", 0)], [("a", 0), ("a", 1), ("a", 3), ("b", 0), ("b", 1)]
+    every = [("a", k) for k in range(4)] + [("b", k) for k in range(3)]
+    assert drawn(plain, 15) == [*easy, easy[0], *both[:2], *every, *every[:2]]
+    assert plain.num_rows == 7
+    mixed = DifficultySampler(sources, key="level", schedule=schedule, seed=5)
+    assert drawn(mixed, 8) == [
+        *[easy[k] for k in (*shuffled("5/stage_0/0", 3), shuffled("5/stage_0/1", 3)[0])],
+        *[both[k] for k in shuffled("5/stage_1/0", 5)[:2]], *[every[k] for k in shuffled("5/stage_2/0", 7)[:2]],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ([{"rows": 0, "max": 1}, {"rows": 0, "max": 2}], "rows must grow from 0 on"),
+        ([{"rows": 0, "max": 1}, {"rows": 5, "max": 2}, {"rows": 4, "max": 2}], "rows must grow from 0 on"),
+        ([{"rows": -1, "max": 1}], "rows must grow from 0 on"),
+        ([{"rows": 0, "max": 1}, {"rows": 1, "max": -1}], "no row has level <= -1; the smallest is 0"),
+        ([5], "expected {rows: number, max: number or null}, got 5"),
+        ([{"rows": 0, "max": 1, "more": 2}], "expected {rows"),
+        ([{"rows": 0.5, "max": 1}], "expected {rows"),
+    ],
+)
+def test_a_schedule_grows_from_the_first_row(schedule, said):
+    with pytest.raises(DataError, match=said):
+        DifficultySampler([source("a", 4)], key="level", schedule=schedule)
+    DifficultySampler([source("a", 4)], key="level", schedule=[{"rows": 0, "max": 0}, {"rows": 1, "max": 0}])
+
+
+@pytest.mark.parametrize("value", [True, "1", None])
+def test_a_difficulty_is_a_number_in_a_column_or_in_extra_info(value):
+    rows = [
+        DataRow([], "a", raw={"x": 1.5}, extra_info={"x": 9}, index=0),
+        DataRow([], "a", extra_info={"x": 2}, index=1),
+    ]
+    schedule = [{"rows": 0, "max": 1.5}, {"rows": 2, "max": 2}]
+    sampler = DifficultySampler([DataSource("a", rows)], key="x", schedule=schedule, shuffle=False)
+    assert [row.index for row in sampler.next_batch(4)] == [0, 0, 0, 1]
+    rows[1].extra_info["x"] = value
+    with pytest.raises(DataError, match=r"row 2: data\.sampler_kwargs\.key names 'x'"):
+        DifficultySampler([DataSource("a", rows)], key="x", schedule=schedule)
+
+
+def test_joined_rows_are_one_sequence():
+    joined = Joined([source("a", 2), source("b", 0), source("c", 3)])
+    assert len(joined) == 5
+    assert [joined.place_of(k) for k in range(5)] == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
+    assert names(joined[1:4]) == ["a1", "c0", "c1"] and names([joined[-1], joined[0]]) == ["c2", "a0"]
+    with pytest.raises(IndexError):
+        joined[5]
+
+
+def test_a_position_is_kept_and_taken_up():
+    sampler = make("shuffled", 0, (5, 6))
+    sampler.next_batch(3)
+    sampler.next_batch(4)
+    assert sampler.state_dict() == {"position": 7, "rows": {"s0": 5, "s1": 6}} and sampler.num_rows == 11
+    other = make("shuffled", 0, (2, 2))
+    other.go_on_in_other_rows(sampler.state_dict())
+    assert other.position == 7
+    with pytest.raises(CheckpointError, match="other_data"):
+        other.load_state_dict(sampler.state_dict())
+    same = make("weighted", 0, (5, 6))
+    same.load_state_dict(sampler.state_dict())
+    assert same.position == 7
+
+
+def test_other_rows_are_taken_up_like_any_state_by_a_sampler_that_does_not_say_otherwise():
+    class Own(RowSampler):
+        num_rows = 1
+
+        def next_batch(self, n):
+            return []
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    own = Own()
+    own.go_on_in_other_rows({"k": 1})
+    own.update([])
+    assert own.state == {"k": 1}
+
+
+def test_no_sources_and_empty_ones_are_refused():
+    with pytest.raises(DataError, match=r"no training rows in data\.train_files"):
+        ShuffledSampler([])
+    with pytest.raises(DataError, match="no training rows in b, c"):
+        ShuffledSampler([source("a", 1), source("b", 0), source("c", 0)])
+    with pytest.raises(NotImplementedError, match="PositionSampler overrides neither row_at nor place_at"):
+        PositionSampler([source("a", 1)]).next_batch(1)
+
+
+def test_orders_of_several_names_and_sizes_are_kept_apart():
+    sampler = PositionSampler([source("a", 1)], seed=4)
+    for position in (0, 4, 1, 9, 3, 0):
+        for name, size in (("x", 4), ("y", 4), ("x", 3)):
+            expected = shuffled(f"4/{name}/{position // size}", size)[position % size]
+            assert sampler.ordered(name, size, position) == expected
+
+
+def test_a_chosen_sampler_gets_seed_and_shuffle():
+    plain, weighted = [source("a", 9)], [source("a", 9, 1.0)]
+    for chosen, sources in ((options(), plain), (options(mixing="weights"), weighted)):
+        made = build_sampler(chosen, sources, seed=7)
+        assert (made.seed, made.shuffle, made.sources) == (7, True, sources)
+    for changed in ({}, {"mixing": "weights"}, {"sampler": f"{__file__}:ByWeight"}):
+        made = build_sampler(options(shuffle=False, **changed), weighted if changed else plain, seed=7)
+        assert (made.seed, made.shuffle) == (7, False)
