@@ -23,3 +23,10 @@ def test_each_bound_alone_decides(name: str, good: list, bad: list):
     for value in bad:
         with pytest.raises(ValueError, match=name):
             SamplingParams(**{"max_new_tokens": 4, name: value})
+
+
+def test_greedy_is_the_same_turn_without_chance():
+    sampling = SamplingParams(
+        4, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop=("a",), stop_token_ids=(1,)
+    )
+    assert sampling.greedy() == SamplingParams(4, temperature=0.0, seed=3, stop=("a",), stop_token_ids=(1,))
