@@ -237,7 +237,7 @@ CALL = {"function": {"name": "f"}}
         ({"role": "tool", "content": None}, "m[1]['content'] must be a text, got None"),
         ({"role": "assistant", "content": 5}, "m[1]['content'] must be a text, got 5"),
         ({"role": "user", "content": ["x"]}, "m[1]['content'][0] must be a part such as"),
-        ({"role": "user", "content": ({"type": "text", "text": "x"}, {"type": "text"})}, "m[1]['content'][1]['text'] must"),
+        ({"role": "user", "content": ({"type": "text", "text": "x"}, {"type": "text"})}, "m[1]['content'][1]['text']"),
         ({**SAID, "reasoning_content": 5}, "m[1]['reasoning_content'] must be a text, got 5"),
         ({**SAID, "tool_call_id": 5}, "m[1]['tool_call_id'] must be a text"),
         ({**SAID, "name": 5}, "m[1]['name'] must be a text"),
