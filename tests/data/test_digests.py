@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from verl_mt.data.digests import damage, save_tensors
+from verl_mt.data.digests import HashingFile, damage, save_tensors
 from verl_mt.data.run_files import append_metrics, write_rows
 from verl_mt.errors import CheckpointError
 
@@ -65,3 +67,79 @@ def test_rows_that_do_not_fit_leave_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"step_000001\.jsonl: No space left on device \(\d+ bytes free"):
         write_rows(tmp_path / "step_000001.jsonl", [{"x": 1}])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_hashing_file_counts_and_hashes_pieces_of_all_sizes(tmp_path, monkeypatch):
+    pools, ended = [], []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers):
+            super().__init__(workers)
+            pools.append(workers)
+
+        def shutdown(self):
+            super().shutdown()
+            ended.append(self)
+
+    monkeypatch.setattr("verl_mt.data.digests.ThreadPoolExecutor", Pool)
+    pieces = [b"ab", b"x" * (2**20 - 1), b"y" * 2**20, np.arange(2**18, dtype=np.int64), bytearray(b"c"), b"z" * 2**21]
+    content, told = b"".join(bytes(piece) for piece in pieces), []
+    with (tmp_path / "a").open("wb") as file:
+        hashing = HashingFile(file)
+        for piece in pieces:
+            assert hashing.write(piece) == len(bytes(piece))
+            told.append((hashing.tell(), len(pools)))
+        sizes = [sum(len(bytes(piece)) for piece in pieces[: k + 1]) for k in range(len(pieces))]
+        assert told == list(zip(sizes, [0, 0, 1, 1, 1, 1])) and pools == [1], "one thread, for pieces of a megabyte"
+        assert hashing.fileno() == file.fileno() and (tmp_path / "a").stat().st_size == len(content)
+        assert hashing.digest() == f"{hashlib.sha256(content).hexdigest()} {len(content)}"
+        hashing.close()
+        hashing.close()
+        assert file.closed and len(ended) == 1
+    assert (tmp_path / "a").read_bytes() == content
+
+
+class Refusing:
+    """A file on a disk that is full."""
+
+    def __init__(self, verb):
+        self.verb = verb
+
+    def write(self, piece):
+        if self.verb == "write":
+            raise OSError(errno.ENOSPC, "full")
+
+    def flush(self):
+        if self.verb == "flush":
+            raise OSError(errno.EDQUOT, "quota")
+
+
+@pytest.mark.parametrize("size", [3, 2**20])
+def test_what_the_disk_refuses_is_kept_and_not_counted(size):
+    hashing = HashingFile(Refusing("write"))
+    with pytest.raises(OSError, match="full"):
+        hashing.write(b"x" * size)
+    assert hashing.error.errno == errno.ENOSPC and hashing.tell() == 0
+    hashing = HashingFile(Refusing("flush"))
+    assert hashing.error is None
+    for verb in (hashing.flush, hashing.fileno):
+        hashing.error = None
+        with pytest.raises(OSError, match="quota"):
+            verb()
+        assert hashing.error.errno == errno.EDQUOT
+
+
+def test_errors_of_torch_itself_stay_what_they_are(monkeypatch, tmp_path):
+    def save(content, file):
+        raise RuntimeError("of torch")
+
+    monkeypatch.setattr(torch, "save", save)
+    with (tmp_path / "a").open("wb") as file, pytest.raises(RuntimeError, match="of torch"):
+        save_tensors({}, file)
+
+
+def test_a_file_that_cannot_be_read_is_damaged(tmp_path):
+    digest = f"{hashlib.sha256(b'ab').hexdigest()} 2"
+    (tmp_path / "a").write_bytes(b"ab")
+    assert damage(tmp_path / "a", digest) is None
+    assert damage(tmp_path / "a" / "b", digest) == "it cannot be read: Not a directory"

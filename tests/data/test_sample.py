@@ -359,6 +359,14 @@ def test_a_value_is_dumped_as_plain_data(value, made):
     assert found == made and type(found) is type(made)
 
 
+def test_the_text_of_an_object_is_cut_where_it_is_dumped():
+    class Long:
+        def __repr__(self):
+            return "x" * 20_000
+
+    assert plain(Long()) == "x" * 9_997 + "..."
+
+
 def test_a_dumped_tensor_is_detached_and_what_is_too_deep_is_a_text():
     tensor = torch.ones(1, requires_grad=True) * 2
     assert plain(tensor).tolist() == [2.0] and not plain(tensor).requires_grad
