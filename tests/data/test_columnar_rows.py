@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from test_run_files import json_values, one_record, texts, trajectories
 
 from verl_mt.data import columnar_rows
-from verl_mt.data.columnar_rows import read_parquet, seal, table_of, to_rows, to_table, write_parquet
+from verl_mt.data.columnar_rows import (
+    late_part,
+    read_parquet,
+    seal,
+    table_of,
+    to_rows,
+    to_table,
+    token_ids,
+    write_parquet,
+)
 from verl_mt.data.run_files import (
     LATE_FIELDS,
     json_text,
@@ -184,3 +193,99 @@ def test_many_rows_and_none_are_files_too(tmp_path):
     rows = [trajectory_to_row(one_record(), step=k) for k in range(1100)]
     write_parquet(tmp_path / "many.parquet", to_table(rows))
     assert [row["step"] for row in read_parquet(tmp_path / "many.parquet")] == list(range(1100))
+
+
+def test_what_has_no_column_of_its_own_is_in_the_details_once():
+    trajectory = one_record()
+    trajectory.reward, trajectory.reward_parts, trajectory.counters = 0.5, {"score": 0.5}, {"retries": 1.0}
+    (row,) = to_table([trajectory_to_row(trajectory, step=3)]).to_pylist()
+    spans = [
+        {"kind": "prompt", "start": 0, "end": 2, "turn": 0},
+        {"kind": "assistant", "start": 2, "end": 3, "turn": 1},
+    ]
+    assert json.loads(row["details"]) == {
+        "tool_rewards": {}, "turn_scores": [], "messages": [], "turn_texts": [], "tools": [], "sanity": None,
+        "error": None, "info": {}, "time_spans": [], "records": [{"has_log_probs": True, "turns": spans}],
+    }  # fmt: skip
+    assert json.loads(row["late_details"]) == {
+        "trained_version": None, "reward_parts": {"score": 0.5}, "counters": {"retries": 1.0},
+    }  # fmt: skip
+    assert (row["step"], row["reward"], row["row_index"], row["trajectory_id"]) == (3, 0.5, -1, "t")
+
+
+def test_a_row_that_does_not_fit_is_sealed_as_a_whole_and_its_neighbours_are_not():
+    good, odd = one_record(), one_record()
+    odd.trajectory_id, odd.reward = "\ud800", 0.5
+    late = [late_part(t, step=4, late=[update_columns(3)]) for t in (good, odd)]
+    table = table_of([seal([good, odd])], late)
+    assert list(to_rows(table)) == [trajectory_to_row(t, step=4) for t in (good, odd)]
+    assert table["other"].is_valid().to_pylist() == [False, True]
+    assert not {"step", "reward", "trained_version"} & set(json.loads(table["other"].to_pylist()[1]))
+
+
+def test_the_late_part_is_what_the_trainer_decides():
+    trajectory = one_record()
+    trajectory.reward, trajectory.trained_version = 0.5, 7
+    late = [update_columns(3)]
+    assert late_part(trajectory, step=4, late=late) == {
+        "step": 4, "trained_version": 7, "reward": 0.5, "reward_parts": {}, "counters": {}, "records": late,
+    }  # fmt: skip
+
+
+def test_each_token_id_is_told_once():
+    one, two = one_record(), one_record()
+    two.records[0].token_ids[2] = 9
+    two.records.append(one_record().records[0])
+    parts = [update_columns(3)] * 2
+    table = table_of(
+        [seal([one]), seal([two])], [late_part(t, step=1, late=parts[: len(t.records)]) for t in (one, two)]
+    )
+    assert token_ids(table) == [1, 2, 3, 9]
+    assert token_ids(table_of([], [])) == []
+
+
+def test_a_file_is_laid_out_for_its_content(tmp_path):
+    """Floats of tokens are split by bytes, what repeats has a dictionary, and what rows are looked up by has limits."""
+    rows = [trajectory_to_row(one_record(), step=1, advantages=[[0.0, 0.0, 0.5]])] * 1025
+    assert (
+        write_parquet(tmp_path / "a.parquet", to_table(rows))
+        == 1025
+        == columnar_rows.count_rows(tmp_path / "a.parquet")
+    )
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    assert [metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)] == [1024, 1]
+    group = metadata.row_group(0)
+    found = {}
+    for column in (group.column(k) for k in range(group.num_columns)):
+        kind = "dictionary" if column.has_dictionary_page else ""
+        kind = "split" if "BYTE_STREAM_SPLIT" in column.encodings else kind
+        found[column.path_in_schema.partition(".")[0]] = (kind, column.is_stats_set)
+        assert column.compression == "ZSTD"
+    looked_up = ["schema_version", "trajectory_id", "prompt_id", "group_id", "episode_id", "data_source", "source",
+                 "row_index", "num_turns", "status", "stop_reason"]  # fmt: skip
+    numbers = ["rollout_log_probs", "advantages", "old_log_probs"]
+    plain = ["token_ids", "reward", "details", "late_details", "other"]
+    repeated = ["sampled", "loss_mask", "policy_versions", "clipped", "step"]
+    assert found == (
+        dict.fromkeys(looked_up, ("dictionary", True)) | dict.fromkeys(repeated, ("dictionary", False))
+        | dict.fromkeys(numbers, ("split", False)) | dict.fromkeys(plain, ("", False))
+    )  # fmt: skip
+
+
+def test_missing_columns_and_numbers_of_a_record_are_none_where_they_were():
+    trajectory = one_record()
+    trajectory.records += one_record().records * 2
+    columns = {"advantages": [[1.0, math.nan, 3.0], None, [4.0, 5.0, 6.0]], "old_log_probs": [None, None, None]}
+    row = trajectory_to_row(trajectory, step=1, **columns, clipped=[[0, 0, 0], None, [1, 0, 1]])
+    others = [trajectory_to_row(one_record(), step=1), trajectory_to_row(one_record(), step=1, advantages=[[7.0] * 3])]
+    (_, found, last) = to_rows(to_table([others[0], row, others[1]]))
+    assert [record["advantages"] for record in found["records"]] == [[1.0, None, 3.0], None, [4.0, 5.0, 6.0]]
+    assert [record.get("clipped", "none") for record in found["records"]] == [[], "none", [0, 2]]
+    assert [record["old_log_probs"] for record in found["records"]] == [None] * 3
+    assert last["records"][0]["advantages"] == [7.0] * 3 and found == row
+
+
+def test_a_file_without_metadata_is_no_file_of_rows(tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    assert not columnar_rows.is_rows_file(tmp_path / "a.parquet")
+    assert not columnar_rows.is_rows_file(tmp_path / "absent.parquet")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from verl_mt.data.dataset import DataRow
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout_workers.dealer import Dealer, Job
+from verl_mt.rollout_workers.dealer import Dealer, Job, worn_out
 
 
 def job(position: int, *, plan: str = "s1", tokens: int = 10, conversations: int = 4) -> Job:
@@ -91,3 +91,62 @@ def test_whatever_happens_each_group_is_finished_once(events, capacity):
         deal()
     left = [j.position for jobs in having.values() for j in jobs]
     assert sorted(finished + left) == list(range(12))
+
+
+def test_a_job_is_as_large_as_its_prompts_and_is_named_for_messages():
+    one = Job("s000004", 7, Prompt(DataRow([], "toy", file="a.jsonl", index=2), [], [], [0] * 5), 3)
+    assert (one.key, one.num_tokens, one.where) == (("s000004", 7), 15, "s000004.00007 (a.jsonl, row 3)")
+
+
+def test_what_is_done_or_lost_or_forgotten_no_longer_weighs():
+    """Each time the next group goes to the worker that has less now."""
+    dealer = Dealer()
+    for worker in (0, 1):
+        dealer.join(worker)
+    dealer.add([job(0, conversations=8), job(1, conversations=6)])
+    assert dealt(dealer) == [(0, 0), (1, 1)]
+    assert dealer.finish(0, ("s1", 0)).position == 0 and dealer.finish(0, ("s1", 0)) is None
+    assert dealer.finish(7, ("s1", 1)) is None and dealer.finish(0, ("s1", 1)) is None
+    dealer.add([job(0, plan="s2", tokens=30), job(1, plan="s2", tokens=10)])
+    assert dealt(dealer) == [(0, 0), (0, 1)], "none against 6, 4 against 6"
+    dealer.forget("s1")
+    dealer.add([job(2, plan="s2", conversations=8, tokens=1)])
+    assert dealt(dealer) == [(1, 2)]
+    dealer.add([job(3, plan="s2")])
+    assert dealt(dealer) == [(1, 3)], "8 against 8 conversations, 8 against 160 tokens"
+    dealer.forget("s2")
+    dealer.add([job(4, plan="s3", tokens=9), job(5, plan="s3", tokens=3), job(6, plan="s3", tokens=1)])
+    assert dealt(dealer) == [(0, 4), (1, 5), (1, 6)], "nothing weighs any more, tokens neither"
+
+
+def test_a_forgotten_plan_is_not_dealt_and_others_keep_their_order():
+    dealer = Dealer(capacity=4)
+    dealer.add([job(0), job(0, plan="s2"), job(1), job(1, plan="s2")])
+    dealer.forget("s1")
+    assert dealt(dealer) == []
+    dealer.join(3)
+    assert dealt(dealer) == [(3, 0), (3, 1)]
+    assert dealer.leave(9) == [] and [(lost.plan, lost.num_lost) for lost in dealer.leave(3)] == [("s2", 1)] * 2
+
+
+def test_lost_groups_come_first_in_the_order_of_their_plans_and_places():
+    dealer = Dealer(capacity=8)
+    dealer.join(0)
+    dealer.add([job(1, plan="s2"), job(5), job(2), job(0, plan="s3")])
+    assert dealt(dealer) == [(0, 1), (0, 5), (0, 2)]
+    assert [(lost.plan, lost.position) for lost in dealer.leave(0)] == [("s1", 2), ("s1", 5), ("s2", 1)]
+    dealer.join(0)
+    assert dealt(dealer) == [(0, 2), (0, 5), (0, 1)]
+
+
+def test_groups_with_which_three_workers_ended_are_named():
+    lost = [job(k) for k in range(8)]
+    for k, one in enumerate(lost):
+        one.num_lost = 2 if k == 0 else 3 if k < 6 else 2
+    assert worn_out([]) is None and worn_out(lost[:1]) is None
+    said = str(worn_out(lost))
+    assert said.startswith("3 rollout workers ended while they had s1.00001 (") and "and" not in said.partition(":")[0]
+    assert "s1.00005" in said and "s1.00000" not in said and "s1.00006" not in said
+    lost[6].num_lost = lost[7].num_lost = 4
+    said = str(worn_out(lost))
+    assert "s1.00005" in said and "s1.00006" not in said and " and 2 more:" in said

@@ -12,7 +12,7 @@ from verl_mt.data import batch as col
 from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
-from verl_mt.trainer.dynamic_sampling import Selection, response_length, why_left_out
+from verl_mt.trainer.dynamic_sampling import Selection, response_length, trained_ids, why_left_out
 
 FINISHED, CUT, FAILED = StopReason.FINISHED, StopReason.RESPONSE_LENGTH, StopReason.ERROR
 
@@ -284,3 +284,105 @@ def test_each_prompt_of_which_nothing_was_trained_has_its_reason():
         "d": "nothing to train: error, response_length",
     }
     assert why_left_out(groups[:1], None) == {"a": "algorithm.filter_overlong"}
+
+
+def test_further_rollouts_are_at_most_a_batch_and_go_on_from_what_all_had():
+    """None of 3, then 1 of 6, 2 of 9: the next rollout has ceil(1 / (2 / 9)) prompts, more than the batch of 3."""
+    source = Source("ffm" + "fmf" + "mff")
+    selection = Selection(metric="score", max_gen_batches=9)
+    groups = selection.fill(first("fff"), source, 3)
+    assert source.asked == [(3, 2), (3, 3), (3, 4)]
+    assert kept(groups) == ["2.2", "3.1", "4.0"] and len(groups) == 12
+    assert selection.metrics() == {"data/filtered_groups": 9, "data/surplus_groups": 0, "rollout/gen_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 2]), (0, [1, 2, 2]), (-1, [1, 2, 2])]
+)
+def test_the_limit_counts_the_first_rollout(limit, asked):
+    source = Source("f" + "ff" + "fm")
+    Selection(metric="score", max_gen_batches=limit).fill(first("m"), source, 2)
+    assert [size for size, _ in source.asked] == asked
+
+
+def test_a_full_batch_draws_nothing_and_its_surplus_is_left_out():
+    source = Source("")
+    selection = Selection(metric="score")
+    groups = selection.fill(first("mmfm"), source, 2)
+    assert not source.asked and kept(groups) == ["1.0", "1.1"]
+    assert selection.metrics() == {"data/filtered_groups": 1, "data/surplus_groups": 1, "rollout/gen_batches": 1}
+    counted = selection.metrics()
+    counted["x"] = 1.0
+    assert "x" not in selection.metrics()
+    selection.metric = None
+    selection.fill(first("m"), source, 2)
+    assert selection.metrics() == {}
+
+
+def test_a_warning_says_how_many_had_a_signal(caplog):
+    with caplog.at_level(logging.WARNING):
+        Selection(metric="score").fill(first("mm"), Source(""), 2)
+        assert not caplog.text
+        Selection(metric="score", max_gen_batches=1).fill(first("mff"), Source(""), 2)
+    assert "only 1 of 2 groups had different rewards after 1 rollouts (max_num_gen_batches)" in caplog.text
+
+
+def test_members_that_are_not_trained_or_have_no_reward_give_no_signal():
+    parts = [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
+    made = group("a", [1.0, 0.0, 1.0], parts=parts)
+    selection = Selection(metric="score")
+    assert selection._has_signal(made)
+    made.trajectories[1].records[0].clear_mask([3, 4])
+    assert not selection._has_signal(made)
+    made = group("a", [1.0, 0.0, 1.0], parts=parts)
+    made.trajectories[1].reward = None
+    assert not selection._has_signal(made)
+    one_by_one = Selection(metric="score", several=("right",))
+    assert one_by_one._has_signal(group("a", [1.0, 0.0], parts=parts[:2])), "of another number than the advantages' own"
+
+
+@pytest.mark.parametrize(
+    ("metric", "parts", "value"),
+    [("seq_reward", {"acc": 3.0}, 0.5), ("seq_final_reward", {}, 0.5), ("acc", {"acc": 3.0, "score": 2.0}, 3.0),
+     ("acc", {"score": 2.0}, 2.0), ("score", {"score": 2.0}, 2.0), ("x", {"x": 4.0, "score": 2.0}, 4.0)],
+)  # fmt: skip
+def test_a_metric_names_a_number_of_the_reward(metric, parts, value):
+    (trajectory,) = group("a", [0.5], parts=[parts]).trajectories
+    trajectory.reward = 0.5
+    assert Selection(metric=metric)._value(trajectory, metric) == value
+
+
+@pytest.mark.parametrize(
+    ("metric", "parts", "has"),
+    [("acc", {"other": 1.0, "b": 2.0}, "b, other"), ("x", {"score": 1.0}, "score"), ("acc", {}, "no parts")],
+)
+def test_a_number_that_is_not_there_is_told_with_those_that_are(metric, parts, has):
+    (trajectory,) = group("a", [0.5], parts=[parts]).trajectories
+    with pytest.raises(ConfigError, match=f"metric is '{metric}', but the reward of a.0 has only {has}: name one"):
+        Selection(metric=metric)._value(trajectory, metric)
+
+
+def test_without_a_buffer_nothing_is_shaped_and_parts_are_not_shared():
+    made, shared = group("a", [1.0, 1.0], lengths=[100, 90]), {"score": 1.0}
+    Selection(max_length=100).shape([made])
+    assert [t.reward for t in made.trajectories] == [1.0, 1.0] and "overlong" not in made.trajectories[0].reward_parts
+    for trajectory in made.trajectories:
+        trajectory.reward_parts = shared
+    Selection(overlong_buffer=20, overlong_factor=0.5, max_length=100).shape([made])
+    assert [t.reward_parts for t in made.trajectories] == [
+        {"score": 1.0, "overlong": -0.5}, {"score": 1.0, "overlong": -0.25},
+    ]  # fmt: skip
+    assert shared == {"score": 1.0} and [t.reward for t in made.trajectories] == [0.5, 0.75]
+
+
+def test_only_cut_trajectories_of_the_batch_are_counted():
+    made = group("a", [1.0, 0.0, 0.0], reasons=[FINISHED, CUT, CUT])
+    made.trajectories[2].records = []
+    other = group("b", [1.0, 0.0])
+    batch = col.build_batch([*made.trajectories, *other.trajectories], pad_token_id=0)
+    batch[col.ADVANTAGES] = torch.ones(batch[col.LOSS_MASK].shape)
+    assert trained_ids(batch) == {"a.0", "a.1", "b.0", "b.1"}
+    assert Selection(filter_overlong=True).mask_overlong(batch, [made, other]) == {"data/filtered_overlong": 1.0}
+    assert trained_ids(batch) == {"a.0", "b.0", "b.1"}
+    assert batch[col.ADVANTAGES].sum(1).tolist() == [5.0, 0.0, 5.0, 5.0]
+    assert batch[col.LOSS_MASK][0].tolist() == [False] * 3 + [True] * 2
