@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from dataclasses import asdict
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from verl_mt.data import fingerprint as module
-from verl_mt.data.dataset import Columns, DataRow, load_rows, read_rows
-from verl_mt.data.fingerprint import difference, fingerprint
+from verl_mt.data.dataset import Columns, DataRow, DataSource, load_rows, read_rows
+from verl_mt.data.fingerprint import SourceFingerprint, difference, fingerprint
 
 
 def rows(n, start=0):
@@ -179,3 +181,154 @@ class TestLargeFiles:
 
         monkeypatch.setattr("pwd.getpwuid", nobody)
         assert of(path) == of(path) and hashed == [8, 8]
+
+
+def sha(content: bytes) -> hashlib._Hash:
+    return hashlib.sha256(content)
+
+
+def test_a_fingerprint_is_a_hash_of_the_hashes_of_its_blocks(tmp_path, monkeypatch):
+    path = write(tmp_path / "data.jsonl", rows(5))
+    contents = [json.dumps(row, sort_keys=True).encode() for row in rows(5)]
+    for most, size in ((4096, 1), (5, 1), (4, 2), (2, 3), (1, 5)):
+        monkeypatch.setattr(module, "_MAX_BLOCKS", most)
+        parts = [b"".join(b"%d:%s" % (len(c), c) for c in contents[k : k + size]) for k in range(0, 5, size)]
+        (made,) = of(path)
+        assert made == asdict(
+            SourceFingerprint(
+                "data", path, 5, sha(b"".join(sha(part).digest() for part in parts)).hexdigest(),
+                "".join(sha(part).hexdigest()[:16] for part in parts), False, None,
+            )
+        )  # fmt: skip
+        assert SourceFingerprint(**made).rows_per_block == size
+    assert SourceFingerprint("a", "b", 0, "", "").rows_per_block == 1
+
+
+def test_one_row_without_a_data_source_has_the_entrys_name():
+    named, unnamed = DataRow([], "d", raw={"data_source": "d"}), DataRow([], "d", raw={"data_source": None})
+    for content, told in (([named, named], False), ([named, unnamed], True), ([unnamed, named], True)):
+        assert fingerprint([DataSource("a", content)])[0]["named_rows"] is told
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True), ({"a": b"x"}, {"a": bytearray(b"x")}, True),
+        ({"a": b"x" * 20_000}, {"a": b"x" * 19_999 + b"y"}, False), ({"a": {1, 2}}, {"a": {2, 1}}, True),
+        ({1: "x", "b": 2}, {1: "x", "b": 3}, False), ({"a": "x at 0x1"}, {"a": "x at 0x2f"}, True),
+        ({"a": "x at 0y1"}, {"a": "x at 0y2"}, False), ({"a": 1}, {"a": "1"}, False),
+    ],
+)  # fmt: skip
+def test_rows_count_by_what_they_hold(one, other, same):
+    hashes = [module._hash([DataRow([], "t", raw=raw)]) for raw in (one, other)]
+    assert (hashes[0] == hashes[1]) is same
+
+
+def told(name="a", path="p", num_rows=2, blocks=("1", "2"), named=False, num_bytes=None, **changed):
+    text = "".join(block * 16 for block in blocks)
+    return [asdict(SourceFingerprint(name, path, num_rows, text, text, named, num_bytes)) | changed]
+
+
+OTHER = "K had the entries a (p), now it has b (p)"
+SET = "set data.eager_rows so that it is as it was"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (told(), told(), None),
+        (told(), told(path="q"), None),
+        (told(), told(name="b"), None),
+        (told(), told(name="b", named=True), f"{OTHER}, and their rows have no data_source but that name"),
+        (told(named=True), told(name="b"), f"{OTHER}, and their rows have no data_source but that name"),
+        (told(named=True), told(named=True), None),
+        ([], told(), "K had the entries none, now it has a (p)"),
+        (told() + told("b"), told(), "K had the entries a (p), b (p), now it has a (p)"),
+        (told(), told(blocks="13"), "K: a (p, 2 rows): row 2 is the first that differs"),
+        (told(), told("b", blocks="13"), f"{OTHER}: b (p, 2 rows): row 2 is the first that differs"),
+        (told(), told(blocks="32", num_rows=1), "K: a (p, 1 rows, then 2): row 1 is the first that differs"),
+        (told(), told(blocks="123", num_rows=3), "K: a (p, 3 rows, then 2): the first 2 are the same"),
+        (told(blocks="123", num_rows=3), told(), "K: a (p, 2 rows, then 3): the first 2 are the same"),
+        (told() + told("b"), told(blocks="13") + told("b", blocks="32"),
+         "K: a (p, 2 rows): row 2 is the first that differs; b (p, 2 rows): row 1 is the first that differs"),
+        (told(num_rows=9000, blocks="123"), told(num_rows=9001, blocks="124"),
+         "K: a (p, 9001 rows, then 9000): the first difference is in rows 7 to 9"),
+        (told(num_rows=9000, blocks="12"), told(num_rows=9001, blocks="123"),
+         "K: a (p, 9001 rows, then 9000): the first difference is in rows 7 to 9"),
+        (told(num_rows=4097), told(num_rows=4096, blocks="13"), "K: a (p, 4096 rows, then 4097) has other rows"),
+        (told(), told(blocks="13", num_bytes=5), f"K: a (p, 2 rows) was loaded then, and is not loaded now: {SET}"),
+        (told(num_bytes=5), told(blocks="13"), f"K: a (p, 2 rows) was not loaded then, and is loaded now: {SET}"),
+        (told(num_bytes=5), told(blocks="13", num_bytes=6000), "K: a (p, 2 rows) has 6,000 bytes, then 5"),
+        (told(num_bytes=5, blocks="1234"), told(num_bytes=5, blocks="1254"),
+         "K: a (p, 2 rows) has as many bytes, but others: the first difference that was found is about 50% into it"),
+        (told(num_bytes=5, blocks="1234"), told(num_bytes=5, blocks="5234"),
+         "K: a (p, 2 rows) has as many bytes, but others: the first difference that was found is about 0% into it"),
+        (told(num_bytes=5), told(num_bytes=5, digest="other"),
+         "K: a (p, 2 rows) has as many bytes, but others: the first difference that was found is in its footer"),
+    ],
+)  # fmt: skip
+def test_each_difference_is_said_in_full(then, now, said):
+    assert difference("K", then, now) == said
+
+
+class TestCache:
+    @pytest.fixture
+    def hashed(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        calls, original = [], module._hash
+        monkeypatch.setattr(module, "_hash", lambda rows: calls.append(len(rows)) or original(rows))
+        return calls
+
+    def source(self, path, read_at_s=0.0):
+        content = [DataRow([], "t", raw={"k": 1}, file=str(path))]
+        return DataSource("a", content, read_at_s=read_at_s)
+
+    @pytest.mark.parametrize(("size", "cached"), [(2**20, True), (2**20 - 1, False)])
+    def test_only_files_of_a_megabyte_are_worth_it(self, tmp_path, hashed, size, cached):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b"x" * size)
+        late = max(path.stat().st_mtime, path.stat().st_ctime) + 100
+        for _ in range(2):
+            fingerprint([self.source(path, late)])
+        assert hashed == [1] * (1 if cached else 2) and (tmp_path / "cache").exists() is cached
+
+    @pytest.mark.parametrize(("passed", "cached"), [(2.0, True), (1.9, False)])
+    def test_a_file_that_changed_less_than_two_seconds_before_it_was_read_is_not_cached(
+        self, tmp_path, hashed, passed, cached
+    ):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b"x" * 2**20)
+        os.utime(path, (10**9, 10**9))  # the time of the change itself stays what it is
+        newest = path.stat().st_ctime
+        fingerprint([self.source(path, newest + passed)])
+        assert (tmp_path / "cache").exists() is cached
+        os.utime(path, (newest + 50, newest + 50))
+        (tmp_path / "b.jsonl").write_bytes(b"")
+        fingerprint([self.source(path, newest + 50 + passed)])
+        assert bool(list((tmp_path / "cache").rglob("*.json"))) is cached
+
+    def test_what_is_cached_is_known_by_path_number_of_rows_size_times_and_inode(self, tmp_path, hashed, monkeypatch):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b"x" * 2**20)
+        source = self.source(path, path.stat().st_ctime + 100)
+        fingerprint([source])
+        (file,) = (tmp_path / "cache").rglob("*.json")
+        stat, kept = path.stat(), json.loads(file.read_text())
+        assert kept == {
+            "known_by": [str(path), 1, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino],
+            "digest": module._hash(source.rows)[0], "blocks": module._hash(source.rows)[1],
+        }  # fmt: skip
+        named = sha(str(path).encode() + b"\n1").hexdigest()[:32]
+        assert file == tmp_path / "cache/verl_mt/rows" / f"{named}.json"
+        monkeypatch.setattr(module, "write_rows", None)  # what is there already is not written again
+        hashed.clear()
+        fingerprint([source])
+        assert hashed == []
+
+    def test_what_a_generator_or_another_file_gives_is_not_cached(self, tmp_path, hashed):
+        path = tmp_path / "a.py"
+        path.write_bytes(b"x" * 2**20)
+        for name in (path, tmp_path / "absent.jsonl"):
+            for _ in range(2):
+                fingerprint([self.source(name, path.stat().st_ctime + 100)])
+        assert hashed == [1] * 4

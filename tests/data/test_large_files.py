@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -288,3 +289,154 @@ def test_weights_count_the_same_in_one_go_and_draw_by_draw(monkeypatch):
     resumed = WeightedSampler(sources, seed=5)
     resumed.position = 2900
     assert [(row.source, row.data_source, row.index) for row in resumed.next_batch(100)] == expected[2900:]
+
+
+def test_a_large_file_is_known_by_samples_of_its_bytes_and_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(large_files, "_SAMPLES", 4)
+    monkeypatch.setattr(large_files, "_SAMPLE_BYTES", 10)
+    path = write(tmp_path / "a.jsonl", rows(3))
+    (source,) = opened(path)
+    content = (tmp_path / "a.jsonl").read_bytes()
+    for end in (0, 7, len(content) + 5):
+        source.rows._raw.end_bytes = end
+        step = (len(content) - 10) // 3
+        samples = [hashlib.sha256(content[k : k + 10]).digest() for k in range(0, len(content), step)]
+        last = content[max(0, len(content) - end) :] if end else b""
+        whole = hashlib.sha256(f"{len(content)} 3 ".encode() + b"".join(samples) + hashlib.sha256(last).digest())
+        assert source.rows.known_by() == (len(content), whole.hexdigest(), "".join(s.hex()[:16] for s in samples))
+    monkeypatch.setattr(large_files, "_SAMPLE_BYTES", len(content) // 2 + 1)
+    assert len(source.rows.known_by()[2]) == 2 * 16, "samples do not overlap"
+
+
+def test_a_parquet_file_says_its_groups_and_the_length_of_its_end(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", rows(20))
+    raw = large_files.ParquetRows(tmp_path / "a.parquet", -1)
+    content = (tmp_path / "a.parquet").read_bytes()
+    assert raw.end_bytes == int.from_bytes(content[-8:-4], "little") + 8
+    assert (raw.num_rows, raw.largest_group, raw.look_ahead, raw.position_of(5)) == (20, 7, 0, 5)
+    for large, ahead in ((7, 0), (6, 8192)):
+        monkeypatch.setattr(large_files, "_LARGE_GROUP", large)
+        assert large_files.ParquetRows(tmp_path / "a.parquet", -1).look_ahead == ahead
+        assert opened(path)[0].rows.look_ahead == ahead
+    assert large_files.JsonLinesRows.look_ahead == large_files.JsonLinesRows.end_bytes == 0
+    pyarrow.parquet.write_table(pyarrow.table({"x": []}), tmp_path / "none.parquet")
+    assert large_files.ParquetRows(tmp_path / "none.parquet", -1).largest_group == 0
+
+
+def test_a_damaged_row_group_is_named_by_its_rows(tmp_path):
+    (source,) = opened(write(tmp_path / "a.parquet", rows(20)))
+
+    def refuse(group):
+        raise OSError("torn")
+
+    source.rows._raw._file = type("File", (), {"read_row_group": staticmethod(refuse)})
+    for index, said in ((0, "rows 1 to 7"), (6, "rows 1 to 7"), (7, "rows 8 to 14"), (19, "rows 15 to 20")):
+        with pytest.raises(DataError, match=rf"a\.parquet, {said}: this row group cannot be read: torn"):
+            source.rows.take([index])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "enough", "counted"),
+    [
+        (-1, 99, 9),
+        (-1, 9, 9),
+        (-1, 8, 9),
+        (-1, 5, 6),
+        (-1, 4, 5),
+        (-1, 0, 1),
+        (3, 99, 6),
+        (3, 2, 3),
+        (4, 4, 5),
+        (0, 5, 0),
+    ],
+)
+def test_rows_of_all_files_are_counted_up_to_one_more_than_enough(tmp_path, num_rows, enough, counted):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "c.json").write_text("[1, 2]")
+    paths = [tmp_path / "bad.parquet", tmp_path / "c.json", tmp_path / "absent.jsonl", "made:rows"]
+    paths += [write(tmp_path / "a.parquet", rows(5)), write(tmp_path / "b.jsonl", rows(4))]
+    entries = large_files.entries_of([str(path) for path in paths], "train")
+    assert rows_in_files(entries, num_rows, enough) == counted
+
+
+def test_files_behind_what_is_enough_are_not_opened(tmp_path, monkeypatch):
+    entries = large_files.entries_of([write(tmp_path / f"{name}.jsonl", rows(4)) for name in "abc"], "train")
+    asked, formats = [], dict(large_files._FORMATS)
+    monkeypatch.setitem(
+        large_files._FORMATS,
+        ".jsonl",
+        lambda file, wanted: asked.append((file.name, wanted)) or formats[".jsonl"](file, wanted),
+    )
+    assert rows_in_files(entries, -1, 5) == 6 and asked == [("a.jsonl", 6), ("b.jsonl", 2)]
+    asked.clear()
+    assert rows_in_files(entries, 3, 6) == 7 and asked == [("a.jsonl", 3), ("b.jsonl", 3), ("c.jsonl", 1)]
+
+
+@pytest.mark.parametrize(("num_rows", "there"), [(-1, 8), (5, 5), (8, 8), (99, 8)])
+@kinds
+def test_a_large_file_has_as_many_rows_as_are_taken_of_it(tmp_path, kind, num_rows, there):
+    path = write(tmp_path / f"a.{kind}", rows(8))
+    (source,) = opened(path, replace(TRAIN, num_rows=num_rows))
+    assert (len(source.rows), len(list(source.rows)), source.rows[-1].index) == (there, there, there - 1)
+    assert [row.index for row in source.rows[:99]] == list(range(there)) and source.rows.file == path
+
+
+@kinds
+def test_a_large_file_without_rows_is_refused(tmp_path, kind):
+    empty, full = write(tmp_path / f"a.{kind}", []), write(tmp_path / f"b.{kind}", rows(2))
+    for path, reading in ((empty, TRAIN), (full, replace(TRAIN, num_rows=0))):
+        with pytest.raises(DataError, match="has no rows"):
+            large_files.open_rows(path, reading, -1)
+
+
+def test_rows_of_a_large_file_are_read_many_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(large_files, "_LOOK_AHEAD", 3)
+    (source,) = opened(write(tmp_path / "a.jsonl", rows(8)))
+    taken, take = [], source.rows.take
+    source.rows.take = lambda indices: taken.append(list(indices)) or take(indices)
+    assert [row.index for row in source.rows] == list(range(8)) and taken == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_names_are_looked_for_in_the_first_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(large_files, "_SAMPLE_OF_NAMES", 2)
+    content = rows(3)
+    content[0]["question"], content[2]["late"] = "q", "x"
+    path = write(tmp_path / "a.jsonl", content)
+    opened(path, replace(TRAIN, columns=Columns(renamed={"question": "prompt"})))
+    with pytest.raises(DataError, match=r"a\.jsonl, first 2 rows: data\.columns renames late, which no row has"):
+        opened(path, replace(TRAIN, columns=Columns(renamed={"late": "prompt"})))
+    (tmp_path / "b.jsonl").write_text("[1]\n" + json.dumps(content[0]) + "\n")
+    opened(str(tmp_path / "b.jsonl"), replace(TRAIN, columns=Columns(renamed={"question": "prompt"}), keeps_bad=True))
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 5, 100])
+def test_rows_that_were_read_ahead_are_read_once(ahead):
+    """Of two sources, one in memory; draws of 3."""
+
+    class Rows(LargeRows):
+        look_ahead = ahead
+
+        def __init__(self):
+            self.taken = []
+
+        def __len__(self):
+            return 6
+
+        def take(self, indices):
+            self.taken.append(list(indices))
+            return [DataRow([], "large", index=k) for k in indices]
+
+    large = Rows()
+    sources = [DataSource("l", large), DataSource("m", [DataRow([], "m", index=k) for k in range(2)])]
+    drawn = ShuffledSampler(sources, shuffle=False)
+    found = [(row.data_source, row.index) for _ in range(4) for row in drawn.next_batch(3)]
+    every = [("large", k) for k in range(6)] + [("m", k) for k in range(2)]
+    assert found == [*every, *every[:4]] and drawn.position == 12
+    expected = {
+        0: [[0, 1, 2], [3, 4, 5], [0], [1, 2, 3]], 2: [[0, 1, 2], [3, 4, 5], [0], [1, 2, 3]],
+        5: [[0, 1, 2, 3, 4], [5, 0, 1], [2, 3, 4, 5]],
+    }  # fmt: skip
+    if ahead < 100:
+        assert large.taken == expected[ahead]
+    else:
+        assert large.taken == [[k % 8 for k in range(100) if k % 8 < 6]] and len(drawn._ahead) == 88
