@@ -409,24 +409,32 @@ def test_names_are_looked_for_in_the_first_rows(tmp_path, monkeypatch):
     opened(str(tmp_path / "b.jsonl"), replace(TRAIN, columns=Columns(renamed={"question": "prompt"}), keeps_bad=True))
 
 
+class Ahead(LargeRows):
+    """Six rows, which keep what was asked for."""
+
+    look_ahead = 0
+
+    def __init__(self, ahead):
+        self.look_ahead, self.taken = ahead, []
+
+    def __len__(self):
+        return 6
+
+    def take(self, indices):
+        self.taken.append(list(indices))
+        return [DataRow([], "large", index=k) for k in indices]
+
+
+def test_the_file_that_wants_the_most_ahead_decides():
+    one, two = Ahead(0), Ahead(5)
+    ShuffledSampler([DataSource("x", one), DataSource("y", two)], shuffle=False).next_batch(2)
+    assert (one.taken, two.taken) == ([[0, 1, 2, 3, 4]], [[]])
+
+
 @pytest.mark.parametrize("ahead", [0, 2, 5, 100])
 def test_rows_that_were_read_ahead_are_read_once(ahead):
     """Of two sources, one in memory; draws of 3."""
-
-    class Rows(LargeRows):
-        look_ahead = ahead
-
-        def __init__(self):
-            self.taken = []
-
-        def __len__(self):
-            return 6
-
-        def take(self, indices):
-            self.taken.append(list(indices))
-            return [DataRow([], "large", index=k) for k in indices]
-
-    large = Rows()
+    large = Ahead(ahead)
     sources = [DataSource("l", large), DataSource("m", [DataRow([], "m", index=k) for k in range(2)])]
     drawn = ShuffledSampler(sources, shuffle=False)
     found = [(row.data_source, row.index) for _ in range(4) for row in drawn.next_batch(3)]

@@ -394,6 +394,15 @@ def test_orders_of_several_names_and_sizes_are_kept_apart():
             assert sampler.ordered(name, size, position) == expected
 
 
+def test_an_order_is_shuffled_once_an_epoch(monkeypatch):
+    made, original = [], random.Random
+    monkeypatch.setattr("verl_mt.data.sampler.random.Random", lambda key: made.append(key) or original(key))
+    sampler = PositionSampler([source("a", 1)], seed=4)
+    for position in range(8):
+        sampler.ordered("x", 4, position)
+    assert made == ["4/x/0", "4/x/1"]
+
+
 def test_a_chosen_sampler_gets_seed_and_shuffle():
     plain, weighted = [source("a", 9)], [source("a", 9, 1.0)]
     for chosen, sources in ((options(), plain), (options(mixing="weights"), weighted)):

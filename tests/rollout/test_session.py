@@ -788,9 +788,10 @@ class Production(Texts):
     changes = staticmethod(lambda text: text)
 
     def full_text(self, messages, tools=None, *, add_generation_prompt=False):
+        assert add_generation_prompt, "some templates render a history in another way where nothing follows"
         pairs = {"user": "[{}]", "assistant": "({})"}
         text = "".join(pairs[message["role"]].format(message["content"]) for message in messages)
-        return self.changes(text) + "(" * add_generation_prompt
+        return self.changes(text) + "("
 
     def turn_text(self, ids):
         return self.decode(ids).removesuffix(")")
