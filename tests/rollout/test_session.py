@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 from rollout_support import FixedChat, fixed_session
 
+from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.data.conversation import ParsedTurn, ToolCall
 from verl_mt.data.media import MediaInput
 from verl_mt.data.requests import GenerationOutput, SamplingParams, Timings, VersionSpan
@@ -769,8 +771,11 @@ def test_a_record_that_ended_itself_is_not_checked_as_cut(monkeypatch, reason):
 )  # fmt: skip
 def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncated, scaled, given, turns, called):
     found = []
-    monkeypatch.setattr(module, "train_prompt_assistants", lambda *words: found.append("prompt") or 3)
-    monkeypatch.setattr(module, "apply_loss_scale", lambda *words: found.append("scale"))
+    told = {}
+    monkeypatch.setattr(
+        module, "train_prompt_assistants", lambda *words: told.update(p=words) or found.append("prompt") or 3
+    )
+    monkeypatch.setattr(module, "apply_loss_scale", lambda *words: told.update(s=words) or found.append("scale"))
     session = with_texts(
         Engine(output()), train_prompt_assistants=train, loss_scale=object() if scaled else None, deterministic=True
     )
@@ -780,6 +785,11 @@ def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncat
     run(session.finish())
     assert found == called
     assert session.trajectory.counters.get("trained_given_tokens", 0) == 3 * ("prompt" in called)
+    context, trajectory = session.context, session.trajectory
+    if "prompt" in called:
+        assert told["p"] == (context.chat, trajectory.records[0], [{"role": "user", "content": "q"}], None)
+    if "scale" in called:
+        assert told["s"] == (context.loss_scale, context.chat, trajectory, [0])
 
 
 class Production(Texts):
@@ -834,3 +844,50 @@ def test_a_record_is_never_forked_unless_the_run_asks_for_it():
     session.extend(USER)
     run(session.generate())
     assert len(session.trajectory.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "deterministic", "beside"),
+    [(SanityMode.OFF, False, False), (SanityMode.STRICT, True, False), (SanityMode.STRICT, False, True)],
+)
+def test_only_a_check_of_a_run_that_a_clock_may_decide_has_a_thread_of_its_own(
+    monkeypatch, mode, deterministic, beside
+):
+    threads = []
+    monkeypatch.setattr(module, "check", lambda *_, **__: threads.append(threading.get_ident()))
+    session = with_texts(Engine(output()), sanity=SanityMonitor(mode), deterministic=deterministic)
+    run(session.generate())
+    run(session.finish())
+    assert [thread != threading.get_ident() for thread in threads] == [beside]
+
+
+def test_a_delta_is_rendered_behind_what_the_record_holds():
+    session = with_texts(Engine(output(), output(), output()), tools=[TOOL])
+    asked = []
+
+    def delta_ids(messages, **keys):
+        asked.append((messages, keys))
+        return SimpleNamespace(ids=[50], inserted_end=2)
+
+    session.context.chat.delta_ids = delta_ids
+    run(session.generate())
+    seen = list(session.messages)
+    session.extend(USER)
+    run(session.generate())
+    assert asked == [(USER, {"history": seen, "tools": [TOOL], "last_ids": [11]})]
+    session.extend_ids([40, 41], {"role": "tool", "content": "x"})
+    seen, session.trajectory.tools = list(session.messages), []
+    session.extend(USER)
+    run(session.generate())
+    assert asked[1] == (USER, {"history": seen, "tools": None, "last_ids": [41]})
+    assert session.trajectory.counters["inserted_end_tokens"] == 4
+
+
+def test_the_log_line_of_a_turn_names_its_calls_or_its_first_tag(caplog):
+    session = with_texts(Engine(output(), output((60, 97, 62, 60, 47, 97, 62))), parser=Parser(BOTH))
+    with caplog.at_level(logging.DEBUG, "verl_mt.turns"):
+        run(session.generate())
+        session.context.parser.parsed = ParsedTurn("c")
+        session.context.chat.turn_text = session.context.chat.decode
+        run(session.generate())
+    assert [record.action for record in caplog.records if record.name == "verl_mt.turns"] == ["f, g", "a"]
