@@ -203,7 +203,9 @@ def test_a_log_goes_on_behind_a_torn_line_and_says_so_first(tmp_path):
     state = {"drawn": 3, "trained": 1, "left_out": 1, "open": [OpenPrompt(2, "s000001.00002", row(5)).state]}
     log = PromptLog.after({"step": 1, "prompts": state}, tmp_path, rows=False)
     log.started("s000001")
+    file = log._file
     log.close()
+    assert file.closed
     log.started("s000001")
     log.close()
     begun = {"event": "begun", "step": 1, "drawn": 3, "trained": 1, "left_out": 1}

@@ -417,13 +417,14 @@ def test_a_refused_write_names_the_file_the_cause_and_the_room(tmp_path, monkeyp
         raise KeyError
 
 
-def test_a_written_file_has_the_permissions_of_others_and_leaves_nothing_beside_it(tmp_path):
-    old = os.umask(0o027)
+@pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o111, 0o666)])
+def test_a_written_file_has_the_permissions_of_others_and_leaves_nothing_beside_it(tmp_path, mask, mode):
+    old = os.umask(mask)
     try:
         assert write_rows(tmp_path / "new" / "a.jsonl", [{"x": 1}, {"y": 2}]) == 2
     finally:
-        os.umask(old)
-    assert (tmp_path / "new" / "a.jsonl").stat().st_mode & 0o777 == 0o640
+        assert os.umask(old) == mask
+    assert (tmp_path / "new" / "a.jsonl").stat().st_mode & 0o777 == mode
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.jsonl"]
     assert (tmp_path / "new" / "a.jsonl").read_bytes() == b'{"x": 1}\n{"y": 2}\n'
 

@@ -314,3 +314,19 @@ def test_a_shown_value_is_cut_at_100_characters():
     with pytest.raises(WrongValue) as caught:
         text_of([0] * 500, "x")
     assert str(caught.value) == "x must be a text, got " + repr([0] * 500)[:97] + "..."
+
+
+def test_plain_lists_are_not_looked_at_item_by_item(monkeypatch):
+    for name in ("_scalar", "_index", "number_of"):
+        monkeypatch.setattr(f"verl_mt.data.user_values.{name}", None)
+    assert ids_of([3, 4], "x") == [3, 4] and numbers_of([0.5, -1.0], "x") == [0.5, -1.0]
+    for bits in ([0, 1], [True, 0, False], [1], [0]):
+        assert bits_of(bits, "x") == bits
+
+
+def test_one_wrong_item_among_good_ones_of_its_type_is_found():
+    with wrong("x[2] must be 0 or 1, got 2"):
+        bits_of([0, 1, 2], "x")
+    with wrong("x[1] must be a finite number, got nan"):
+        numbers_of([0.5, float("nan")], "x")
+    assert [*map(type, numbers_of([True, 0.5, 2], "x"))] == [float] * 3

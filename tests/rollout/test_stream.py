@@ -240,3 +240,42 @@ def test_a_group_that_is_being_kept_is_kept_before_its_plan_ends(stream, runner)
     threading.Timer(0.05, gate.set).start()
     stream.stop()
     assert kept == ["a.00001"] and runner.ended == ["a"]
+
+
+def test_an_error_behind_the_last_group_is_raised_too(stream, runner):
+    gate = threading.Event()
+
+    async def run(plan):
+        for name in plan.prompt_ids:
+            yield group(name)
+        await asyncio.to_thread(gate.wait, 60)
+        raise RuntimeError("at the end")
+
+    runner.run = run
+    stream.start(plan("a"))
+    threading.Timer(0.05, gate.set).start()
+    with pytest.raises(RuntimeError, match="at the end"):
+        stream.collect("a")
+    assert not stream.started("a")
+
+
+def test_waits_are_short_so_that_a_signal_is_handled(stream):
+    waits = []
+
+    class Waiting:
+        def result(self, timeout):
+            waits.append(timeout)
+            return "made"
+
+        def get(self, timeout):
+            waits.append(timeout)
+            return None, group("x")
+
+        def empty(self):
+            return True
+
+    assert stream._wait(Waiting()) == "made"
+    stream._arrivals, stream._running = Waiting(), {}
+    with pytest.raises(AttributeError):
+        stream._take_arrivals()
+    assert waits == [0.2, 0.1] and stream._thread.daemon
