@@ -191,7 +191,9 @@ class TrajectoryRecord:
         """The one place where tokens enter a record. A token is trained because it was sampled, so provenance and mask
         bit are written beside it from the same number; a bit changes later only by `clear_mask` and `set_mask`."""
         start, bits = len(self.token_ids), [sampled] * len(ids)
-        self.token_ids[start:], self.sampled[start:], self.loss_mask[start:] = ids, bits, bits
+        self.token_ids.extend(ids)
+        self.sampled.extend(bits)
+        self.loss_mask.extend(bits)
         self.rollout_log_probs += log_probs
         self.policy_versions += versions
         self.turns.append(TurnSpan(kind, start, start + len(ids), turn))
