@@ -381,6 +381,12 @@ def test_a_large_file_has_as_many_rows_as_are_taken_of_it(tmp_path, kind, num_ro
     assert [row.index for row in source.rows[:99]] == list(range(there)) and source.rows.file == path
 
 
+def test_of_a_large_file_no_rows_may_be_taken(tmp_path):
+    path = write(tmp_path / "a.jsonl", rows(8))
+    entry, raw = large_files.Entry("a", path), large_files.JsonLinesRows(tmp_path / "a.jsonl", -1)
+    assert [len(LargeRows(entry, replace(TRAIN, num_rows=n), raw)) for n in (0, 1, 8, 9, -1)] == [0, 1, 8, 8, 8]
+
+
 @kinds
 def test_a_large_file_without_rows_is_refused(tmp_path, kind):
     empty, full = write(tmp_path / f"a.{kind}", []), write(tmp_path / f"b.{kind}", rows(2))

@@ -132,6 +132,11 @@ def test_a_sum_and_a_list_of_a_column_are_the_same_sealed_or_not():
     assert columns(record) == plain and listed(record.token_ids[2:4]) == [10, 11]
     assert [getattr(record, name).dtype for name in _COLUMNS] == [np.int32, np.int8, np.int8, np.float64, np.int32]
     assert total(record.sampled) == total(plain[1]) == 5 and type(total(record.sampled)) is int
+    for column in (record.token_ids, record.policy_versions):
+        with pytest.raises(AttributeError):
+            column.append(1)
+    with pytest.raises(AttributeError):
+        record.append_given([1], kind="observation", turn=2)
     assert {*map(type, listed(record.sampled))} == {int} and listed((1, 2)) == [1, 2]
     column = [1]
     assert listed(column) is not column
