@@ -346,6 +346,7 @@ def test_an_abort_before_the_deadline_is_the_engines_own(clock):
         (Timings(), [("queue", 0.0, 10.0)]),
         (Timings(0.0, 6.0, 6.0), [("prefill", 0.0, 6.0), ("decode", 6.0, 12.0)]),
         (Timings(0.0, 10.0, 0.0), [("prefill", 0.0, 10.0)]),
+        (Timings(0.0, 0.5, 9.0), [("queue", 0.0, 0.5), ("prefill", 0.5, 1.0), ("decode", 1.0, 10.0)]),
     ],
 )
 def test_a_turns_time_is_split_by_its_phases(clock, timings, spans):
@@ -555,6 +556,16 @@ def test_a_message_is_reopened_where_its_caller_says(keep, texts, cut):
     assert (session.rounds, session.message_rounds) == ([0, 0, 0], {1: 0})
 
 
+def test_the_turn_behind_one_that_went_on_is_a_message_of_its_own():
+    session = with_texts(Engine(output(), output(), output()))
+    run(session.generate())
+    session.reopen("a", keep=5, ids=[])
+    run(session.generate())
+    run(session.generate())
+    assert [message["content"] for message in session.messages] == ["q", "a10 11", "10 11"]
+    assert (session.rounds, session.message_rounds) == ([0, 0, 1], {1: 0, 2: 1})
+
+
 @pytest.mark.parametrize("keep", [2, 9])
 def test_what_is_not_in_the_last_message_cannot_be_kept(keep):
     with pytest.raises(LedgerError, match=rf"t: cannot keep {keep} tokens: the last assistant message is \[3, 8\)"):
@@ -591,11 +602,11 @@ def test_a_rewritten_history_is_read_from_a_record_of_its_own():
 def test_a_record_of_which_nothing_was_sampled_is_replaced():
     session = with_texts(Engine(output()), tools=[TOOL])
     old = session.record
-    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "A"}]
+    messages = [{"role": "user", "content": "p"}, *USER, {"role": "assistant", "content": "A"}]
     session.rewrite(messages, [TOOL])
     session.prefill("B")
     assert not old.messages and old.tools is None and session.message_prefix == "A"
-    assert session.context.chat.mixed == ([], [messages[0]], [TOOL])
+    assert session.context.chat.mixed == ([], messages[:2], [TOOL])
     run(session.generate())
     assert session.trajectory.records == [session.record] and "forks" not in session.trajectory.counters
     assert session.record.token_ids == [7, 7, 7, 65, 66, 10, 11]
