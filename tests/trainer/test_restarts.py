@@ -143,6 +143,14 @@ def test_the_loss_after_the_last_restart_is_raised_and_says_so(scripted, most):
     assert getattr(raised.value, "__notes__", []) == notes
 
 
+def test_the_memory_of_a_lost_run_is_free_before_the_next_one_is_built(scripted, monkeypatch):
+    asked = scripted([Life("a", WorkerError("lost")), Life("b")])
+    built = []
+    monkeypatch.setattr(restarts, "gc", SimpleNamespace(collect=lambda: built.append(len(asked))))
+    run_to_the_end(limits(1))
+    assert built == [1] and len(asked) == 2
+
+
 def test_other_errors_and_a_loss_after_a_request_to_stop_cause_no_restart(scripted):
     stopped, failed = Life("a", WorkerError("SIGTERM")), Life("a", ConfigError("no"))
     stopped.interrupts.requested.set()
