@@ -556,6 +556,17 @@ def test_a_message_is_reopened_where_its_caller_says(keep, texts, cut):
     assert (session.rounds, session.message_rounds) == ([0, 0, 0], {1: 0})
 
 
+def test_texts_of_turns_that_lose_nothing_stay_as_the_engine_gave_them():
+    session = reopened(8)
+    session.trajectory.turn_texts = ["one", "two"]
+    session.reopen("b", keep=8, ids=[])
+    assert session.trajectory.turn_texts == ["one", "two"]
+    session.reopen("c", keep=6, ids=[])
+    assert session.trajectory.turn_texts == ["one", ""]
+    session.reopen("d", keep=5, ids=[])
+    assert session.trajectory.turn_texts == ["10 11", ""]
+
+
 def test_the_turn_behind_one_that_went_on_is_a_message_of_its_own():
     session = with_texts(Engine(output(), output(), output()))
     run(session.generate())
