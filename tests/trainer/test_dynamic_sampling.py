@@ -284,6 +284,10 @@ def test_each_prompt_of_which_nothing_was_trained_has_its_reason():
         "d": "nothing to train: error, response_length",
     }
     assert why_left_out(groups[:1], None) == {"a": "algorithm.filter_overlong"}
+    half = group("e", MIXED, reasons=[FINISHED, FAILED])
+    assert why_left_out([half], None) == {"e": "algorithm.filter_overlong"}
+    half.trajectories[0].stop_reason = None
+    assert why_left_out([half], None) == {"e": "nothing to train: error"}
 
 
 def test_further_rollouts_are_at_most_a_batch_and_go_on_from_what_all_had():
