@@ -300,6 +300,13 @@ def test_messages_and_tools_that_are_too_deep_are_named():
         tools_of([{}, {"k": deep}], "t")
 
 
+def test_a_part_of_a_message_may_be_as_deep_as_data():
+    message = {"role": "user", "content": [{"type": "image", "image": nested(MAX_DEPTH - 2)}]}
+    assert messages_of([message], "m") == [message]
+    with wrong("m[0] is nested more than"):
+        messages_of([{**message, "name": "n"}], "m")
+
+
 def test_tools_are_a_list_of_dicts():
     tools = [{"name": "f"}]
     assert tools_of(tools, "t") == tools_of(tuple(tools), "t") == tools and tools_of(tools, "t") is not tools
