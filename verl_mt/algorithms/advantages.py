@@ -43,13 +43,12 @@ class _Groups:
                 f"reward {bad} is {rewards_N[bad].item()}; every trajectory in a group needs a finite reward"
             )
         rewards = rewards_N.double()
-        _, index = torch.unique(group_index_N, return_inverse=True)
-        num = int(index.max()) + 1 if len(index) else 0
-        zeros = rewards.new_zeros(num)
+        names, index = torch.unique(group_index_N, return_inverse=True)
+        zeros = rewards.new_zeros(len(names))
         low = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
         high = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
         size = zeros.index_add(0, index, torch.ones_like(rewards))
-        return rewards, cls(index, size[index], num, (low == high)[index])
+        return rewards, cls(index, size[index], len(names), (low == high)[index])
 
     def sum(self, values_N: Tensor) -> Tensor:
         """[N]: the sum over each one's group."""
@@ -225,11 +224,9 @@ def gdpo(rewards_NK: Tensor, group_index_N: Tensor, *, weights_K: Tensor | None 
     for k in range(rewards_NK.shape[1]):
         weight = 1.0 if weights_K is None else weights_K[k].double()
         total = total + weight * grpo(rewards_NK[:, k].double(), group_index_N, eps=eps)
-    centred = total - (total.mean() if len(total) else 0.0)
-    # The mean is 0 but for rounding, which would be the advantage of those who have none.
-    centred = torch.where(total == 0, torch.zeros_like(total), centred)
-    std = (centred**2).sum().div(max(1, len(total) - 1)).sqrt()
-    return _as(rewards_NK, centred / (std + eps))
+    # The mean of the batch is 0, as that of each group is.
+    std = (total**2).sum().div(max(1, len(total) - 1)).sqrt()
+    return _as(rewards_NK, total / (std + eps))
 
 
 def remax(rewards_N: Tensor, greedy_rewards_N: Tensor) -> Tensor:
@@ -308,8 +305,8 @@ def has_signal(rewards_N: Tensor, group_index_N: Tensor) -> Tensor:
         rewards_N: one per trajectory, however many records it has.
         group_index_N: int64, the group of each; any numbers.
     """
-    _, group = torch.unique(group_index_N, return_inverse=True)
-    zeros = rewards_N.new_zeros(int(group.max()) + 1 if len(group) else 0)
+    names, group = torch.unique(group_index_N, return_inverse=True)
+    zeros = rewards_N.new_zeros(len(names))
     low = zeros.scatter_reduce(0, group, rewards_N, "amin", include_self=False)
     high = zeros.scatter_reduce(0, group, rewards_N, "amax", include_self=False)
     return (low != high)[group]

@@ -86,6 +86,6 @@ def tokens_per_trajectory(mask_BT: Tensor, trajectory_index_B: Tensor) -> tuple[
 
 
 def _summed(tokens_B: Tensor, trajectory_index_B: Tensor) -> tuple[Tensor, Tensor]:
-    _, row_B = torch.unique(trajectory_index_B, return_inverse=True)
-    counts = torch.zeros(int(row_B.max()) + 1 if len(row_B) else 0, device=tokens_B.device)
+    names, row_B = torch.unique(trajectory_index_B, return_inverse=True)
+    counts = torch.zeros(len(names), device=tokens_B.device)
     return counts.index_add(0, row_B, tokens_B), row_B

@@ -205,7 +205,7 @@ def off_policy_sequences(
         log_ratio_B: mean of log_prob - old_log_prob over each row's sequence, where its records are not all here (see
             `sequence_log_ratio`); NaN, or None = take it over what is here.
     """
-    drift = masked_fill_zero(old_log_probs - log_probs.detach(), mask)
+    drift = masked_fill_zero(old_log_probs - log_probs, mask)
     sums_B, counts_B = _per_sequence(drift, mask, trajectory_index_B)
     mean_B = sums_B / counts_B.clamp(min=1)
     if log_ratio_B is not None:

@@ -51,7 +51,7 @@ def without_clipped(
         covariances_BT: [B, T].
         log_probs, old_log_probs, advantages, clip_low, clip_high: as for `ppo_clip_loss`.
     """
-    log_ratio = log_probs.detach() - old_log_probs
+    log_ratio = log_probs - old_log_probs
     too_high = (advantages > 0) & (log_ratio > math.log1p(clip_high))
     too_low = (advantages < 0) & (log_ratio.exp() < 1 - clip_low)
     return covariances_BT.masked_fill(too_high | too_low, -math.inf)
