@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.advantages import by_name, grpo, has_signal, soft_overlong_penalty
+from verl_mt.algorithms.advantages import _Groups, by_name, grpo, has_signal, soft_overlong_penalty
 
 
 def slow_grpo(rewards: list[float], groups: list[int], norm_by_std: bool, eps: float) -> list[float]:
@@ -119,3 +119,22 @@ def test_groups_without_a_difference_have_no_signal():
     groups = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2])
     assert has_signal(rewards, groups).tolist() == [True, True, *[False] * 6]
     assert has_signal(rewards[:0], groups[:0]).tolist() == []
+
+
+@pytest.mark.parametrize(("rewards", "groups"), [((2,), (3,)), ((2, 2), (2, 2)), ((2,), (2, 1))])
+def test_rewards_and_groups_are_one_row_of_numbers_each(rewards, groups):
+    with pytest.raises(ValueError, match=r"must both be \[N\]"):
+        grpo(torch.zeros(rewards), torch.zeros(groups))
+
+
+def test_a_group_of_one_has_no_spread():
+    rewards, groups = _Groups.of(torch.tensor([7.0, 1.0, 4.0]), torch.tensor([5, 3, 3]))
+    assert groups.std(rewards).tolist() == pytest.approx([0.0, 4.5**0.5, 4.5**0.5])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "buffer", "expected"),
+    [([0, 1, 4, 5], 4, 4, [0, -0.25, -1, -1]), ([2, 3, 4], 4, 1, [0, 0, -1])],
+)
+def test_the_buffer_may_be_one_token_or_the_whole_response(lengths, longest, buffer, expected):
+    assert soft_overlong_penalty(torch.tensor(lengths), max_length=longest, buffer=buffer).tolist() == expected

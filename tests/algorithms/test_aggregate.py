@@ -8,7 +8,7 @@ from aggregated import aggregate_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.aggregate import MODES, token_weights
+from verl_mt.algorithms.aggregate import MODES, token_weights, tokens_per_trajectory
 
 
 def slow_aggregate(losses, mask, trajectory, mode, constant):
@@ -110,3 +110,11 @@ def test_a_missing_constant_and_an_unknown_mode_are_refused():
         run(*RAGGED, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="unknown loss aggregation 'mean'; known: token-mean"):
         run(*RAGGED, "mean")
+
+
+def test_the_tokens_of_a_trajectory_are_those_of_all_its_records():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0]])
+    counts, place = tokens_per_trajectory(mask, torch.tensor([7, 2, 7, 2, 3]))
+    assert counts.tolist() == [4, 0, 2] and place.tolist() == [2, 0, 2, 0, 1]
+    none = tokens_per_trajectory(mask[:0], torch.zeros(0, dtype=torch.int64))
+    assert [part.tolist() for part in none] == [[], []]

@@ -153,3 +153,9 @@ def test_a_drifted_sequence_without_an_advantage_stays():
     old, new = torch.full((1, 2), -1.0), torch.full((1, 2), -2.0)
     kept = [c.off_policy_sequences(new, old, torch.full((1, 2), a), torch.ones(1, 2), 0.5).all() for a in (0.0, -1.0)]
     assert kept == [True, False]
+
+
+def test_log_probs_of_the_proximal_policy_lie_by_age_between_sampler_and_policy():
+    new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    found = c.interpolated_log_probs(new, torch.tensor([[-2.0, -2.0, -5.0]]), torch.tensor([[0, 1, 3]]))
+    assert found.tolist() == [[-2.0, -1.5, -2.0]] and not found.requires_grad

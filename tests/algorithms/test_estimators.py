@@ -216,3 +216,14 @@ def test_small_advantages_are_whitened_like_large_ones():
         values = torch.tensor([[1.0, 3.0, 9.0]], dtype=torch.float64) * size
         expected = size * torch.tensor([[-1.0, 1.0, 0.0]], dtype=torch.float64) / math.sqrt(2 * size**2 + 1e-8)
         torch.testing.assert_close(whiten_tokens(values, mask), expected)
+
+
+def test_without_trained_tokens_a_mean_over_tokens_is_0():
+    assert run("opo", [1.0, 0.5], [0, 0], [0, 0]) == [1.0, 0.5]
+    assert run("reinforce_plus_plus", [1.0, 0.0], [0, 1], [0, 0], eps=0.25) == [2.0, 0.0]
+    assert run("reinforce_plus_plus", [1.0, 0.0], [0, 1], [1, 0], eps=0.25) == [0.0, -2.0], "one token, no variance"
+
+
+def test_one_trajectory_or_none_has_no_spread_of_several_rewards():
+    for count in (0, 1):
+        assert a.gdpo(torch.ones(count, 2), torch.zeros(count, dtype=torch.int64)).tolist() == [0.0] * count

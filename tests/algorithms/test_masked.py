@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from verl_mt.algorithms.masked import at_least_quantile, masked_mean, masked_sum, masked_var, masked_whiten
 
 
 @settings(max_examples=20, deadline=None)
@@ -47,3 +47,24 @@ def test_an_empty_mask_gives_zero():
 def test_a_mean_per_row_with_an_empty_row():
     values = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
     assert masked_mean(values, torch.tensor([[1, 1], [0, 0]]), dim=1).tolist() == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "kept"),
+    [
+        ([1, 2, 3, 4], 0.5, [0, 0, 1, 1]),  # the quantile is 2.5
+        ([1, 2, 3, 4], 1 / 6, [0, 1, 1, 1]),  # 1.5
+        ([50, 20, 10, 40, 30], 0.25, [1, 1, 0, 1, 1]),  # 20 itself
+        ([3, 1, 2], 0.0, [1, 1, 1]),
+        ([3, 1, 2], 1.0, [1, 0, 0]),
+        ([7], 0.5, [1]),
+    ],
+)
+def test_a_quantile_lies_between_two_values_of_the_mask(values, share, kept):
+    wider = torch.tensor([[99.0, *values, -99.0]])
+    mask = torch.tensor([[0, *[1] * len(values), 0]])
+    assert at_least_quantile(wider, mask, share).int().tolist() == [[0, *kept, 0]]
+
+
+def test_without_values_none_reaches_a_quantile():
+    assert at_least_quantile(torch.ones(1, 2), torch.zeros(1, 2), 0.0).tolist() == [[False, False]]

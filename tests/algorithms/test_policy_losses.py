@@ -291,3 +291,30 @@ def test_pinned_losses_of_sequences_as_other_libraries_make_one_number_of_them(l
     loss_BT, _ = loss(new, old, torch.tensor([[1.0], [-2.0]]).double().expand(2, 4), mask, **clip)
     got = aggregate_loss(loss_BT, mask, torch.arange(2), mode="seq-mean-token-mean")
     assert got.item() == pytest.approx(expected, abs=1e-6)
+
+
+AT_LOW = -0.5
+"""A log ratio; `CLIP_LOW` is where PPO clips it."""
+CLIP_LOW = 1 - torch.tensor(AT_LOW, dtype=torch.float64).exp().item()
+AT_HIGH = math.log1p(0.28)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "clipped"),
+    [
+        (0.5, AT_HIGH + 0.01, True), (0.5, AT_HIGH, False), (0.5, 0.0, False), (0.5, -9.0, False),
+        (-0.5, AT_LOW - 0.01, True), (-0.5, AT_LOW, False), (-0.5, 0.0, False), (-0.5, 9.0, False),
+        (0.0, 9.0, False), (0.0, -9.0, False),
+    ],
+)  # fmt: skip
+def test_only_tokens_that_ppo_clips_are_no_candidates(advantage, log_ratio, clipped):
+    """A ratio at a bound is not clipped."""
+    new, values, advantages = tensors([log_ratio], [3.0], [advantage])
+    found = cov.without_clipped(values, new, 0 * new, advantages, clip_low=CLIP_LOW, clip_high=0.28)
+    assert found.tolist() == [[-math.inf if clipped else 3.0]]
+
+
+def test_candidates_depend_on_the_ratio_to_the_old_policy():
+    new, old, values, advantages = tensors([-2, -1], [-2, -2], [3, 3], [-1, 1])
+    found = cov.without_clipped(values, new, old, advantages, clip_low=0.2, clip_high=0.28)
+    assert found.tolist() == [[3.0, -math.inf]]
