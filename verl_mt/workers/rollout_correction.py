@@ -162,8 +162,8 @@ def with_log_probs(batch: TensorDict) -> Tensor:
 
 
 def _share_of_trajectories(chosen_BT: Tensor, known_BT: Tensor, batch: TensorDict) -> float:
-    """Of the trajectories with a token in `known_BT`: those with one of them chosen."""
+    """Of the trajectories with a token in `known_BT`, of which there is one: those with one of them chosen."""
     trajectory_B = batch[columns.TRAJECTORY_INDEX]
     every = torch.unique(trajectory_B[known_BT.any(1)])
     some = torch.unique(trajectory_B[(chosen_BT & known_BT).any(1)])
-    return len(some) / max(1, len(every))
+    return len(some) / len(every)
