@@ -101,3 +101,19 @@ def worker(
     module = policy if isinstance(policy, ShardedPolicy) else copy.deepcopy(policy)
     schedule = {"total_steps": total_steps, "train_batch_size": 3}
     return ActorWorker(module, config, temperature=temperature, norm_constant=8.0, **schedule)
+
+
+def hand_made(in_loss: list[list[int]], sampled: list[list[int]] | None = None, **given) -> TensorDict:
+    """Rows with the columns that workers read; one trajectory, prompt and group each if not `given`."""
+    mask = torch.tensor(in_loss).bool()
+    rows = torch.arange(len(mask))
+    columns = {
+        col.LOSS_MASK: mask,
+        col.SAMPLED: mask.clone() if sampled is None else torch.tensor(sampled).bool(),
+        col.ATTENTION_MASK: torch.ones_like(mask),
+        col.HAS_LOG_PROBS: torch.ones(len(mask), dtype=torch.bool),
+        col.ROLLOUT_LOG_PROBS: torch.zeros(mask.shape, dtype=torch.float64),
+        **dict.fromkeys((col.TRAJECTORY_INDEX, col.PROMPT_INDEX, col.GROUP_INDEX), rows),
+    }
+    columns |= {name: torch.as_tensor(values) for name, values in given.items()}
+    return TensorDict(columns, batch_size=[len(mask)])

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from verl_mt.workers import cores as module
-from verl_mt.workers.cores import idle_cores
+from verl_mt.workers.cores import cores_per_worker, idle_cores
+from verl_mt.workers.setup import Placement
 
 BEFORE = [[500, 0, 100, 4000, 50, 3, 2, 0, 7, 0], [900, 5, 100, 4000, 50, 3, 2, 0, 0, 0]]
 
@@ -65,3 +66,63 @@ def test_this_machine_counts_its_cores():
     assert 1 <= idle_cores() <= 4
     if module._STAT.exists():
         assert set(os.sched_getaffinity(0)) <= set(module._spent(module._STAT))
+
+
+@pytest.mark.parametrize(
+    ("placement", "threads"),
+    [
+        (Placement(num_threads=3, deterministic=True), 3),
+        (Placement(deterministic=True), 1),
+        (Placement(), 7),
+        (Placement(n_workers_per_node=2), 3),
+        (Placement(n_workers_per_node=7), 1),
+        (Placement(n_workers_per_node=8), 1),
+    ],
+)
+def test_ray_workers_share_the_cores_that_this_process_may_use(monkeypatch, placement, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1, 8)), raising=False)
+    assert cores_per_worker(placement) == threads
+
+
+@pytest.mark.parametrize(("count", "cores"), [(3, [0, 1, 2]), (1, [0]), (None, [0])])
+def test_where_no_core_is_forbidden_all_may_be_used(monkeypatch, count, cores):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert module._allowed() == cores
+
+
+def test_idle_ticks_are_those_of_idle_and_iowait_and_guests_count_once(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9 9 9 9\ncpu2 1 2 4 8 16 32 64 128 256 512\ncpu11 1 2 4 8\nintr 5 5 5 5 5\n")
+    assert module._spent(stat) == {2: (24, 255), 11: (8, 15)}
+    assert module._spent(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "free"), [(3, 1.2, 2), (3, 2.4, 1), (3, 7.0, 1), (9, 1.0, 4), (3, None, 3), (2, -0.4, 2)]
+)
+def test_the_load_average_leaves_between_one_and_four_cores(tmp_path, monkeypatch, cores, load, free):
+    """Nothing is counted, so nothing is watched."""
+    monkeypatch.setattr(module, "_STAT", tmp_path / "none")
+    monkeypatch.setattr(module.time, "sleep", lambda s: pytest.fail("watched"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    if load is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert idle_cores() == free
+
+
+@pytest.mark.parametrize("lacking", ["before", "after", "both", "no tick"])
+def test_a_core_without_counts_leaves_it_to_the_load_average(tmp_path, monkeypatch, lacking):
+    one, two = _stat(BEFORE[:1]), _stat(BEFORE)
+    first = {"before": one, "after": two, "both": one, "no tick": two}[lacking]
+    second = {"before": two, "after": one, "both": one, "no tick": two}[lacking]
+    later = second.replace("cpu0 500", "cpu0 600")
+    stat = tmp_path / "stat"
+    stat.write_text(first)
+    monkeypatch.setattr(module, "_STAT", stat)
+    monkeypatch.setattr(module.time, "sleep", lambda s: stat.write_text(later))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 9.0, 9.0))
+    assert idle_cores() == 2

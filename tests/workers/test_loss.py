@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from actor_toys import REWARDS, make_batch
+from actor_toys import REWARDS, hand_made, make_batch
 from sharded_jobs import one_update
 
+from verl_mt.config.actor import ActorConfig
+from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
+from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers import actor
+from verl_mt.workers.loss import (
+    ActorLoss,
+    MiniBatch,
+    WholeMiniBatch,
+    group_contrast,
+    split_ratios,
+    tokens_to_hold_back,
+    tokens_to_leave_out,
+    trajectory_ratios,
+)
+from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE
+from verl_mt.workers.shares import Share
 
 
 def drifted(shift: float):
@@ -211,10 +228,6 @@ def test_every_loss_is_tried():
 
 
 def test_nothing_is_computed_over_a_mini_batch_where_nothing_is_decided():
-    from verl_mt.config.actor import ActorConfig
-    from verl_mt.workers.loss import ActorLoss, WholeMiniBatch
-    from verl_mt.workers.shares import Share
-
     batch = make_batch(REWARDS, records=2)
     whole = WholeMiniBatch.of(Share.alone(batch), torch.arange(len(batch)), batch[col.ROLLOUT_LOG_PROBS])
     assert whole.torn
@@ -231,8 +244,6 @@ def shared_executions():
 def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
     """The mean is over executions, so the slopes are scaled by their number and not by that of trajectories."""
     from verl_mt.algorithms.aggregate import token_weights
-    from verl_mt.workers.loss import WholeMiniBatch, group_contrast
-    from verl_mt.workers.shares import Share
 
     batch = shared_executions()
     owner, execution = batch[col.TRAJECTORY_INDEX], batch[col.EXECUTION_INDEX]
@@ -258,3 +269,187 @@ def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
     (whole_gradient,) = torch.autograd.grad(total / len(groups.unique()), new)
     share = torch.tensor([mask[owner == o].sum() / mask[execution == e].sum() for o, e in zip(owner, execution)])
     torch.testing.assert_close(found, whole_gradient * share[:, None], rtol=1e-5, atol=1e-8)
+
+
+# Numbers worked out by hand
+
+NAN = math.nan
+
+
+def log(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64).log()
+
+
+def one_row(**given):
+    """A prompt, a token that the policy likes more than before, one that it likes less, and one of an observation."""
+    batch = hand_made(
+        [[0, 1, 1, 1]], [[0, 1, 1, 0]], advantages=torch.tensor([[9.0, 1.0, -1.0, 1.0]]).double(), **given
+    )
+    current = log(0.9, 0.25, 0.2, 0.5)
+    batch[col.REF_LOG_PROBS] = current - torch.tensor([[5.0, 0.2, 0.4, 0.6]])
+    return batch, current.requires_grad_(), torch.tensor([[NAN, math.log(0.2), math.log(0.4), NAN]]).double()
+
+
+CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.5}
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_the_loss_of_a_micro_batch_in_numbers(others):
+    """The ratios are 1.25 and 0.5: the second is held at 0.8."""
+    terms = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 0.2} if others else {}
+    batch, current, old = one_row()
+    weights = torch.tensor([[0.0, 0.5, 0.25, 2.0]]).double()
+    mini = MiniBatch(weights, share_BT=torch.tensor([[1.0, 0.5, 1.0, 3.0]]).double() if others else None)
+    entropy = torch.tensor([[7.0, 1.0, 2.0, 3.0]]).double()
+    found = ActorLoss(ActorConfig(**CLIPS, **terms)).of_micro_batch(LogProbs(current, entropy), batch, mini, old)
+    pg_loss = 0.5 * -1.25 * (0.5 if others else 1.0) + 0.25 * 0.8 + 2.0 * -1.0
+    kl_loss = 0.5 * 0.2 + 0.25 * 0.4 + 2.0 * 0.6
+    loss = pg_loss - 0.1 * 7.0 + 0.2 * kl_loss if others else pg_loss
+    expected = {"actor/pg_loss": pg_loss, "actor/loss": loss} | ({"actor/kl_loss": kl_loss} if others else {})
+    assert {name: value.item() for name, value in found.sums.items()} == pytest.approx(expected)
+    assert found.loss.item() == pytest.approx(loss)
+    assert found.clipped_BT.tolist() == [[0, 0, 1, 0]] and found.num_tokens.item() == 2
+    means = {"clipfrac": 0.5, "clipfrac_lower": 0.0, "ppo_kl": math.log(0.2 * 0.4 / 0.25 / 0.2) / 2, "entropy": 1.5}
+    assert {name: value.item() for name, value in found.means.items()} == pytest.approx(means)
+    (gradient,) = torch.autograd.grad(found.loss, current)
+    slopes = [0.0, -0.3125 + 0.1, 0.05, -2.0 + 0.4] if others else [0.0, -0.625, 0.0, -2.0]
+    assert gradient[0].tolist() == pytest.approx(slopes)
+
+
+def test_without_gradients_nothing_tells_which_tokens_do_not_move():
+    batch, current, old = one_row()
+    with torch.no_grad():
+        found = ActorLoss(ActorConfig()).of_micro_batch(
+            LogProbs(current, torch.zeros_like(current)), batch, MiniBatch(torch.ones(1, 4)), old
+        )
+    assert found.clipped_BT is None and not found.loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ({}, True), ({"use_kl_loss": True}, False), ({"entropy_coeff": 0.1}, False),
+        ({"policy_loss": {"loss_mode": "sapo"}}, True),
+    ],
+)  # fmt: skip
+def test_the_slope_of_an_on_policy_loss_is_known_in_advance(options, known):
+    batch, _, old = one_row()
+    mini, unknown = MiniBatch(torch.tensor([[0.0, 0.5, 0.25, 2.0]]).double()), torch.full_like(old, NAN)
+    loss = ActorLoss(ActorConfig(**options))
+    found = loss.slope_where_known(batch, mini, unknown)
+    assert (found is not None) == known
+    if known:
+        assert found[0].tolist() == pytest.approx([0.0, -0.5, 0.25, -2.0])
+        assert loss.slope_where_known(batch, mini, old) is None, "an old log-prob is another one"
+        outside = torch.tensor([[-1.0, NAN, NAN, NAN]]).double()
+        assert torch.equal(loss.slope_where_known(batch, mini, outside), found), "in the loss"
+        loss.correction = RolloutCorrection(read_rollout_correction({"rollout_is": "token"}))
+        assert loss.slope_where_known(batch, mini, unknown) is None
+
+
+def whole_of(batch, old, current=None, rows=None, generator=None):
+    """A mini-batch of the rows, whose current log-probs may be asked for once."""
+    asked = [] if current is None else [current]
+
+    def compute(share, wanted):
+        found = asked.pop()
+        return torch.where(torch.isin(torch.arange(len(found)), wanted)[:, None], found, NAN)
+
+    numbers = torch.arange(len(batch)) if rows is None else torch.tensor(rows, dtype=torch.int64)
+    return WholeMiniBatch.of(Share.alone(batch), numbers, old, compute, generator)
+
+
+def split_rows(second_record: list[int]):
+    """Four rows; the first and the third are of one trajectory."""
+    return hand_made(
+        [[1, 1, 0], [1, 1, 1], second_record, [1, 0, 0]],
+        trajectory_index=[1, 2, 1, 3],
+        advantages=torch.ones(4, 3).double(),
+    )
+
+
+OLD = torch.tensor([[-1, NAN, 9], [-5, -5, -5], [9, -2, -3], [-5, 0, 0]])
+CURRENT = torch.tensor([[-0.5, -7, 9], [-1, -1, -1], [9, -1, -3.5], [-1, 0, 0]])
+
+
+def test_the_ratio_of_a_trajectory_of_several_rows_in_numbers():
+    """Its differences are 0.5, 0 (where the old log-prob is the current one), 1 and -0.5."""
+    batch = split_rows([0, 1, 1])
+    whole = whole_of(batch, OLD, CURRENT)
+    assert whole.torn and len(whole) == 4
+    ((name, found),) = trajectory_ratios(whole).items()
+    torch.testing.assert_close(found, torch.tensor([0.25, NAN, 0.25, NAN]), equal_nan=True)
+    assert name == "log_ratio_B"
+    found = split_ratios(whole_of(batch, OLD * NAN), batch[col.LOSS_MASK], OLD * NAN)
+    assert found[[0, 2]].tolist() == [0.0, 0.0] and found[[1, 3]].isnan().all(), "and no pass is needed"
+
+
+def test_a_trajectory_of_one_row_has_no_ratio_to_collect():
+    one_counts = split_rows([0, 0, 0])
+    assert split_ratios(whole_of(one_counts, OLD), one_counts[col.LOSS_MASK], OLD) is None
+    assert trajectory_ratios(whole_of(one_counts, OLD)) == {}
+    alone = whole_of(split_rows([0, 1, 1]), OLD, rows=[0, 1, 3])
+    assert not alone.torn and trajectory_ratios(alone) == {}
+
+
+def test_a_mini_batch_knows_its_own_rows_only():
+    whole = whole_of(split_rows([0, 1, 1]), OLD, CURRENT, rows=[1, 2])
+    assert whole.batch[col.TRAJECTORY_INDEX].tolist() == [2, 1]
+    assert whole.sampled_NT.tolist() == [[True] * 3, [False, True, True]]
+    assert torch.equal(whole.old_NT, OLD[[1, 2]])
+    assert torch.equal(whole.log_probs(torch.tensor([1])), CURRENT[[2]])
+    with pytest.raises(NotImplementedError):
+        WholeMiniBatch.of(whole.share, whole.numbers, OLD).log_probs()
+
+
+def test_a_part_of_a_mini_batch_has_all_that_is_known_of_its_rows():
+    mini = MiniBatch(*torch.arange(6.0).reshape(2, 3), {"x": torch.tensor([1, 2, 3])}, torch.arange(3), torch.ones(3))
+    part = mini.part(torch.tensor([2, 0]))
+    assert part.weights_BT.tolist() == [2, 0] and part.drift_B.tolist() == [5, 3]
+    assert (
+        part.arguments["x"].tolist() == [3, 1] and part.share_BT.tolist() == [2, 0] and part.age_BT.tolist() == [1, 1]
+    )
+    bare = MiniBatch(torch.arange(3.0)).part(torch.tensor([1]))
+    assert (bare.drift_B, bare.share_BT, bare.age_BT, bare.arguments) == (None, None, None, {})
+
+
+def test_the_tokens_of_the_largest_covariances_in_numbers():
+    """Log-probs -1, -3, -1, -3 and advantages 1, 1, -1, -1: the covariances are 1, -1, -1, 1."""
+    batch = hand_made([[1, 1, 1, 1, 0]], advantages=torch.tensor([[1.0, 1.0, -1.0, -1.0, 9.0]]).double())
+    current = torch.tensor([[-1.0, -3.0, -1.0, -3.0, 9.0]]).double()
+    found = tokens_to_hold_back(whole_of(batch, current, current), kl_cov_ratio=0.5)
+    assert found["chosen"].tolist() == [[True, False, False, True, False]]
+    limits = {"clip_cov_lb": 0.5, "clip_cov_ub": 1.5, "clip_low": 0.2, "clip_high": 0.2, "clip_cov_ratio": 1.0}
+    for old, chosen in (
+        (NAN * current, [True, False, False, True, False]),
+        (current - torch.tensor([1.0, 0, 0, 0, 0]), [False, False, False, True, False]),  # too likely already
+        (current + torch.tensor([0, 0, 0, 1.0, 0]), [True, False, False, False, False]),  # unlikely enough
+    ):
+        assert tokens_to_leave_out(whole_of(batch, old, current), **limits)["chosen"].tolist() == [chosen]
+
+
+@pytest.mark.parametrize("decide", ["hold back", "leave out", "contrast"])
+def test_over_no_rows_nothing_is_decided(decide):
+    whole = whole_of(split_rows([0, 0, 0]), OLD, rows=[])
+    found = {
+        "hold back": lambda: tokens_to_hold_back(whole, kl_cov_ratio=0.5),
+        "leave out": lambda: tokens_to_leave_out(
+            whole, clip_cov_ratio=1.0, clip_cov_lb=0.0, clip_cov_ub=1.0, clip_low=0.2, clip_high=0.2
+        ),
+        "contrast": lambda: group_contrast(whole, real_tau=0.5),
+    }[decide]()
+    assert {name: [*value.shape] for name, value in found.items()} == (
+        {"slope_B": [0]} if decide == "contrast" else {"chosen": [0, 3]}
+    )
+
+
+@pytest.mark.parametrize(("delta", "rows", "drift"), [(0.1, None, True), (None, None, False), (0.1, [0, 1], False)])
+def test_the_drift_of_split_trajectories_is_collected_for_sequence_masks(delta, rows, drift):
+    batch = split_rows([0, 1, 1])
+    batch[col.ROLLOUT_LOG_PROBS] = torch.nan_to_num(OLD, nan=-7.0)
+    loss = ActorLoss(ActorConfig())
+    loss.correction = RolloutCorrection(read_rollout_correction({"off_policy_sequence_mask_delta": delta}))
+    mini = loss.over_mini_batch(whole_of(batch, OLD, CURRENT, rows), torch.ones(4, 3))
+    assert (mini.drift_B is not None) == drift and mini.weights_BT.tolist() == [[1.0] * 3] * 4 and not mini.arguments
+    if drift:
+        torch.testing.assert_close(mini.drift_B, torch.tensor([0.25, NAN, 0.25, NAN]), equal_nan=True)

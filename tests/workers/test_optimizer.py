@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.config.actor import OptimConfig
-from verl_mt.workers.optimizer import MASTER, MasterAdamW, build_adamw, lr_factor, state_of, warmup_steps_of
+from verl_mt.modeling.exact import remember_exact
+from verl_mt.workers.optimizer import (
+    MASTER,
+    MOMENTS,
+    MasterAdamW,
+    build_adamw,
+    lr_factor,
+    names_of_state,
+    state_of,
+    warmup_steps_of,
+)
 
 
 def train(dtype, optimizer_class, steps=50, lr=1e-5):
@@ -119,3 +129,56 @@ def test_a_ratio_is_a_share_of_all_updates_and_stands_for_the_steps():
     assert warmup_steps_of(OptimConfig(lr_warmup_steps_ratio=0.285), 400) == 114
     assert warmup_steps_of(OptimConfig(lr_warmup_steps=5), 400) == 5
     assert warmup_steps_of(OptimConfig(lr_warmup_steps=5, lr_warmup_steps_ratio=0.1), 39) == 3
+
+
+def test_a_warm_up_as_long_as_the_run_ends_at_the_peak():
+    assert factors("linear", 2, 2) == pytest.approx([0.5, 1.0, 1.0])
+    assert factors("cosine", 3, 2, 0.1) == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_later_steps_have_the_last_rate(kind):
+    assert lr_factor(9, warmup_steps=1, total_steps=5, kind=kind, min_ratio=0.25) == 0.25
+
+
+def test_the_state_of_a_parameter_begins_with_nothing_and_its_exact_weights():
+    low = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    remember_exact(low, torch.tensor([1.0001, 2.0001]))
+    optimizer = build_adamw([low], lr=1e-3)
+    state = state_of(optimizer, low)
+    assert set(state) == set(names_of_state(low)) == {"step", "exp_avg", "exp_avg_sq", "master"}
+    assert {name: value.tolist() for name, value in state.items()} == {
+        "step": 0.0,
+        "exp_avg": [0.0, 0.0],
+        "exp_avg_sq": [0.0, 0.0],
+        "master": torch.tensor([1.0001, 2.0001]).tolist(),
+    }
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    assert state_of(optimizer, low) is state, "made once"
+    plain = torch.nn.Parameter(torch.ones(2))
+    assert set(state_of(torch.optim.AdamW([plain]), plain)) == set(names_of_state(plain)) == set(MOMENTS)
+
+
+def test_master_weights_are_no_view_of_the_parameter():
+    low = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    master = state_of(build_adamw([low], lr=1e-3), low)[MASTER]
+    with torch.no_grad():
+        low.zero_()
+    assert master.tolist() == [1.0, 2.0] and master.dtype == torch.float32
+
+
+def test_only_parameters_with_a_gradient_step():
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    parameters[1].grad = torch.ones(2, dtype=torch.bfloat16)
+    for offload in (False, True):
+        optimizer = build_adamw(parameters, offload=offload, lr=0.5, betas=(0.5, 0.75), weight_decay=0.25, eps=1.0)
+        assert optimizer.offload == offload
+        with torch.no_grad():
+            parameters[1].fill_(1.0)
+        optimizer.step()
+        assert parameters[0].tolist() == [1.0, 1.0] and parameters[0] not in optimizer.state
+        # 1 - 0.5 * 0.25 by the decay, then 0.5 * 1 / (1 + 1) by the gradient, whose bias is corrected.
+        state = optimizer.state[parameters[1]]
+        assert state[MASTER].tolist() == pytest.approx([0.625] * 2) and state["step"].item() == 1
+        assert state["exp_avg"].tolist() == [0.5] * 2 and state["exp_avg_sq"].tolist() == [0.25] * 2
+        assert parameters[1].tolist() == [0.625] * 2

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from actor_toys import tiny_policy
+from actor_toys import hand_made, tiny_policy
 from sharded_jobs import one_update
 from test_loss import drifted, drifting, flat
 from test_split_records import conversation, split_at
@@ -254,3 +254,129 @@ def test_a_ratio_at_a_bound_is_not_cut():
     for bound in ({"rollout_is_threshold": 1.0}, {"rollout_is_threshold_lower": 1.0}):
         metrics = RolloutCorrection(read_rollout_correction({"rollout_is": "token", **bound})).metrics(own, batch)
         assert metrics["rollout_corr/rollout_is_cut_fraction"] == 0.0
+
+
+NAN = math.nan
+RATIOS = torch.tensor([[NAN, 4, 0.5], [2, NAN, NAN], [1, 0.25, NAN], [8, 8, NAN], [NAN, 16, NAN]], dtype=torch.float64)
+"""Trainer to sampler. The first two rows are one trajectory, the sampler of the fourth gave no log-probs, and the
+trainer none of the last: five tokens are known."""
+SAMPLER = torch.tensor([[-1, -1, 0], [0, 0, 0], [-1, -1, 0], [-1, -1, 0], [-1, -1, -1]]).double()
+"""0 where a ratio is to be exactly 2 or 1/2."""
+
+
+def by_hand():
+    """(the trainer's log-probs, the batch)."""
+    batch = hand_made(
+        [[0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]],
+        [[0, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0]],
+        trajectory_index=[4, 4, 9, 5, 3],
+        has_log_probs=[True, True, True, False, True],
+        rollout_log_probs=SAMPLER,
+        advantages=torch.tensor([[9, -1, 0], [-1, -1, -1], [-1, 1, 9], [-1, -1, 9], [-1, -1, -1]]).double(),
+    )
+    return RATIOS.log() + SAMPLER, batch
+
+
+BETWEEN = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "factors"),
+    [
+        (BETWEEN, [2, 0.5, 2, 1, 0.5]),
+        (BETWEEN | {"rollout_is_batch_normalize": True}, [2 / 1.2, 0.5 / 1.2, 2 / 1.2, 1 / 1.2, 0.5 / 1.2]),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 3.0}, [3, 3, 3, 0.25, 0.25]),
+        ({"rollout_is": "geometric"}, [4 ** (1 / 3)] * 3 + [0.5] * 2),
+        ({"rollout_rs": "token", "rollout_rs_threshold": "0.3_3.0"}, [0, 1, 1, 1, 0]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": "0.3_5.0"}, [1, 1, 1, 0, 0]),
+        ({"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.9}, [0, 0, 0, 0, 0]),
+        ({"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.965}, [1, 1, 1, 1, 1]),
+        ({"rollout_token_veto_threshold": 0.3}, [1, 1, 1, 0, 0]),
+        ({"off_policy_sequence_mask_delta": 0.1}, [1, 1, 1, 1, 1]),
+        (BETWEEN | {"rollout_rs": "token", "rollout_token_veto_threshold": 0.3}, [0, 0.5, 2, 0, 0]),
+    ],
+)
+def test_the_factor_of_each_token_in_numbers(given, factors):
+    log_probs, batch = by_hand()
+    found = RolloutCorrection(read_rollout_correction(given)).factors(log_probs, batch)
+    expected = torch.ones_like(found)
+    expected[[0, 0, 1, 2, 2], [1, 2, 0, 0, 1]] = torch.tensor(factors, dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            BETWEEN,
+            {
+                "rollout_is_mean": 1.2, "rollout_is_min": 0.5, "rollout_is_max": 2.0, "rollout_is_cut_fraction": 0.4,
+                "rollout_is_eff_sample_size": 36 / 47.5,
+            },
+        ),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": "0.2_3.0"},
+            {"rollout_rs_masked_fraction": 0.2, "rollout_rs_seq_masked_fraction": 0.5},
+        ),
+        ({"rollout_token_veto_threshold": 0.3}, {"rollout_is_veto_fraction": 0.5}),
+        ({"off_policy_sequence_mask_delta": 0.1}, {}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_the_metrics_in_numbers(given, expected):
+    log_probs, batch = by_hand()
+    correction = RolloutCorrection(read_rollout_correction(given))
+    found = correction.metrics(log_probs, batch)
+    assert found == pytest.approx({f"rollout_corr/{name}": value for name, value in expected.items()})
+    assert correction.metrics(torch.full_like(log_probs, NAN), batch) == {}, "nothing to compare"
+
+
+@pytest.mark.parametrize(
+    ("given", "needs", "masks"),
+    [
+        ({"rollout_is": "token"}, False, False),
+        ({"rollout_is": "sequence"}, True, False),
+        ({"off_policy_sequence_mask_delta": 0.1}, False, True),
+    ],
+)
+def test_what_a_correction_asks_for(given, needs, masks):
+    correction = RolloutCorrection(read_rollout_correction(given))
+    assert (correction.needs_batch, correction.masks_sequences) == (needs, masks)
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_losses_are_multiplied_by_their_factors(decided):
+    """Those that were decided over the batch, where there are some."""
+    log_probs, batch = by_hand()
+    correction = RolloutCorrection(read_rollout_correction(BETWEEN))
+    factors = correction.factors(log_probs, batch)
+    if decided:
+        batch[col.CORRECTION] = factors = torch.full_like(factors, 0.75)
+    loss, means = correction.applied(torch.full_like(factors, 3.0), log_probs * NAN, log_probs, batch, None)
+    assert torch.equal(loss, 3 * factors) and means == {}
+
+
+@pytest.mark.parametrize(
+    ("delta", "drift", "left_out"),
+    [
+        (0.69, None, [(2, 0)]),  # the mean of log 1 and log 1/4 is -0.693
+        (0.7, None, []),
+        (0.69, [-1.0, NAN, NAN, -1.0, NAN], [(0, 1), (2, 0)]),
+        (0.69, [NAN, -1.0, 0.0, NAN, NAN], [(1, 0)]),
+    ],
+)
+def test_a_drifted_sequence_loses_its_tokens_of_negative_advantage(delta, drift, left_out):
+    """By the current policy. Eight of the tokens in the loss were sampled."""
+    log_probs, batch = by_hand()
+    log_probs = torch.where(log_probs.isnan(), 0.5, log_probs)
+    given = BETWEEN | {"off_policy_sequence_mask_delta": delta}
+    correction = RolloutCorrection(read_rollout_correction(given))
+    factors = correction.factors(log_probs, batch)
+    drift_B = None if drift is None else torch.tensor(drift)
+    loss, means = correction.applied(torch.full_like(factors, 3.0), log_probs, log_probs, batch, drift_B)
+    for row, place in left_out:
+        factors[row, place] = 0.0
+    assert torch.equal(loss, 3 * factors)
+    (share,) = means.values()
+    assert [*means] == ["rollout_corr/off_policy_sequence_masked_fraction"]
+    assert share.item() == pytest.approx(len(left_out) / 8)
