@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from actor_toys import REWARDS, make_batch, tiny_policy, worker
+from actor_toys import REWARDS, hand_made, make_batch, tiny_policy, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_jobs import one_update, update_of_a_share
@@ -13,7 +15,7 @@ from tables import one_of_each
 from verl_mt.data import batch as col
 from verl_mt.workers.actor import against_sampler
 from verl_mt.workers.sharding import ALONE, Ranks
-from verl_mt.workers.shares import Census, Share, assemble, deal, share_of
+from verl_mt.workers.shares import Census, Share, assemble, deal, for_whole, share_of
 
 MINI_BATCHES = {"ppo_mini_batch_size": 2, "ppo_epochs": 2, "lr": 1e-3}
 DECIDED_OVER_A_MINI_BATCH = {
@@ -162,3 +164,159 @@ def test_mini_batches_and_epochs_end_in_the_same_weights_from_shares(ranks):
 def test_a_share_says_where_it_has_rows_of_the_batch():
     share = Share(Census.of(make_batch(REWARDS)), make_batch(REWARDS)[torch.tensor([2, 5, 7])], torch.tensor([2, 5, 7]))
     assert share.own(torch.tensor([7, 0, 2])).tolist() == [2, 0]
+
+
+NAN = math.nan
+
+
+def four_rows(**given):
+    """Of 4, 3, 2 and 1 tokens; the last is out of the loss, the third moves nothing."""
+    batch = hand_made(
+        [[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]],
+        [[0, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]],
+        attention_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]).bool(),
+        prompt_index=[7, 7, 8, 8],
+        trajectory_index=[2, 2, 3, 4],
+        has_log_probs=[True, False, True, False],
+        **given,
+    )
+    if col.ADVANTAGES not in given:
+        batch[col.ADVANTAGES] = torch.tensor([[0.0, 1, 0, 0], [0, 0, -1, 0], [9, 0, 9, 9], [1, 1, 1, 1]])
+    return batch
+
+
+def numbers_of(census):
+    return {name: value.tolist() for name, value in vars(census).items() if name != "width"}
+
+
+def test_the_numbers_of_every_row():
+    batch = four_rows()
+    census = Census.of(batch)
+    assert census.width == 4 and len(census) == 4
+    expected = {
+        "num_tokens_B": [4, 3, 2, 1],
+        "num_in_loss_B": [3, 2, 1, 0],
+        "num_sampled_B": [2, 2, 0, 0],
+        "moves_B": [True, True, False, False],
+        "has_log_probs_B": [True, False, True, False],
+        "prompt_B": [7, 7, 8, 8],
+        "trajectory_B": [2, 2, 3, 4],
+        "weighed_B": [2, 2, 3, 4],
+        "part_B": [0, 0, 0, 0],
+    }
+    assert numbers_of(census) == expected
+    batch[col.EXECUTION_INDEX] = torch.tensor([5, 5, 5, 6])
+    assert numbers_of(Census.of(batch)) == expected | {"weighed_B": [5, 5, 5, 6]}
+
+
+def test_what_a_critics_batch_does_not_say():
+    """All of the loss was sampled, and no row moves the policy."""
+    told = numbers_of(Census.of(four_rows().exclude(col.SAMPLED, col.ADVANTAGES, col.HAS_LOG_PROBS)))
+    assert told["num_sampled_B"] == [3, 2, 1, 0] and told["moves_B"] == [False] * 4
+    assert told["has_log_probs_B"] == [True, True, True, False]
+
+
+def test_kinds_of_rows_are_dealt_one_after_the_other_the_largest_share_to_who_has_least():
+    """Tokens 8, 7, 2 of the first kind: 8 and 9. Of the second 5 and 4; of the third 3 for who has least so far."""
+    tokens = torch.tensor([5, 8, 7, 4, 2, 3])
+    census = Census.of(make_batch([[0.0] * 6]))
+    census = Census(**{**vars(census), "num_tokens_B": tokens})
+    dealt = census.dealt(Ranks(0, 2), torch.tensor([1, 0, 0, 1, 0, 2]))
+    # First 7 and 2 for part 0 and 8 for part 1; then 5 for part 1 and 4 for part 0: 13 each; the last goes to part 0.
+    assert dealt.part_B.tolist() == [1, 1, 0, 0, 0, 0]
+    assert census.part_B.tolist() == [0] * 6 and torch.equal(dealt.num_tokens_B, tokens)
+    assert Ranks(0, 4, 2).num_parts == 2
+    assert census.dealt(Ranks(0, 4, 2), torch.zeros(6, dtype=torch.int64)).part_B.unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_shares_of_a_batch_are_cut_to_their_longest_row(sequence):
+    batch = four_rows()
+    shares = deal(batch, Ranks(0, 2 * sequence, sequence), [torch.tensor([0, 1]), torch.tensor([2, 3])])
+    assert [share.number_b.tolist() for share in shares] == [[0, 2], [1, 3]]
+    assert [share.rows[col.LOSS_MASK].shape for share in shares] == [(2, 4), (2, 3)]
+    assert [share.rows[col.PROMPT_INDEX].tolist() for share in shares] == [[7, 8], [7, 8]]
+    assert shares[1].rows[col.LOSS_MASK].tolist() == [[False, True, True], [False] * 3]
+    assert all(column.is_contiguous() for column in shares[1].rows.values())
+    assert [share.ranks.size for share in shares] == [2 * sequence] * 2
+    empty = deal(batch[:1], Ranks(0, 2))[1]
+    assert len(empty.number_b) == 0 and empty.rows[col.LOSS_MASK].shape == (0, 1)
+
+
+def test_rows_that_never_pass_those_without_advantage_and_the_others_are_dealt_by_themselves():
+    """Two rows of each kind, of which each of two ranks gets one, whatever their tokens."""
+    rows = [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0], [0, 0]]
+    moves = torch.tensor([[1.0, 0], [1, 0], [0, 0], [0, 0], [1, 1], [1, 1]])
+    batch = hand_made(rows, advantages=moves)
+    for minis in ((), [torch.arange(6)], [torch.tensor([0, 2, 4]), torch.tensor([1, 3, 5])]):
+        part_B = deal(batch, Ranks(0, 2), minis)[0].census.part_B
+        if len(minis) < 2:
+            assert [sorted(part_B[[k, k + 1]].tolist()) for k in (0, 2, 4)] == [[0, 1]] * 3
+        else:
+            assert part_B.bincount().tolist() == [3, 3]
+
+
+class OfTwo(Ranks):
+    """Ranks that share nothing: what this one would give is the sum."""
+
+    def sum(self, value):
+        return value.clone()
+
+
+def part_of_two(rank: int, sequence: int = 1) -> Share:
+    batch = four_rows()
+    census = Census.of(batch)
+    rows = batch[torch.tensor([1, 3])]
+    for name in (col.LOSS_MASK, col.ADVANTAGES):
+        rows[name] = rows[name][:, :3]
+    return Share(census, rows, torch.tensor([1, 3]), OfTwo(rank, 2, sequence))
+
+
+def test_what_a_rank_has_of_some_rows_is_put_where_they_are_and_filled_up():
+    share = part_of_two(1)
+    values = torch.tensor([[1.0, 2, 3], [NAN, NAN, NAN]])
+    found = share.together(values, torch.tensor([3, 0, 1]))
+    torch.testing.assert_close(found, torch.tensor([[NAN] * 4, [0.0] * 4, [1.0, 2, 3, 0]]), equal_nan=True)
+    assert share.together(torch.tensor([5, 6]), torch.tensor([3, 0])).tolist() == [6, 0]
+    truths = share.together(share.rows[col.LOSS_MASK], torch.tensor([1]))
+    assert truths.tolist() == [[False, True, True, False]] and truths.dtype == torch.bool
+    second_of_a_sequence = part_of_two(1, sequence=2)
+    assert second_of_a_sequence.together(torch.tensor([5, 6]), torch.tensor([3, 0])).tolist() == [0, 0]
+
+
+def test_what_was_worked_out_for_some_rows_comes_back_to_who_has_them():
+    share = part_of_two(1)
+    values = torch.arange(12.0).reshape(3, 4)
+    assert share.back(values, torch.tensor([3, 0, 2])).tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert share.back(torch.tensor([5, 6, 7]), torch.tensor([3, 0, 1])).tolist() == [7, 5]
+
+
+def test_a_share_of_a_batch_that_every_rank_has():
+    batch = four_rows()
+    asked = []
+
+    def mini_batches(prompt_B):
+        asked.append(prompt_B.tolist())
+        return [torch.tensor([0, 1]), torch.tensor([2, 3])]
+
+    share = share_of(batch, Ranks(3, 4, 2), mini_batches)
+    assert asked == [[7, 7, 8, 8]] and share.number_b.tolist() == [1, 3] and share.ranks == Ranks(3, 4, 2)
+    assert share_of(batch, Ranks(1, 2)).number_b.tolist() == deal(batch, Ranks(0, 2))[1].number_b.tolist()
+
+
+def test_a_column_of_the_whole_batch_is_made_of_what_the_ranks_find():
+    batch = four_rows()
+    assert torch.equal(for_whole(batch, ALONE, lambda share: share.rows[col.ADVANTAGES] + 1), batch[col.ADVANTAGES] + 1)
+    found = for_whole(batch, OfTwo(0, 2), lambda share: torch.ones(share.rows[col.LOSS_MASK].shape))
+    own = share_of(batch, OfTwo(0, 2)).number_b
+    assert found.shape == (4, 4) and found.any(1).nonzero().squeeze(1).tolist() == own.tolist()
+
+
+def test_a_column_is_assembled_of_what_parts_found():
+    batch = four_rows()
+    shares = deal(batch, Ranks(0, 2), [torch.tensor([0, 1]), torch.tensor([2, 3])])
+    found = [torch.tensor([[1.0, 1, 1, 1], [NAN, 2, 2, 2]]), torch.tensor([[3.0, 3, 3], [NAN, 4, 4]])]
+    expected = torch.tensor([[1, 1, 1, 1], [3, 3, 3, 0], [NAN, 2, 2, 2], [NAN, 4, 4, NAN]])
+    torch.testing.assert_close(assemble(batch, shares, found), expected, equal_nan=True)
+    whole_numbers = assemble(batch, shares, [torch.ones(2, 4).long(), torch.ones(2, 3).long()])
+    assert whole_numbers.tolist() == [[1] * 4, [1, 1, 1, 0], [1] * 4, [1, 1, 1, 0]]
