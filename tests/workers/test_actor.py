@@ -7,15 +7,20 @@ import math
 
 import pytest
 import torch
-from actor_toys import REWARDS, VOCAB, fill_advantages, make_batch, record, tiny_policy, worker
+from actor_toys import REWARDS, VOCAB, fill_advantages, hand_made, make_batch, record, tiny_policy, worker
 from tensordict import TensorDict
 
 from verl_mt.config.actor import RefConfig
+from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
-from verl_mt.workers.actor import ActorWorker
+from verl_mt.workers.actor import ActorWorker, UpdateMetrics, against_sampler
+from verl_mt.workers.loss import MicroBatchLoss
 from verl_mt.workers.ref import RefWorker
+from verl_mt.workers.rollout_correction import RolloutCorrection
+from verl_mt.workers.sharding import Ranks
+from verl_mt.workers.shares import Share
 from verl_mt.workers.trainable import _disable_dropout
 
 
@@ -241,3 +246,219 @@ def test_gradient_checkpointing_changes_no_gradient_and_turns_dropout_off(policy
     model.gradient_checkpointing_enable()
     checkpointed, _ = gradient_of(model, make_batch(REWARDS))
     torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
+
+
+# Which rows pass, and which log-probs ratios are taken to
+
+NAN = math.nan
+
+
+def four_rows(**given):
+    """Prompts 1, 1, 2, 2; the first two rows are one trajectory. The first moves the policy, the second does not, the
+    third has tokens that nobody sampled and whose sampler gave no log-probs, the fourth is out of the loss."""
+    return hand_made(
+        [[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 0, 0]],
+        [[0, 1, 1], [0, 1, 1], [0, 1, 0], [0, 1, 1]],
+        prompt_index=[1, 1, 2, 2],
+        trajectory_index=[5, 5, 6, 7],
+        has_log_probs=[True, True, False, True],
+        rollout_log_probs=torch.tensor([[9.0, -1, -2], [9, -3, -4], [9, -5, -6], [9, -7, -8]]),
+        advantages=torch.tensor([[9.0, 0, 1], [9, 0, 0], [9, -1, 0], [1, 1, 1]]),
+        **given,
+    )
+
+
+def small_actor(**options):
+    actor, asked = worker(torch.nn.Linear(2, 1), **options), []
+
+    def compute(share, rows, *, entropy=False):
+        asked.append(rows.tolist())
+        found = torch.full((len(share.census), 3), NAN)
+        found[rows] = -0.5 * torch.arange(1.0, 4.0)
+        return found
+
+    actor._compute_log_probs = compute
+    return actor, asked
+
+
+def prepared(actor, batch):
+    share = Share.alone(batch)
+    return Share(share.census, actor._prepare(share.rows), share.number_b)
+
+
+def test_a_batch_is_prepared_without_changing_it():
+    batch = four_rows()
+    actor, _ = small_actor()
+    here = actor._prepare(batch)
+    assert here[col.ADVANTAGES].tolist() == [[0, 0, 1], [0, 0, 0], [0, -1, 0], [0, 0, 0]]
+    assert here[col.OLD_LOG_PROBS].isnan().all() and here[col.CLIPPED].isnan().all()
+    assert here[col.OLD_LOG_PROBS].shape == here[col.CLIPPED].shape == (4, 3)
+    assert batch[col.ADVANTAGES][0, 0] == 9 and col.CLIPPED not in batch.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("options", "active", "skipped"),
+    [
+        ({}, [True, False, True, False], 1),
+        ({"skip_zero_advantage": False}, [True, True, True, False], 0),
+        ({"use_kl_loss": True}, [True, True, True, False], 0),
+        ({"entropy_coeff": 0.1}, [True, True, True, False], 0),
+        ({"policy_loss": {"loss_mode": "kl_cov"}}, [True, True, True, False], 0),
+        ({"policy_loss": {"loss_mode": "gspo"}}, [True, True, True, False], 0),
+    ],
+)
+def test_rows_that_move_nothing_pass_only_where_something_else_counts(options, active, skipped):
+    """With a ratio of trajectories all records of one that moves pass."""
+    actor, _ = small_actor(**options)
+    metrics = UpdateMetrics()
+    census = Share.alone(four_rows()).census
+    assert actor._active_rows(census, metrics).tolist() == active and metrics.num_skipped == skipped
+    assert metrics.num_skipped == skipped
+
+
+SAMPLERS = [[NAN, -1, -2], [NAN, -3, -4], [NAN, NAN, NAN], [NAN, -7, -8]]
+COMPUTED = [-0.5, -1.0, -1.5]
+NOTHING = [NAN] * 3
+SEVERAL = {"ppo_mini_batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "correction", "asked", "expected"),
+    [
+        ({}, None, [], [NOTHING] * 4),
+        ({"ppo_mini_batch_size": 2}, None, [], [NOTHING] * 4),
+        ({"ppo_epochs": 2}, None, [[0, 2]], [COMPUTED, NOTHING, COMPUTED, NOTHING]),
+        (SEVERAL, None, [[0, 2]], [COMPUTED, NOTHING, COMPUTED, NOTHING]),
+        ({"use_sampler_log_probs": "never"}, None, [[0, 2]], [COMPUTED, NOTHING, COMPUTED, NOTHING]),
+        ({"use_sampler_log_probs": "always"}, None, [], SAMPLERS),
+        (
+            SEVERAL | {"use_sampler_log_probs": "always"}, None, [[2]],
+            [*SAMPLERS[:2], COMPUTED, SAMPLERS[3]],
+        ),
+        (SEVERAL | {"use_sampler_log_probs": "interpolated"}, None, [[2]], [NOTHING, NOTHING, COMPUTED, NOTHING]),
+        ({"use_sampler_log_probs": "interpolated"}, None, [], [NOTHING] * 4),
+        ({}, {"rollout_is": "token"}, [], [NOTHING] * 4),
+        ({}, {"rollout_is": "sequence"}, [[0, 1, 2]], [NOTHING] * 4),
+        (SEVERAL, {"rollout_is": "sequence"}, [[0, 1, 2]], [COMPUTED] * 3 + [NOTHING]),
+    ],
+)  # fmt: skip
+def test_log_probs_that_ratios_are_taken_to(options, correction, asked, expected):
+    actor, passes = small_actor(**options)
+    if correction:
+        actor.loss.correction = RolloutCorrection(read_rollout_correction(correction))
+    share = prepared(actor, four_rows())
+    old = actor._old_log_probs(share, torch.tensor([True, False, True, False]))
+    assert passes == asked
+    expected = torch.tensor(expected)
+    where = share.rows[col.LOSS_MASK] if correction or asked else torch.ones(4, 3).bool()
+    torch.testing.assert_close(old[where], expected[where], equal_nan=True)
+    filled = share.rows[col.OLD_LOG_PROBS].isnan().all(1).logical_not().nonzero().squeeze(1).tolist()
+    assert filled == [row for rows in asked for row in rows]
+    decided = correction is not None and correction["rollout_is"] == "sequence"
+    assert (col.CORRECTION in share.rows.keys()) == decided  # noqa: SIM118
+    if decided:  # -1 and -1.5 of both rows against -1, -2, -3 and -4: together e^5, which is cut to 2
+        assert share.rows[col.CORRECTION].tolist() == [[1, 2, 2], [1, 2, 2], [1, 1, 1], [1, 1, 1]]
+    if options.get("use_sampler_log_probs") == "interpolated" and options.keys() & SEVERAL.keys():
+        assert old is share.rows[col.OLD_LOG_PROBS], "what passes before the first change fills it in"
+
+
+@pytest.mark.parametrize(
+    ("mode", "lacks"),
+    [
+        ("auto", [True, True, True, False]),
+        ("never", [True, True, True, False]),
+        ("always", [False, False, True, False]),
+    ],
+)
+def test_rows_that_need_a_pass_for_their_old_log_probs(mode, lacks):
+    actor, _ = small_actor(use_sampler_log_probs=mode)
+    assert actor._lacks_old(Share.alone(four_rows()).census).tolist() == lacks
+
+
+# The numbers of an update
+
+
+def a_part(tokens: int, sums: dict[str, float], means: dict[str, float]) -> MicroBatchLoss:
+    of = {name: torch.tensor(value) for name, value in sums.items()}
+    return MicroBatchLoss(
+        torch.tensor(0.0), None, of, {name: torch.tensor(value) for name, value in means.items()}, torch.tensor(tokens)
+    )
+
+
+def test_sums_are_means_over_mini_batches_and_means_are_over_tokens():
+    metrics = UpdateMetrics(num_skipped=4, lr=0.25, token_share=0.5)
+    metrics.add(a_part(3, {"actor/loss": 1.0}, {"entropy": 2.0, "rollout_corr/x": 1.0}))
+    metrics.add(a_part(1, {"actor/loss": 5.0}, {"entropy": 6.0}))
+    metrics.updated(torch.tensor(3.0))
+    metrics.updated(None)
+    metrics.updated(torch.tensor(5.0))
+    expected = {
+        "actor/lr": 0.25, "actor/num_updates": 2, "actor/skipped_zero_advantage_sequences": 4,
+        "actor/nonfinite_updates": 1, "actor/token_share": 0.5, "actor/loss": 2.0, "actor/entropy": 3.0,
+        "rollout_corr/x": 0.75, "actor/grad_norm": 4.0,
+    }  # fmt: skip
+    assert metrics.summary() == pytest.approx(expected)
+
+
+def test_numbers_of_all_ranks_are_added_and_what_is_not_finite_is_absent():
+    class Three(Ranks):
+        def gather(self, value):
+            return [value, ({"actor/loss": 3.0}, {"actor/entropy": 1.0}, 2), ({}, {}, 0)]
+
+    metrics = UpdateMetrics()
+    metrics.add(a_part(2, {"actor/loss": 1.0, "actor/pg_loss": math.inf}, {"entropy": 2.5}))
+    expected = {
+        "actor/lr": 0.0, "actor/num_updates": 0, "actor/skipped_zero_advantage_sequences": 0,
+        "actor/nonfinite_updates": 0, "actor/loss": 4.0, "actor/entropy": 1.5,
+    }  # fmt: skip
+    assert metrics.summary(Three(0, 3)) == pytest.approx(expected)
+    without_tokens = UpdateMetrics(num_nonfinite=2)
+    without_tokens.add(a_part(0, {"actor/loss": 1.0}, {"entropy": 2.5}))
+    found = without_tokens.summary()
+    assert (found["actor/entropy"], found["actor/loss"]) == (0.0, 0.5)
+
+
+def test_the_share_of_tokens_that_pass():
+    metrics = UpdateMetrics()
+    metrics.covers(Share.alone(four_rows()).census, torch.tensor([True, False, True, False]))
+    assert metrics.token_share == pytest.approx(3 / 5)
+
+
+def test_agreement_with_the_sampler_in_numbers():
+    """201 ratios, from e^-1 to e^1: places 2, 100 and 198 are the quantiles. Outside of the loss, not computed or
+    without a sampler's log-prob nothing counts."""
+    log_ratio = torch.linspace(-1, 1, 201, dtype=torch.float64)
+    order = torch.randperm(201, generator=torch.Generator().manual_seed(0))
+    own = torch.full((2, 205), 5.0, dtype=torch.float64)
+    own[0, :201] = log_ratio[order] - 2.0
+    own[0, 201] = NAN
+    mask = torch.ones(2, 205, dtype=torch.int64)
+    mask[0, 202:] = 0
+    batch = hand_made(
+        mask.tolist(), has_log_probs=[True, False], old_log_probs=own, rollout_log_probs=torch.full_like(own, -2.0)
+    )
+    ratio = log_ratio.exp()
+    expected = {
+        "logprob_diff_max": 1.0,
+        "logprob_diff_mean": 2 * 50.5 / 201,
+        "sampler_kl": (ratio - 1 - log_ratio).mean().item(),
+        "sampler_kl_k1": 0.0,
+        "ratio_p01": math.exp(-0.98),
+        "ratio_p50": 1.0,
+        "ratio_p99": math.exp(0.98),
+        "ratio_max": math.e,
+        "ratio_ess": (ratio.sum() ** 2 / 201 / (ratio**2).sum()).item(),
+    }
+    found = against_sampler(batch, None)
+    assert found == pytest.approx({f"rollout/{name}": value for name, value in expected.items()}, rel=1e-5, abs=1e-6)
+    correction = RolloutCorrection(read_rollout_correction({"rollout_is": "token", "rollout_is_threshold": 3.0}))
+    more = against_sampler(batch, correction)
+    assert found.items() <= more.items() and more["rollout_corr/rollout_is_mean"] == pytest.approx(ratio.mean().item())
+    shifted = batch.clone()
+    shifted[col.ROLLOUT_LOG_PROBS] = shifted[col.ROLLOUT_LOG_PROBS] - 0.5
+    assert against_sampler(shifted, None)["rollout/sampler_kl_k1"] == pytest.approx(-0.5)
+    shifted[col.ROLLOUT_LOG_PROBS][0, 0] = -math.inf
+    assert "rollout/logprob_diff_max" not in against_sampler(shifted, None)
+    nothing = batch.clone()
+    nothing[col.OLD_LOG_PROBS][:] = NAN
+    assert against_sampler(nothing, correction) == {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from actor_toys import REWARDS, lora_policy, make_batch, tiny_policy, worker
+from actor_toys import REWARDS, hand_made, lora_policy, make_batch, tiny_policy, worker
 from critic_toys import batch_with_values, critic, value_head, value_model
 
 from verl_mt.algorithms.value_loss import explained_variance
@@ -16,7 +17,10 @@ from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling.values import ValueModel
 from verl_mt.trainer.dynamic_sampling import Selection
-from verl_mt.workers.critic import update_policy_and_critic
+from verl_mt.workers import critic as module
+from verl_mt.workers.critic import _Seen, train_policy_and_critic, update_policy_and_critic, value_metrics
+from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic
+from verl_mt.workers.shares import Share
 
 
 def gradients(worker, batch) -> list[dict[str, torch.Tensor]]:
@@ -188,3 +192,192 @@ def test_trajectories_that_a_limit_cut_teach_the_critic_as_little_as_the_policy(
         found.append((metrics, [p.detach().clone() for p in learner.module.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+# In numbers
+
+
+class TimesWeight(torch.nn.Module):
+    """The value of a state is its token times 0.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
+        self.passes = []
+
+    def forward(self, ids, real, wanted_BT):
+        self.passes.append((ids.tolist(), real.tolist(), wanted_BT.tolist()))
+        return ids * self.weight
+
+
+def three_tokens(**given):
+    """Values 1, 1.5 and 2; of the last row nothing is in the loss."""
+    return hand_made(
+        [[0, 1, 0], [1, 1, 0], [0, 0, 0]], input_ids=torch.tensor([[1, 2, 9], [3, 4, 9], [9, 9, 9]]), **given
+    )
+
+
+LEARNED = {
+    "values": torch.tensor([[7.0, 1.0, 7], [1.5, 0.5, 7], [7, 7, 7]]),
+    "returns": torch.tensor([[9.0, 2.0, 9], [1.0, 3.0, 9], [9, 9, 9]]),
+}
+"""The last token's value is 1.5 above what it was."""
+
+
+@pytest.fixture
+def by_token(monkeypatch):
+    monkeypatch.setattr(module, "packs", lambda module: False)
+
+    def made(**options):
+        return critic(TimesWeight(), grad_clip=0.0, shuffle=False, **options)
+
+    return made
+
+
+@pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 1}])
+def test_values_of_the_tokens_in_the_loss(by_token, split):
+    worker = by_token(**split)
+    found = worker.compute_values(three_tokens())
+    assert found.tolist() == [[0, 1, 0], [1.5, 2, 0], [0, 0, 0]] and not found.requires_grad
+    assert [len(ids) for ids, _, _ in worker.module.passes] == ([1, 1] if split else [2])
+
+
+@pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 1}])
+@pytest.mark.parametrize(
+    ("clip", "losses", "slope", "clipped"),
+    [
+        (None, 1 + 0.25 + 1, -1 * 2 + 0.5 * 3 - 1 * 4, 0),
+        (1.0, 1 + 0.25 + 1.5**2, -1 * 2 + 0.5 * 3, 1),  # held at 1.5
+    ],
+)
+def test_an_update_in_numbers(by_token, split, clip, losses, slope, clipped):
+    worker, seen = by_token(cliprange_value=clip, **split), []
+    worker.optimizer.register_step_pre_hook(lambda *_: seen.append(worker.module.weight.grad.item()))
+    metrics = worker.update(three_tokens(**LEARNED))
+    assert seen == [pytest.approx(slope / 3)]
+    expected = {"vf_loss": losses / 6, "vf_clipfrac": clipped / 3, "grad_norm": abs(slope) / 3, "lr": 1e-2}
+    expected |= {"nonfinite_updates": 0, "values/mean": 1.0, "returns/mean": 2.0}
+    expected |= {"explained_variance": 1 - 2.25}
+    assert metrics == pytest.approx({f"critic/{name}": value for name, value in expected.items()})
+    assert [len(ids) for ids, _, _ in worker.module.passes] == ([1, 1] if split else [2])
+
+
+def test_mini_batches_without_a_token_in_the_loss_make_no_step(by_token):
+    worker = by_token(ppo_mini_batch_size=1, optim={"lr_warmup_steps": 0})
+    metrics = worker.update(three_tokens(**LEARNED))
+    assert worker.num_updates == 2 and worker.progress()["num_batches"] == 1
+    assert metrics["critic/vf_clipfrac"] == pytest.approx(1 / 3)
+
+
+def test_the_numbers_of_an_update_are_those_of_the_steps_that_were_made():
+    seen = _Seen(lr=0.5)
+    assert seen.metrics() == {"critic/lr": 0.5, "critic/nonfinite_updates": 0}
+    for loss, clipped, tokens, norm in ((1.0, 2, 4, 1.0), (9.0, 9, 9, None), (3.0, 1, 6, 2.0)):
+        norm = None if norm is None else torch.tensor(norm)
+        seen.add(torch.tensor(loss), torch.tensor(clipped), torch.tensor(tokens), norm)
+    expected = {"lr": 0.5, "nonfinite_updates": 1, "vf_loss": 2.0, "vf_clipfrac": 0.3, "grad_norm": 1.5}
+    assert seen.metrics() == pytest.approx({f"critic/{name}": value for name, value in expected.items()})
+
+
+def test_how_much_the_values_explain():
+    found = value_metrics(three_tokens(**LEARNED))
+    expected = {"explained_variance": -1.25, "values/mean": 1.0, "returns/mean": 2.0}
+    assert found == pytest.approx({f"critic/{name}": value for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(("done", "waits"), [(1, True), (2, True), (3, False)])
+def test_the_policy_waits_for_the_batches_of_the_warm_up(done, waits):
+    worker = critic(TimesWeight(), warmup=2)
+    worker._num_batches = done
+    assert worker.policy_waits == waits
+
+
+class OfTwo(Ranks):
+    def sum(self, value):
+        return 2 * value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "has", "expected"),
+    [(ALONE, True, 3.0), (OfTwo(0, 2), True, 6.0), (OfTwo(1, 2, 2), True, 0.0), (OfTwo(0, 2), False, 0.0)],
+)
+def test_gradients_of_a_head_are_added_up_over_ranks(ranks, has, expected):
+    worker = critic(TimesWeight(), policy=tiny_policy())
+    worker.ranks = ranks
+    worker.module.weight.grad = torch.tensor([3.0]) if has else None
+    worker._add_up_gradients()
+    assert worker.module.weight.grad.item() == expected
+    alone = critic(TimesWeight())
+    alone.ranks, alone.module.weight.grad = OfTwo(0, 2), torch.tensor([3.0])
+    alone._add_up_gradients()
+    assert alone.module.weight.grad.item() == 3.0, "FSDP2 adds up shards"
+
+
+def test_a_rank_without_rows_takes_part_with_a_row_of_its_own_making(by_token, monkeypatch):
+    worker = by_token()
+    assert worker._forward(three_tokens(), None).tolist() == [[0.5, 0.5]]
+    assert worker.module.passes == [([[1, 1]], [[1, 1]], [[False, True]])]
+    monkeypatch.setattr(module, "micro_batches", lambda *args, **options: [None])
+    share = Share.alone(three_tokens(**LEARNED))
+    assert not worker.values(share).any()
+    assert worker.learn(share)["critic/grad_norm"] == 0.0
+
+
+def test_a_head_reads_the_hidden_states_of_the_policy(monkeypatch):
+    asked, policy = [], tiny_policy()
+
+    def hidden(*args, wanted_BT):
+        asked.append((*args, wanted_BT))
+        return torch.tensor([[2.0], [4.0]], requires_grad=True)
+
+    monkeypatch.setattr(module, "hidden_states", hidden)
+    head = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Flatten(0))
+    with torch.no_grad():
+        head[0].weight.fill_(0.5)
+    worker = critic(head, policy=policy)
+    batch = three_tokens()
+    found = worker._forward(batch, torch.tensor([1]))
+    assert found.tolist() == [[1.0, 2.0, 0.0]] and found.requires_grad
+    ((model, ids, real, wanted),) = asked
+    assert model is policy and (ids.tolist(), real.tolist()) == ([[3, 4, 9]], [[1, 1, 1]])
+    assert wanted.tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_sharded_critic_gives_its_layers_back_where_no_backward_pass_will(monkeypatch, trains):
+    calls = []
+
+    class Sharded(ShardedCritic):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.weight, self.ranks, self.model = torch.nn.Parameter(torch.ones(1)), ALONE, torch.nn.Linear(1, 1)
+
+        def forward(self, ids, real, wanted_BT):
+            return ids * self.weight
+
+        def reshard(self):
+            calls.append("reshard")
+
+    worker = critic(Sharded())
+    with torch.set_grad_enabled(trains):
+        worker._forward(three_tokens(), torch.tensor([0]))
+    assert calls == ([] if trains else ["reshard"])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_critic_learns_first_and_the_policy_unless_it_waits(waits):
+    calls = []
+
+    def noted(name, result):
+        return lambda given: calls.append((name, given)) or result
+
+    actor = SimpleNamespace(update=noted("update", {"a": 1.0}), train=noted("train", ({"a": 1.0}, {"x": 2})))
+    own = SimpleNamespace(update=noted("critic", {"c": 3.0}), learn=noted("learn", {"c": 3.0}), policy_waits=waits)
+    assert update_policy_and_critic(actor, None, "batch") == {"a": 1.0}
+    assert update_policy_and_critic(actor, own, "batch") == ({"c": 3.0} if waits else {"c": 3.0, "a": 1.0})
+    assert train_policy_and_critic(actor, None, "share") == ({"a": 1.0}, {"x": 2})
+    learned = train_policy_and_critic(actor, own, "share")
+    assert learned == (({"c": 3.0}, {}) if waits else ({"c": 3.0, "a": 1.0}, {"x": 2}))
+    assert [name for name, _ in calls] == (
+        ["update", "critic", "train", "learn"] if waits else ["update", "critic", "update", "train", "learn", "train"]
+    )
