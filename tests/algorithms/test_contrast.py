@@ -43,5 +43,7 @@ def test_a_token_moves_with_its_trajectorys_slope():
     old = torch.tensor([[-1.5, math.nan, -2.0]], dtype=torch.float64)
     mask = torch.tensor([[True, False, True]])
     loss, metrics = real_loss(new, old, torch.ones(1, 3), mask, torch.tensor([-0.5]))
-    assert loss.tolist() == [[-0.25, 0.0, 0.5]] and metrics["slope"].item() == 0.5
+    assert loss.tolist() == [[-0.25, 0.0, 0.5]]
+    assert {name: value.item() for name, value in metrics.items()} == {"slope": 0.5, "ppo_kl": 0.25}
+    assert not any(value.requires_grad for value in metrics.values())
     assert torch.autograd.grad(loss.sum(), new)[0].tolist() == [[-0.5, 0.0, -0.5]]

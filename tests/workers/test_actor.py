@@ -10,11 +10,13 @@ import torch
 from actor_toys import REWARDS, VOCAB, fill_advantages, hand_made, make_batch, record, tiny_policy, worker
 from tensordict import TensorDict
 
-from verl_mt.config.actor import RefConfig
+from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
+from verl_mt.modeling import lora
+from verl_mt.workers import ref as ref_module
 from verl_mt.workers.actor import ActorWorker, UpdateMetrics, against_sampler
 from verl_mt.workers.loss import MicroBatchLoss
 from verl_mt.workers.ref import RefWorker
@@ -462,3 +464,62 @@ def test_agreement_with_the_sampler_in_numbers():
     nothing = batch.clone()
     nothing[col.OLD_LOG_PROBS][:] = NAN
     assert against_sampler(nothing, correction) == {}
+
+
+# The reference policy
+
+
+class Moving(torch.nn.Linear):
+    """On a device that is no CPU, as it says itself; notes where it goes."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.gone = []
+
+    def to(self, device):
+        self.gone.append(str(device))
+        return self
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "gone"),
+    [(True, "meta", ["cpu", "meta", "cpu"]), (False, "meta", []), (True, "cpu", []), (True, None, [])],
+)
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_offloaded_reference_policy_is_on_the_device_for_its_passes_only(monkeypatch, offload, device, gone, fails):
+    asked = []
+
+    def compute(module, share, rows, **options):
+        asked.append((module, rows.tolist(), options))
+        if fails:
+            raise KeyError
+        return torch.ones(1)
+
+    monkeypatch.setattr(ref_module, "compute_log_probs", compute)
+    monkeypatch.setattr(Share, "to", lambda share, device: share)
+    module = Moving().train()
+    config = ActorConfig(ppo_max_token_len=70, ppo_micro_batch_size=3)
+    ref = RefWorker(module, RefConfig(offload=offload), actor=config, temperature=0.5, device=device)
+    assert not module.training and not any(p.requires_grad for p in module.parameters())
+    assert ref.device.type == (device or "cpu")
+    share = Share.alone(four_rows())
+    if fails:
+        with pytest.raises(KeyError):
+            ref.log_probs(share)
+    else:
+        assert ref.log_probs(share).tolist() == [1.0]
+    assert module.gone == gone
+    assert asked == [(module, [0, 1, 2, 3], {"temperature": 0.5, "max_tokens": 70, "max_rows": 3})]
+
+
+def test_a_reference_policy_may_have_a_limit_of_its_own():
+    config = ActorConfig(ppo_max_token_len=70, ppo_micro_batch_size=3)
+    ref = RefWorker(Moving(), RefConfig(log_prob_max_token_len=90), actor=config, temperature=1.0)
+    assert (ref._max_tokens, ref._max_rows) == (90, None)
+
+
+def test_a_policy_with_adapters_is_its_own_reference_and_stays_where_it_is():
+    module = Moving()
+    lora.set_lora(module, object())
+    ref = RefWorker(module, RefConfig(offload=True), actor=ActorConfig(), temperature=1.0, device="meta")
+    assert all(p.requires_grad for p in module.parameters()) and not ref._moves and module.gone == []

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_jobs import one_update, update_of_a_share
 from tables import one_of_each
+from tensordict import TensorDict
 
 from verl_mt.data import batch as col
+from verl_mt.workers import shares as module
 from verl_mt.workers.actor import against_sampler
 from verl_mt.workers.sharding import ALONE, Ranks
 from verl_mt.workers.shares import Census, Share, assemble, deal, for_whole, share_of
@@ -320,3 +322,10 @@ def test_a_column_is_assembled_of_what_parts_found():
     torch.testing.assert_close(assemble(batch, shares, found), expected, equal_nan=True)
     whole_numbers = assemble(batch, shares, [torch.ones(2, 4).long(), torch.ones(2, 3).long()])
     assert whole_numbers.tolist() == [[1] * 4, [1, 1, 1, 0], [1] * 4, [1, 1, 1, 0]]
+
+
+def test_a_column_of_the_whole_batch_is_on_its_device(monkeypatch):
+    share = Share.alone(four_rows())
+    monkeypatch.setattr(module, "share_of", lambda batch, ranks: share)
+    elsewhere = TensorDict({"x": torch.zeros(4, device="meta")}, batch_size=[4], device="meta")
+    assert for_whole(elsewhere, ALONE, lambda own: own.rows[col.ADVANTAGES]).device.type == "meta"

@@ -12,10 +12,10 @@ import torch
 
 from verl_mt.engines.base import Disk, FromRanks, InPlace, TensorBuckets
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import ConfigError, WorkerError
+from verl_mt.errors import ConfigError, EngineError, WorkerError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.workers.weight_sync import Transport, WeightSync, weight_update_for
+from verl_mt.workers.weight_sync import LiveWeights, Transport, WeightSync, weight_update_for
 from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
 
 
@@ -157,3 +157,120 @@ def test_only_the_newest_files_stay(module, tmp_path):
     for version in (1, 2, 2):
         sync.push(version)
     assert [path.name for path in tmp_path.iterdir()] == ["version_000002"]
+
+
+# What is told of weights on their way
+
+
+def noting(calls, *, offloads=False, frees=False, transports=("tensor_buckets",)):
+    """A sync of an engine and a group that note calls in one list."""
+    engine = RecordingEngine(*transports, frees_memory=frees)
+    engine.calls = calls
+    engine.hold_updates = lambda: noted("hold")
+    weight = torch.nn.Linear(2, 3)
+
+    async def noted(what):
+        calls.append(what)
+
+    actor = SimpleNamespace(
+        module=weight, device="cpu", offloads=offloads,
+        bring=lambda: calls.append("bring"), put_away=lambda: calls.append("put away"),
+    )  # fmt: skip
+    return WeightSync(engine, InlineWorkerGroup(actor), run)
+
+
+def test_an_engine_that_keeps_its_memory_holds_updates_while_the_policy_is_trained():
+    calls = []
+    noting(calls).release()
+    assert calls == ["hold"]
+
+
+@pytest.mark.parametrize(
+    ("offloads", "frees", "makes"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_room_is_made_only_where_the_engine_has_it_and_the_policy_waits_for_it(offloads, frees, makes):
+    calls = []
+    assert noting(calls, offloads=offloads, frees=frees).make_room() == makes
+    assert calls == (["release"] if makes else [])
+
+
+def test_what_is_saved_is_saved_although_an_engine_keeps_its_memory(caplog):
+    sync = noting([], offloads=True, frees=True)
+
+    async def refuses():
+        raise EngineError("it is gone")
+
+    sync.engine.release_memory = refuses
+    assert sync.make_room() and "did not give its memory back: it is gone" in caplog.text
+
+
+def test_weights_are_at_hand_while_they_are_read_and_are_counted():
+    calls = []
+    sync = noting(calls)
+    live = LiveWeights(sync.workers)
+    assert [name for name, _ in live] == ["weight", "bias"] and live.num_bytes == 36
+    assert calls == ["bring", "put away"]
+    for _ in live:
+        break
+    assert live.num_bytes == 36 + 24 and calls == ["bring", "put away"] * 2
+    module = torch.nn.Linear(1, 1)
+    assert [tensor for _, tensor in LiveWeights(module)] == [module.weight, module.bias]
+
+
+def test_the_bytes_of_an_update_that_came_through_this_process():
+    calls = []
+    sync = noting(calls)
+    read = []
+
+    async def apply(update):
+        read.append([name for name, _ in update.tensors])
+
+    sync.engine.apply = apply
+    sync.push(1)
+    assert read == [["weight", "bias"]] and sync.trainer_bytes == 36
+    sync.engine.capabilities = replace(sync.engine.capabilities, transports=frozenset({"in_place"}))
+    sync.engine.apply = lambda update: asyncio.sleep(0)
+    sync.push(2)
+    assert sync.trainer_bytes == 0
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_files_are_those_of_the_version_and_weights_are_put_away_behind_them(tmp_path, grouped):
+    calls = []
+    sync = noting(calls, transports=("disk",))
+    module = sync.workers.actor.module
+
+    def save(path):
+        calls.append("save")
+        path.mkdir(exist_ok=True)
+        (path / "a.safetensors").write_bytes(b"12345")
+        (path / "b.safetensors").write_bytes(b"123")
+        (path / "config.json").write_bytes(b"{}")
+
+    module.save_pretrained = save
+    policy = sync.workers if grouped else module
+    update = weight_update_for(sync.engine.capabilities, policy, 7, Transport(folder=tmp_path))
+    assert update == Disk(7, str((tmp_path / "version_000007").resolve()))
+    assert calls == (["bring", "save", "put away"] if grouped else ["save"])
+    sync.transport = Transport(folder=tmp_path)
+    sync.engine.apply = lambda update: asyncio.sleep(0)
+    sync.push(7)
+    assert sync.trainer_bytes == 8
+
+
+def test_an_engine_in_this_process_shares_a_module_that_is_up_to_date():
+    refreshed = []
+    elsewhere = type("Elsewhere", (WorkerGroup,), dict.fromkeys(WorkerGroup.__abstractmethods__))()
+    elsewhere.refresh_policy_module = lambda: refreshed.append(1)
+    assert weight_update_for(RecordingEngine("in_place").capabilities, elsewhere, 4) == InPlace(4)
+    assert refreshed == [1]
+
+
+def test_a_lost_worker_is_looked_for_while_an_engine_is_waited_for():
+    asked = []
+    sync = noting([])
+    sync.workers.check = asked.append
+    waits = []
+    sync.call = lambda coroutine, while_waiting: (coroutine.close(), while_waiting(), waits.append(1))
+    sync.release()
+    assert asked == ["giving the engines their weights"] and waits == [1]
