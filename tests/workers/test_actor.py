@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling import lora
+from verl_mt.workers import actor as actor_module
 from verl_mt.workers import ref as ref_module
 from verl_mt.workers.actor import ActorWorker, UpdateMetrics, against_sampler
 from verl_mt.workers.loss import MicroBatchLoss
@@ -362,6 +364,27 @@ def test_log_probs_that_ratios_are_taken_to(options, correction, asked, expected
         assert share.rows[col.CORRECTION].tolist() == [[1, 2, 2], [1, 2, 2], [1, 1, 1], [1, 1, 1]]
     if options.get("use_sampler_log_probs") == "interpolated" and options.keys() & SEVERAL.keys():
         assert old is share.rows[col.OLD_LOG_PROBS], "what passes before the first change fills it in"
+
+
+@pytest.mark.parametrize(("device", "moved_to"), [(None, "cpu"), ("meta", torch.device("meta"))])
+def test_columns_that_an_update_fills_in_are_on_the_batchs_device(monkeypatch, device, moved_to):
+    actor, _ = small_actor()
+    gone = []
+
+    class Column:
+        def to(self, device):
+            gone.append(device)
+            return torch.ones(4)
+
+    together = SimpleNamespace(
+        together=lambda column, rows: (column, rows.tolist()) == ("made", [0, 1, 2, 3]) and Column()
+    )
+    monkeypatch.setattr(actor_module, "share_of", lambda *args: together)
+    monkeypatch.setattr(actor_module, "against_sampler", lambda batch, correction: {"rollout/x": 2.0})
+    actor.train = lambda share: ({"actor/x": 1.0}, {"filled": "made"})
+    batch = TensorDict({"x": torch.zeros(4)}, batch_size=[4], device=device)
+    assert actor.update(batch) == {"actor/x": 1.0, "rollout/x": 2.0}
+    assert gone == [moved_to] and batch["filled"].shape == (4,)
 
 
 @pytest.mark.parametrize(

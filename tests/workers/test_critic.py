@@ -321,6 +321,7 @@ def test_a_rank_without_rows_takes_part_with_a_row_of_its_own_making(by_token, m
     share = Share.alone(three_tokens(**LEARNED))
     assert not worker.values(share).any()
     assert worker.learn(share)["critic/grad_norm"] == 0.0
+    assert worker.optimizer.state[worker.module.weight]["step"] == 1, "by a gradient of 0"
 
 
 def test_a_head_reads_the_hidden_states_of_the_policy(monkeypatch):

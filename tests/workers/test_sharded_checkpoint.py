@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from actor_toys import REWARDS, make_batch
 from sharded_jobs import digests_of_save, load_and_train, train_and_save
 from tables import before_release
+from torch.distributed.checkpoint.api import CheckpointException
 
 from verl_mt.data.digests import damage
 from verl_mt.errors import CheckpointError
-from verl_mt.workers.sharded_checkpoint import load_shards, stored_shapes
+from verl_mt.workers import sharded_checkpoint as module
+from verl_mt.workers.sharded_checkpoint import has_shards, load_shards, save_shards, stored_shapes
 from verl_mt.workers.sharding import ALONE
 
 OPTIONS = {"total_steps": 6, "ppo_mini_batch_size": 1, "optim": {"lr_warmup_steps": 2}}
@@ -111,3 +115,80 @@ def test_a_full_disk_is_said_in_one_line(tmp_path):
         digests_of_save(ALONE, tmp_path)
     assert f"cannot write {tmp_path}/actor: No space left on device (" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# Small ones, in this process
+
+WEIGHTS = {"module.a": [1.0, 2.0], "module.b": [3.0]}
+REST = {"optimizer.a.master": [1.5, 2.5], "optimizer.a.exp_avg": [4.0, 5.0]}
+
+
+def tensors(named):
+    return {name: torch.tensor(values) for name, values in named.items()}
+
+
+def zeros(named):
+    return {name: torch.zeros(len(values)) for name, values in named.items()}
+
+
+@pytest.mark.parametrize(
+    "asked", [WEIGHTS | REST, WEIGHTS, {"optimizer.a.master": [1.5, 2.5]}], ids=["all", "weights", "masters"]
+)
+def test_weights_or_masters_may_be_read_without_the_rest(tmp_path, asked):
+    assert not has_shards(tmp_path, "critic")
+    digests = save_shards(tensors(WEIGHTS | REST), tmp_path, "critic")
+    assert has_shards(tmp_path, "critic") and not has_shards(tmp_path)
+    assert all(name.startswith("critic/") for name in digests)
+    assert stored_shapes(tmp_path, "critic") == {name: (len(v),) for name, v in (WEIGHTS | REST).items()}
+    into = zeros(asked)
+    load_shards(into, tmp_path, "critic")
+    assert {name: tensor.tolist() for name, tensor in into.items()} == asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "number", "first"),
+    [
+        ({"module.a": [1.0, 2.0]}, 1, "module.b"),
+        ({"module.a": [1.0], "module.b": [1.0, 1.0]}, 2, "module.a"),
+        ({"module.a": [1.0, 2.0], "module.b": [3.0], "optimizer.a.master": [1.5, 2.5]}, 1, "optimizer.a.exp_avg"),
+    ],
+)
+def test_shards_of_another_model_are_refused(tmp_path, asked, number, first):
+    save_shards(tensors(WEIGHTS | REST), tmp_path)
+    with pytest.raises(CheckpointError, match=f"{number} tensors differ, among them {first};"):
+        load_shards(zeros(asked), tmp_path)
+
+
+@pytest.mark.parametrize("folder", [None, Path("nowhere")])
+def test_missing_shards_are_named(folder):
+    with pytest.raises(CheckpointError, match=r"no shards of the critic \(critic/\.metadata\)"):
+        stored_shapes(folder, "critic")
+
+
+def test_what_happened_on_a_rank_is_said_in_one_line(monkeypatch, tmp_path):
+    error = CheckpointException("whole traceback", {1: (OSError("disk on fire"), None)})
+
+    def fails(*args, **options):
+        raise error
+
+    monkeypatch.setattr(module.dcp, "save", fails)
+    with pytest.raises(CheckpointError, match=r"cannot write .*actor: OSError: disk on fire$"):
+        save_shards(tensors(WEIGHTS), tmp_path)
+    error = OSError("no such place")
+    with pytest.raises(CheckpointError, match=r"cannot write .*actor: OSError: no such place$"):
+        save_shards(tensors(WEIGHTS), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("available", "initialised", "alone"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, False)],
+)
+def test_a_process_of_its_own_saves_alone_and_torch_does_not_warn(monkeypatch, available, initialised, alone):
+    of = SimpleNamespace(is_available=lambda: available, is_initialized=lambda: initialised)
+    monkeypatch.setattr(module, "dist", of)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with module._quiet_alone() as found:
+            warnings.warn("torch.distributed is disabled, unavailable", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+    assert found == alone and [str(w.message) for w in seen] == ["something else"]
