@@ -37,7 +37,7 @@ def contrast_slopes(scores_N: Tensor, advantages_N: Tensor, group_index_N: Tenso
                 # A softmax beside one more entry of 0.
                 share = torch.softmax(torch.cat([scaled, scaled.new_zeros(1)]), 0)[:-1]
                 slopes_N[members] = sign * share / tau
-    return slopes_N / max(1, len(groups))
+    return slopes_N / len(groups)
 
 
 def real_loss(
@@ -61,7 +61,7 @@ def real_loss(
         The loss [B, T], 0 where masked out, and masked means: `ppo_kl`, `slope` (of its absolute value).
     """
     log_ratio = masked_fill_zero(log_probs - old_log_probs, mask)
-    slope = slope_B.unsqueeze(-1).to(log_ratio.dtype).expand_as(log_ratio)
+    slope = slope_B.unsqueeze(1).to(log_ratio.dtype).expand_as(log_ratio)
     return masked_fill_zero(slope * log_ratio, mask), {
         "ppo_kl": masked_mean(-log_ratio.detach(), mask),
         "slope": masked_mean(slope.abs(), mask),

@@ -50,8 +50,8 @@ def importance_weights(
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
     if level != "token":
         sums_B, counts_B = _per_sequence(log_ratio, mask, trajectory_index_B)
-        of_sequence = sums_B if level == "sequence" else sums_B / counts_B.clamp(min=1)
-        log_ratio = of_sequence.unsqueeze(-1).expand_as(log_ratio)
+        of_sequence = sums_B if level == "sequence" else sums_B / counts_B
+        log_ratio = of_sequence.unsqueeze(1).expand_as(log_ratio)
     return masked_fill_zero(bounded_ratio(log_ratio), mask)
 
 
@@ -131,7 +131,7 @@ def divergences(
     if over == "token":
         return masked_fill_zero(values, mask)
     if over == "seq_max":
-        largest_B = values.amax(-1)  # k2 and k3 are never negative, and 0 where masked out
+        largest_B = values.amax(1)  # k2 and k3 are never negative, and 0 where masked out
         if trajectory_index_B is not None:
             _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
             zeros = torch.zeros_like(largest_B)
@@ -139,8 +139,8 @@ def divergences(
         of_sequence = largest_B
     else:
         sums_B, counts_B = _per_sequence(values, mask, trajectory_index_B)
-        of_sequence = sums_B if over == "seq_sum" else sums_B / counts_B.clamp(min=1)
-    return masked_fill_zero(of_sequence.unsqueeze(-1).expand_as(values), mask)
+        of_sequence = sums_B if over == "seq_sum" else sums_B / counts_B
+    return masked_fill_zero(of_sequence.unsqueeze(1).expand_as(values), mask)
 
 
 def within(divergences_BT: Tensor, mask: Tensor, *, estimator: str, lower: float, upper: float) -> Tensor:
@@ -178,7 +178,7 @@ def veto(
     """
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
     hopeless = (mask.bool() & (log_ratio < math.log(threshold))).to(log_ratio.dtype)
-    return mask.bool() & (_per_sequence(hopeless, mask, trajectory_index_B)[0] == 0).unsqueeze(-1)
+    return mask.bool() & (_per_sequence(hopeless, mask, trajectory_index_B)[0] == 0).unsqueeze(1)
 
 
 def off_policy_sequences(
@@ -207,11 +207,11 @@ def off_policy_sequences(
     """
     drift = masked_fill_zero(old_log_probs - log_probs, mask)
     sums_B, counts_B = _per_sequence(drift, mask, trajectory_index_B)
-    mean_B = sums_B / counts_B.clamp(min=1)
+    mean_B = sums_B / counts_B
     if log_ratio_B is not None:
         mean_B = torch.where(torch.isnan(log_ratio_B), mean_B, -log_ratio_B.to(mean_B.dtype))
     drifted_B = mean_B > delta
-    return mask.bool() & ~(drifted_B.unsqueeze(-1) & (advantages < 0))
+    return mask.bool() & ~(drifted_B.unsqueeze(1) & (advantages < 0))
 
 
 def interpolated_log_probs(log_probs: Tensor, rollout_log_probs: Tensor, ages: Tensor) -> Tensor:
@@ -251,9 +251,10 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def _per_sequence(values: Tensor, mask: Tensor, trajectory_index_B: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[B], of each row's sequence: the sum of its masked-in values, and how many there are."""
+    """[B], of each row's sequence: the sum of its masked-in values, and how many there are. Where both are 0 their
+    ratio, NaN, is of no token."""
     sums_B = masked_sum(values, mask, dim=-1)
-    counts_B = mask.bool().sum(-1).to(sums_B.dtype)
+    counts_B = mask.bool().sum(1).to(sums_B.dtype)
     if trajectory_index_B is None:
         return sums_B, counts_B
     _, place_B = torch.unique(trajectory_index_B, return_inverse=True)

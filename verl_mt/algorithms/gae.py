@@ -46,18 +46,17 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
     mask = mask_BT.bool()
     values = masked_fill_zero(values_BT, mask)
     rewards = torch.zeros_like(values) + rewards_BT
-    next_value = next_advantage = pending = torch.zeros_like(values[:, 0]) if values.shape[1] else values.sum(1)
-    columns = []
+    next_value = next_advantage = pending = values.new_zeros(len(values))
+    advantages = torch.empty_like(rewards)
     for t in reversed(range(values.shape[1])):
         here = mask[:, t]
         pending = pending + rewards[:, t]
         delta = pending + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        columns.append(masked_fill_zero(advantage, here))
+        advantages[:, t] = masked_fill_zero(advantage, here)
         next_advantage = torch.where(here, advantage, next_advantage)
         next_value = torch.where(here, values[:, t], next_value)
         pending = masked_fill_zero(pending, ~here)
-    advantages = torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
     return advantages, masked_fill_zero(advantages + values, mask)
 
 

@@ -57,7 +57,7 @@ def ppo_clip_loss(
         metrics = {
             "clipfrac": masked_mean((clipped > unclipped).to(loss.dtype), mask),
             "clipfrac_lower": masked_mean(dual.to(loss.dtype), mask),
-            "ppo_kl": masked_mean(-log_ratio.detach(), mask),
+            "ppo_kl": masked_mean(-log_ratio, mask),
         }
     return masked_fill_zero(loss, mask), metrics
 
@@ -102,12 +102,12 @@ def gspo_loss(
     if log_ratio_B is not None:
         mean_B = torch.where(torch.isnan(log_ratio_B), mean_B, log_ratio_B.to(mean_B.dtype))
     own = masked_fill_zero(log_probs - log_probs.detach(), mask)
-    ratio = _exp(mean_B.unsqueeze(-1) + own)
+    ratio = _exp(mean_B.unsqueeze(1) + own)
     advantages = masked_fill_zero(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return masked_fill_zero(torch.maximum(unclipped, clipped), mask), {
-        "clipfrac": masked_mean((clipped > unclipped).detach().to(ratio.dtype), mask),
+        "clipfrac": masked_mean((clipped > unclipped).to(ratio.dtype), mask),
         "ppo_kl": masked_mean(-log_ratio.detach(), mask),
     }
 
@@ -127,7 +127,7 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, t
     _, place_B = torch.unique(trajectory_index_B, return_inverse=True)
     zeros = log_ratio_B.new_zeros(len(place_B))
     sums = zeros.index_add(0, place_B, log_ratio_B)
-    counts = zeros.index_add(0, place_B, mask.bool().sum(-1).to(zeros.dtype))
+    counts = zeros.index_add(0, place_B, mask.bool().sum(1).to(zeros.dtype))
     return (sums / counts.clamp(min=1))[place_B]
 
 

@@ -65,8 +65,8 @@ class Streams:
         rewards = rewards_BT[self.order_B].reshape(-1)
         latest = self.mask_BT.reshape(-1).long().cumsum(0) - 1
         stream = self.stream_B.repeat_interleave(self.mask_BT.shape[1])
-        earned = (rewards != 0) & (latest >= 0)
-        earned &= self.stream_K[latest.clamp(min=0)] == stream if len(self.stream_K) else False
+        earned = ((rewards != 0) & (latest >= 0)).nonzero().squeeze(1)
+        earned = earned[self.stream_K[latest[earned]] == stream[earned]]
         sums_K = rewards.new_zeros(len(self.stream_K)).index_add(0, latest[earned], rewards[earned])
         return self._spread(sums_K)
 
