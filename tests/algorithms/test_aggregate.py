@@ -106,8 +106,10 @@ def test_a_trajectorys_weight_does_not_depend_on_how_many_records_it_became(mode
 
 
 def test_a_missing_constant_and_an_unknown_mode_are_refused():
-    with pytest.raises(ValueError, match="needs a positive norm_constant"):
-        run(*RAGGED, "seq-mean-token-sum-norm")
+    for constant in (None, 0, -1.0):
+        with pytest.raises(ValueError, match="needs a positive norm_constant"):
+            run(*RAGGED, "seq-mean-token-sum-norm", constant=constant)
+    assert run(*SQUARE, "seq-mean-token-sum-norm", constant=0.5) == pytest.approx(10.0)
     with pytest.raises(ValueError, match="unknown loss aggregation 'mean'; known: token-mean"):
         run(*RAGGED, "mean")
 

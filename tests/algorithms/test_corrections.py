@@ -159,3 +159,55 @@ def test_log_probs_of_the_proximal_policy_lie_by_age_between_sampler_and_policy(
     new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
     found = c.interpolated_log_probs(new, torch.tensor([[-2.0, -2.0, -5.0]]), torch.tensor([[0, 1, 3]]))
     assert found.tolist() == [[-2.0, -1.5, -2.0]] and not found.requires_grad
+
+
+def test_a_ratio_is_bounded_and_so_is_its_divergence():
+    log_ratio = torch.tensor([[-30.0, -20.0, 0.0, 20.0, 30.0]], dtype=torch.float64)
+    bounds = [math.exp(-20), math.exp(-20), 1.0, math.exp(20), math.exp(20)]
+    assert c.bounded_ratio(log_ratio)[0].tolist() == pytest.approx(bounds, rel=1e-12)
+    found = c.divergences(log_ratio, 0 * log_ratio, torch.ones(1, 5), over="token", estimator="k3")
+    expected = [math.exp(-20) + 19, math.exp(-20) + 19, 0.0, math.exp(20) - 21, math.exp(20) - 21]
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("over", "estimator", "expected"),
+    [
+        ("token", "k2", [[0.5, 0.0], [2.0, 0.0], [4.5, 0.0]]),
+        ("seq_sum", "k1", [[-3.0, 0.0], [-3.0, 0.0], [3.0, 0.0]]),
+        ("seq_mean", "k2", [[1.25, 0.0], [1.25, 0.0], [4.5, 0.0]]),
+        ("seq_max", "k2", [[2.0, 0.0], [2.0, 0.0], [4.5, 0.0]]),
+        ("seq_max", "k3", [[math.e**2 - 3, 0.0], [math.e**2 - 3, 0.0], [math.exp(-3) + 2, 0.0]]),
+    ],
+)
+def test_divergences_over_all_records_of_a_trajectory(over, estimator, expected):
+    train = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-3.0, 9.0]], requires_grad=True)
+    mask, index = torch.tensor([[1, 0]] * 3), torch.tensor([7, 7, 2])
+    found = c.divergences(train, torch.zeros(3, 2), mask, over=over, estimator=estimator, trajectory_index_B=index)
+    assert found.tolist() == [pytest.approx(row) for row in expected] and not found.requires_grad
+
+
+def test_a_drift_of_exactly_the_threshold_is_none_and_a_given_one_decides():
+    new, old = torch.tensor([[-1.5, -1.5], [-1.5, -1.5]]), torch.full((2, 2), -1.0)
+    minus, mask = -torch.ones(2, 2), torch.ones(2, 2)
+    assert c.off_policy_sequences(new, old, minus, mask, 0.5).all()
+    assert not c.off_policy_sequences(new, old, minus, mask, 0.49).any()
+    given = torch.tensor([math.nan, -0.6])
+    assert c.off_policy_sequences(new, old, minus, mask, 0.55, log_ratio_B=given).tolist() == [[True] * 2, [False] * 2]
+    assert c.off_policy_sequences(new, old, minus, mask, 0.49, log_ratio_B=-given).tolist() == [[False] * 2, [True] * 2]
+
+
+def test_the_worth_of_small_weights_and_of_none():
+    assert c.effective_sample_size(torch.tensor([0.1, 0.1])).item() == pytest.approx(1.0)
+    assert c.effective_sample_size(torch.tensor([0.1, 0.3])).item() == pytest.approx(0.8)
+    for weights in ([0.0, 0.0], []):
+        assert c.effective_sample_size(torch.tensor(weights)).item() == 1.0
+
+
+def test_a_ratio_at_the_threshold_is_no_veto():
+    log_ratio = torch.tensor([[math.log(0.25), 3.0], [math.log(0.24), 3.0]], dtype=torch.float64)
+    assert c.veto(log_ratio, 0 * log_ratio, torch.ones(2, 2), 0.25).tolist() == [[True, True], [False, False]]
+    assert c.veto(log_ratio, 0 * log_ratio, torch.tensor([[1, 0], [0, 1]]), 0.25).tolist() == [
+        [True, False],
+        [False, True],
+    ]

@@ -79,3 +79,40 @@ def test_what_stands_outside_of_the_mask_changes_no_weight():
     wider[0, [0, 5]] = torch.tensor([1.0, 2.0], dtype=torch.float64)
     places = torch.tensor([[True, False, False, False, False, True]])
     assert discounted_future(wider, places, gamma=0.5)[0, [0, 5]].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "safe", "weight"),
+    [
+        (25.0, 0.0, math.exp(20)),
+        (-25.0, 0.0, math.exp(-20)),
+        (25.0, 4.8e8, 1.0),  # e^20 is 4.85e8
+        (25.0, 4.9e8, math.exp(20)),
+        (-25.0, 2e-9, 0.8),  # e^-20 is 2.06e-9
+        (-25.0, 2.1e-9, math.exp(-20)),
+    ],
+)
+def test_ratios_and_weights_are_bounded(log_ratio, safe, weight):
+    new, old = torch.tensor([[log_ratio]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    limits = {"fipo_weight_low": 0.0, "fipo_weight_high": 1e12, "fipo_safety_ratio": safe}
+    _, metrics = fipo_loss(new, old, -torch.ones(1, 1), torch.ones(1, 1), clip_low=0.2, clip_high=0.2, **limits)
+    assert metrics["fipo_weight"].item() == pytest.approx(weight)
+
+
+@pytest.mark.parametrize(("advantage", "weight"), [(-1.0, 1.0), (0.0, 1.1), (1.0, 1.1)])
+def test_only_tokens_of_negative_advantage_are_held(advantage, weight):
+    """Their ratio is 5."""
+    new, old = torch.tensor([[math.log(5.0)]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    _, metrics = fipo_loss(new, old, torch.full((1, 1), advantage), torch.ones(1, 1), **CLIP, fipo_weight_high=1.1)
+    assert metrics["fipo_weight"].item() == pytest.approx(weight)
+
+
+def test_a_ratio_at_a_limit_is_not_above_it():
+    """2 and 4 are exact."""
+    new = torch.tensor([[math.log(2.0), math.log(4.0)]], dtype=torch.float64)
+    limits = {"fipo_half_life": 1.0, "fipo_weight_low": 0.0, "fipo_weight_high": 1e9}
+    ones, minus = torch.ones(1, 2), -torch.ones(1, 2)
+    loss, _ = fipo_loss(
+        new, 0 * new, minus, ones, clip_low=0.2, clip_high=0.2, clip_c=4.0, fipo_safety_ratio=4.0, **limits
+    )
+    assert loss[0].tolist() == pytest.approx([2 * 4, 4 * 4]), "weights 2 x 4^(1/2) and 4, losses 2 and 4"

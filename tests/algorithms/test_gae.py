@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms.gae import discounted_returns, gae
+from verl_mt.algorithms.gae import discounted_returns, gae, whiten_tokens
 from verl_mt.algorithms.masked import masked_whiten
 
 
@@ -90,3 +90,19 @@ def test_equal_to_a_plain_loop_and_junk_at_observations_changes_nothing(tokens, 
 def test_no_tokens_give_nothing():
     assert gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0), gamma=1.0, lam=1.0)[0].shape == (2, 0)
     assert run([0, 1], [3, 3], [0, 0], 1.0, 1.0) == ([0, 0], [0, 0])
+
+
+def test_whitened_tokens_that_are_all_equal_are_exactly_zero():
+    """The mean of three times -0.1 is another number."""
+    for value in (-0.1, 0.1, 0.0):
+        same = torch.full((1, 3), value, dtype=torch.float64)
+        assert whiten_tokens(same, torch.ones(1, 3)).tolist() == [[0.0] * 3]
+    assert whiten_tokens(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0] * 2]
+    nearly = torch.tensor([[1.0, 1.0 + 0.9e-9], [1.0, 1.0 + 1.1e-9]], dtype=torch.float64)
+    assert [whiten_tokens(row[None], torch.ones(1, 2)).any().item() for row in nearly] == [False, True]
+
+
+def test_rewards_in_float64_keep_their_precision():
+    rewards = torch.tensor([[0.1, 0.2]], dtype=torch.float64)
+    advantages, returns = gae(rewards, torch.zeros(1, 2), torch.ones(1, 2), gamma=1.0, lam=1.0)
+    assert advantages.dtype == returns.dtype == torch.float64 and returns.tolist() == [[0.2 + 0.1, 0.2]]

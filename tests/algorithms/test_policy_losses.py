@@ -318,3 +318,55 @@ def test_candidates_depend_on_the_ratio_to_the_old_policy():
     new, old, values, advantages = tensors([-2, -1], [-2, -2], [3, 3], [-1, 1])
     found = cov.without_clipped(values, new, old, advantages, clip_low=0.2, clip_high=0.28)
     assert found.tolist() == [[3.0, -math.inf]]
+
+
+def test_metrics_carry_no_gradient():
+    new, old, advantages, mask = tensors(
+        [-1, -2, -0.3, -1, -2, -0.4], [-1.4, -1.1, -0.5, -1.05, -2.2, -0.3], [1, 1, -1, 1, -1, -1], [1, 1, 1, 1, 0, 1]
+    )
+    new.requires_grad_()
+    for name, loss in LOSSES.items():
+        values, metrics = loss(new, old, advantages, mask)
+        assert values.requires_grad and not any(m.requires_grad for m in metrics.values()), name
+    assert not losses.sequence_log_ratio(new, old, mask, torch.tensor([0])).requires_grad
+    assert not cov.covariances(new, advantages, mask).requires_grad
+
+
+@pytest.mark.parametrize("log_ratio", [-30.0, 30.0])
+def test_ratios_of_all_losses_are_bounded(log_ratio):
+    new, advantages, old, mask = tensors([log_ratio - 40] * 6, [-1] * 6, [-40] * 6, [1] * 6)
+    ratio = math.exp(math.copysign(20, log_ratio))
+    expected = {
+        "gspo": max(ratio, 0.8), "cispo": -1 * (log_ratio - 40) * -min(max(ratio, 0.8), 1.28), "kl_cov": ratio,
+        "ppo": min(max(ratio, 0.8), 3.0), "sapo": 4 / 1.05 / (1 + math.exp(-1.05 * (ratio - 1))),
+    }  # fmt: skip
+    for name, value in expected.items():
+        found = LOSSES[name](new, old, advantages, mask)[0][0, 1].item()
+        assert found == pytest.approx(value), name
+
+
+def test_pinned_gate_slope():
+    new, old, advantages, mask = tensors([math.log(2), 0, 0], [0, 0, 0], [1, -1, 1], [1, 1, 0])
+    gate = 1 / (1 + math.exp(-1))
+    _, metrics = losses.sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
+    assert metrics["gate_slope"].item() == pytest.approx((4 * gate * (1 - gate) + 1.0) / 2)
+
+
+def test_pinned_chosen_frac_and_penalty():
+    new, old, advantages, mask = tensors([0, -1, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0])
+    chosen = torch.tensor([[True, True, False, True]])
+    loss, metrics = cov.kl_cov_loss(new, old, advantages, mask, chosen, ppo_kl_coef=0.5)
+    assert loss[0].tolist() == pytest.approx([-1.0, -math.exp(-1) + 0.5, -1.0, 0.0])
+    assert numbers(metrics) == pytest.approx({"ppo_kl": 1 / 3, "chosen_frac": 2 / 3})
+    loss, metrics = cov.clip_cov_loss(new, old, advantages, mask, chosen, **CLIP)
+    assert loss[0].tolist() == [0.0, 0.0, -1.0, 0.0] and metrics["chosen_frac"].item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.0, 1), (0.24, 1), (0.5, 2), (0.74, 2), (0.75, 3), (1.0, 4)])
+def test_a_fraction_of_the_tokens_rounds_down_to_one_at_least(fraction, count):
+    (values,) = tensors([1.0, 2.0, 3.0, 4.0, 9.0])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    largest = cov.choose_largest(values, mask, fraction=fraction)
+    assert largest.tolist() == [[place >= 4 - count and place < 4 for place in range(5)]]
+    drawn = cov.choose_between(values, mask, fraction=fraction, lower=0.0, upper=9.0)
+    assert drawn.sum() == count and not drawn[0, 4]

@@ -74,3 +74,15 @@ def test_one_is_perfect_and_zero_a_constant():
     assert explained_variance(returns, returns, mask) == 1
     assert explained_variance(torch.full((3,), 0.7), returns, mask).item() == pytest.approx(0, abs=1e-6)
     assert explained_variance(1 - returns, returns, mask) < 0
+
+
+@pytest.mark.parametrize(("old", "value", "clipped"), [(0.0, -1.0, 1), (0.0, 1.0, 1), (0.0, 0.1, 0), (0.0, -0.1, 0)])
+def test_a_value_is_held_on_both_sides(old, value, clipped):
+    found = value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([value]), cliprange=0.2)
+    assert found[1].tolist() == [clipped] and found[0].item() == pytest.approx(0.5 * clipped * 0.8**2)
+
+
+def test_a_value_at_the_end_of_the_range_is_not_held():
+    """1.4 - 0.3 is no 1.1 in float32, and what is held differs from 1.4 by a rounding."""
+    value, old = torch.tensor([1.4]), torch.tensor([0.3])
+    assert value_loss(value, old, value, cliprange=(value - old).item())[1].tolist() == [0]

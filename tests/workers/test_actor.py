@@ -546,3 +546,12 @@ def test_a_policy_with_adapters_is_its_own_reference_and_stays_where_it_is():
     lora.set_lora(module, object())
     ref = RefWorker(module, RefConfig(offload=True), actor=ActorConfig(), temperature=1.0, device="meta")
     assert all(p.requires_grad for p in module.parameters()) and not ref._moves and module.gone == []
+
+
+@pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 2}])
+def test_the_loss_that_has_to_be_finite_is_that_of_the_whole_mini_batch(policy, split):
+    actor, seen = worker(policy, entropy_coeff=0.1, **split), []
+    step = actor._step
+    actor._step = lambda loss: seen.append(loss.item()) or step(loss)
+    metrics = actor.update(make_batch(REWARDS))
+    assert seen == [pytest.approx(metrics["actor/loss"], rel=1e-5)] and abs(seen[0]) > 0.1
