@@ -40,7 +40,7 @@ class Streams:
         """
         values, index_B = torch.unique(trajectory_index_B, return_inverse=True)
         width = int(record_index_B.max()) + 1 if len(record_index_B) else 1
-        order_B = (index_B * width + record_index_B).argsort(stable=True)
+        order_B = (index_B * width + record_index_B).argsort()
         mask = mask_BT.bool()[order_B]
         stream_B = index_B[order_B]
         stream_K = stream_B[mask.nonzero()[:, 0]]
