@@ -115,9 +115,9 @@ def test_a_buffer_that_cannot_be_is_refused(buffer):
 
 
 def test_groups_without_a_difference_have_no_signal():
-    rewards = torch.tensor([1.0, 0, 1, 1, 1, 0.1, 0.1, 0.1])
-    groups = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2])
-    assert has_signal(rewards, groups).tolist() == [True, True, *[False] * 6]
+    rewards = torch.tensor([1.0, 0, 1, 1, 1, 0.1, 0.1, 0.1, -2, -2])
+    groups = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2, 3, 3])
+    assert has_signal(rewards, groups).tolist() == [True, True, *[False] * 8]
     assert has_signal(rewards[:0], groups[:0]).tolist() == []
 
 

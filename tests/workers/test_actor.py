@@ -17,15 +17,16 @@ from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import DataError, VerlMTError
 from verl_mt.modeling import lora
+from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers import actor as actor_module
 from verl_mt.workers import ref as ref_module
 from verl_mt.workers.actor import ActorWorker, UpdateMetrics, against_sampler
 from verl_mt.workers.loss import MicroBatchLoss
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
-from verl_mt.workers.sharding import Ranks
+from verl_mt.workers.sharding import ALONE, Ranks
 from verl_mt.workers.shares import Share
-from verl_mt.workers.trainable import _disable_dropout
+from verl_mt.workers.trainable import UpdatePlan, _disable_dropout
 
 
 @pytest.fixture(scope="module")
@@ -555,3 +556,103 @@ def test_the_loss_that_has_to_be_finite_is_that_of_the_whole_mini_batch(policy, 
     actor._step = lambda loss: seen.append(loss.item()) or step(loss)
     metrics = actor.update(make_batch(REWARDS))
     assert seen == [pytest.approx(metrics["actor/loss"], rel=1e-5)] and abs(seen[0]) > 0.1
+
+
+def passing(monkeypatch, actor):
+    """Log-probs are the ids times a weight of -0.1; returns what each pass was told, and which one was the last."""
+    passes, lasts = [], []
+
+    def score(module, ids, real, **options):
+        passes.append((ids.tolist(), real.tolist(), options))
+        return LogProbs(ids * module.weight[0, 0], torch.ones(ids.shape))
+
+    monkeypatch.setattr(actor_module, "packs", lambda module: False)
+    monkeypatch.setattr(actor_module, "score", score)
+    monkeypatch.setattr(actor_module, "expect_backward", lambda module, *, last: lasts.append(last))
+    with torch.no_grad():
+        actor.module.weight.fill_(-0.1)
+    return passes, lasts
+
+
+IDS = torch.tensor([[1, 2, 5], [1, 1, 1], [3, 4, 6], [9, 9, 9]])
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.5])
+def test_the_passes_of_an_update(monkeypatch, entropy):
+    """Six tokens are in the loss. The fifth token of row 0 gains, the fourth of row 2 loses: slopes -5/6 and 4/6."""
+    actor, _ = small_actor(ppo_micro_batch_size=1, grad_clip=0.0, entropy_coeff=entropy, use_kl_loss=False)
+    passes, lasts = passing(monkeypatch, actor)
+    batch, gradients = four_rows(input_ids=IDS), []
+    actor.optimizer.register_step_pre_hook(lambda *_: gradients.append(actor.module.weight.grad[0].tolist()))
+    metrics = actor.update(batch)
+    rows = [0, 1, 2] if entropy else [0, 2]
+    assert sorted(ids for ids, _, _ in passes) == sorted([IDS[row].tolist()] for row in rows)
+    assert lasts == [False] * (len(rows) - 1) + [True] and gradients == [pytest.approx([-1 / 6, 0.0])]
+    for _, real, options in passes:
+        slope = options.pop("expected_slope")()
+        assert (slope is None) == bool(entropy) and real == [[1, 1, 1]]
+        assert options.pop("wanted_BT").tolist() == [[False, True, True]]
+        assert options == {"temperature": 1.0, "with_entropy": True, "entropy_grad": bool(entropy), "media": None}
+    expected = {
+        "pg_loss": 0.0, "loss": -entropy, "entropy": 1.0, "grad_norm": 1 / 6, "ppo_kl": 0.0, "clipfrac": 0.0,
+        "num_updates": 1, "lr": 1e-2, "skipped_zero_advantage_sequences": 0 if entropy else 1, "clipfrac_lower": 0.0,
+        "nonfinite_updates": 0, "token_share": 1.0 if entropy else 3 / 5,
+    }  # fmt: skip
+    found = {name: value for name, value in metrics.items() if name.startswith("actor/")}
+    assert found == pytest.approx({f"actor/{name}": value for name, value in expected.items()}, abs=1e-6)
+    old, clipped = batch[col.OLD_LOG_PROBS], batch[col.CLIPPED]
+    torch.testing.assert_close(old[rows], IDS[rows] * -0.1)
+    assert not clipped[rows].any() and old[3].isnan().all() and clipped[3].isnan().all()
+    assert old[1].isnan().all() == clipped[1].isnan().all() == (not entropy)
+
+
+def test_a_rank_without_rows_passes_dummies_and_counts_nothing(monkeypatch):
+    actor, _ = small_actor()
+    dummies = []
+    monkeypatch.setattr(actor_module, "dummy_pass", lambda module, device: dummies.append((module, device)))
+    passes, lasts = passing(monkeypatch, actor)
+    monkeypatch.setattr(actor_module, "micro_batches", lambda *args, **options: [None, None])
+    share = prepared(actor, four_rows(input_ids=IDS))
+    metrics = UpdateMetrics()
+    rows = torch.arange(4)
+    loss, seen = actor._forward_backward(share, rows, rows, torch.full((4, 3), NAN), metrics)
+    assert loss.item() == 0.0 and seen.isnan().all() and not passes
+    assert dummies == [(actor.module, torch.device("cpu"))] * 2 and lasts == [False, True]
+    assert "actor/loss" not in metrics.summary()
+
+
+def test_ranks_of_a_sequence_count_their_rows_once(monkeypatch):
+    actor, _ = small_actor(skip_zero_advantage=False)
+    passing(monkeypatch, actor)
+    actor.ranks = Ranks(1, 2, 2)
+    share, rows, metrics = prepared(actor, four_rows(input_ids=IDS)), torch.tensor([0, 1]), UpdateMetrics()
+    loss, seen = actor._forward_backward(share, rows, rows, torch.full((4, 3), NAN), metrics)
+    assert loss.item() == 0.0 and "actor/loss" not in metrics.summary(ALONE)
+    assert actor.module.weight.grad is not None and not seen[:2].isnan().any()
+
+
+def test_what_the_configuration_says_of_updates():
+    optim = {"weight_decay": 0.5}
+    actor = worker(
+        torch.nn.Linear(2, 1), optim=optim, ppo_epochs=2, ppo_mini_batch_size=3, shuffle=False, grad_clip=0.25,
+        param_offload=True, optimizer_offload=True, temperature=0.5, total_steps=7,
+    )  # fmt: skip
+    plan = UpdatePlan(actor.config.optim, 2, 3, False, 0.25, "actor_rollout_ref.actor", True, True)
+    assert actor._plan == plan and actor.offloads and (actor._temperature, actor._norm_constant) == (0.5, 8.0)
+    assert actor._total_updates == 14 and actor.progress()["lora"] is None
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_tokens_without_an_age_are_those_of_the_steps_own_weights(monkeypatch, has):
+    """Old log-probs are then the sampler's."""
+    actor, _ = small_actor(use_sampler_log_probs="interpolated")
+    passing(monkeypatch, actor)
+    share = prepared(actor, four_rows(input_ids=IDS))
+    if has:
+        share.rows[col.AGES] = torch.ones(4, 3, dtype=torch.int32)
+    metrics = UpdateMetrics()
+    metrics.num_updates = 1
+    rows = torch.tensor([0])
+    actor._forward_backward(share, rows, rows, torch.full((4, 3), NAN), metrics)
+    kl = (-1.0 + 0.2 - 2.0 + 0.5) / 2  # the sampler's -1 and -2 less -0.2 and -0.5
+    assert metrics.summary()["actor/ppo_kl"] == pytest.approx(kl / 2 if has else kl)

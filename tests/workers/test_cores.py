@@ -80,7 +80,7 @@ def test_this_machine_counts_its_cores():
     ],
 )
 def test_ray_workers_share_the_cores_that_this_process_may_use(monkeypatch, placement, threads):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1, 8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0: set(range(1, 8))}[pid], raising=False)
     assert cores_per_worker(placement) == threads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from verl_mt.workers import critic as module
 from verl_mt.workers.critic import _Seen, train_policy_and_critic, update_policy_and_critic, value_metrics
 from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic
 from verl_mt.workers.shares import Share
+from verl_mt.workers.trainable import UpdatePlan
 
 
 def gradients(worker, batch) -> list[dict[str, torch.Tensor]]:
@@ -382,3 +384,40 @@ def test_the_critic_learns_first_and_the_policy_unless_it_waits(waits):
     assert [name for name, _ in calls] == (
         ["update", "critic", "train", "learn"] if waits else ["update", "critic", "update", "train", "learn", "train"]
     )
+
+
+def test_what_the_configuration_says_of_a_critics_updates():
+    made = critic(
+        TimesWeight(), ppo_epochs=2, ppo_mini_batch_size=3, shuffle=False, grad_clip=0.25, optim={"weight_decay": 0.5}
+    )
+    assert made._plan == UpdatePlan(made.config.optim, 2, 3, False, 0.25, "critic") and not made.offloads
+    assert made._total_updates == 200
+    schedule = module.CriticSchedule(total_steps=4, seed=5)
+    config = replace(made.config, ppo_epochs=None, ppo_max_token_len=None, loss_agg_mode=None)
+    bare = module.CriticWorker(TimesWeight(), config, schedule=schedule, param_offload=True)
+    assert bare.offloads and bare._plan.ppo_epochs == 1 and bare._plan.shuffle and bare._total_updates == 4
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_a_critics_rows_are_packed_as_those_of_the_module_that_reads_them(monkeypatch, policy):
+    asked, trunk = [], tiny_policy()
+    monkeypatch.setattr(module, "packs", lambda of: asked.append(of) or "packed")
+    monkeypatch.setattr(module, "micro_batches", lambda share, rows, **limits: (share, rows, limits))
+    made = critic(TimesWeight(), policy=trunk if policy else None, ppo_max_token_len=30, ppo_micro_batch_size=2)
+    limits = {"max_tokens": 30, "max_rows": 2, "packed": "packed"}
+    assert made._micro_batches("share", "rows") == ("share", "rows", limits)
+    assert asked == [trunk if policy else made.module]
+
+
+@pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 1}])
+def test_the_last_pass_of_a_critics_update_is_said_to_be_it(by_token, monkeypatch, split):
+    lasts = []
+    monkeypatch.setattr(module, "expect_backward", lambda of, *, last: lasts.append(last))
+    by_token(**split).update(three_tokens(**LEARNED))
+    assert lasts == ([False, True] if split else [True])
+
+
+def test_a_rank_that_shares_its_rows_counts_nothing(by_token):
+    worker = by_token()
+    worker.ranks = type("Silent", (Ranks,), {"sum": lambda self, value: value})(1, 2, 2)
+    assert worker.learn(Share.alone(three_tokens(**LEARNED)))["critic/vf_loss"] == 0.0
