@@ -12,6 +12,7 @@ from sharded_jobs import one_update
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
+from verl_mt.errors import ConfigError, UserCodeError
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers import actor
 from verl_mt.workers.loss import (
@@ -20,6 +21,7 @@ from verl_mt.workers.loss import (
     WholeMiniBatch,
     group_contrast,
     split_ratios,
+    token_loss,
     tokens_to_hold_back,
     tokens_to_leave_out,
     trajectory_ratios,
@@ -453,3 +455,157 @@ def test_the_drift_of_split_trajectories_is_collected_for_sequence_masks(delta, 
     assert (mini.drift_B is not None) == drift and mini.weights_BT.tolist() == [[1.0] * 3] * 4 and not mini.arguments
     if drift:
         torch.testing.assert_close(mini.drift_B, torch.tensor([0.25, NAN, 0.25, NAN]), equal_nan=True)
+
+
+# A custom loss
+
+CUSTOM = """
+import torch
+
+number = 3
+
+def plain(log_probs, old, advantages, mask):
+    return -advantages * log_probs + old
+
+def any_number(*tensors):
+    return plain(*tensors)
+
+def beside_numbers(log_probs, old, advantages, mask):
+    return plain(log_probs, old, advantages, mask), {"seen": 3, "mean": log_probs.mean()}
+
+def by_name(log_probs, old, advantages, mask, clip_high, x):
+    return log_probs * 0 + clip_high + 10 * x
+
+def all_names(log_probs, old, advantages, mask, **names):
+    return log_probs * 0 + names["clip_low"] + 10 * names["clip_high"] + 100 * names["clip_c"] + 1000 * names["x"]
+
+def three(log_probs, old, advantages):
+    pass
+
+def none():
+    pass
+
+def one_number(log_probs, old, advantages, mask):
+    return log_probs.sum()
+
+def a_list(log_probs, old, advantages, mask):
+    return [log_probs, {}]
+
+def without_gradient(log_probs, old, advantages, mask):
+    return log_probs.detach(), {}
+
+def raises(log_probs, old, advantages, mask):
+    raise SystemExit("no way")
+
+def is_stopped(log_probs, old, advantages, mask):
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(CUSTOM)
+
+    def made(name: str, **options):
+        loss = {"loss_mode": f"{path}:{name}", **options}
+        return token_loss(ActorConfig(policy_loss=loss, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=4.0))
+
+    return made
+
+
+def four(grad: bool = True):
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=grad)
+    return new, torch.tensor([[0.5, 0.25]]), torch.tensor([[1.0, -1.0]]), torch.tensor([[True, False]])
+
+
+@pytest.mark.parametrize("name", ["plain", "any_number"])
+def test_a_custom_loss_is_masked(custom, name):
+    loss, numbers = custom(name)(*four())
+    assert loss.tolist() == [[1.5, 0.0]] and numbers == {}
+
+
+def test_numbers_of_a_custom_loss_are_logged(custom):
+    loss, numbers = custom("beside_numbers")(*four())
+    assert loss.tolist() == [[1.5, 0.0]] and {n: v.item() for n, v in numbers.items()} == {"seen": 3, "mean": -1.5}
+    assert not numbers["mean"].requires_grad
+
+
+@pytest.mark.parametrize(("name", "value"), [("by_name", 0.3 + 20), ("all_names", 0.2 + 3.0 + 400 + 2000)])
+def test_options_and_clip_ranges_of_a_custom_loss_come_by_name(custom, name, value):
+    assert custom(name, x=2)(*four())[0].tolist() == [[pytest.approx(value), 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("number", {}, "is a int, expected a function"),
+        (
+            "three",
+            {},
+            r"takes log_probs, old, advantages; expected \(log_probs, old_log_probs, advantages, mask, ...\)",
+        ),
+        ("none", {}, "takes nothing; expected"),
+        ("plain", {"y": 1}, "takes no argument of that name; it takes log_probs, old, advantages, mask"),
+        ("any_number", {"y": 1}, "takes no argument of that name; it takes tensors"),
+    ],
+)
+def test_a_custom_loss_that_cannot_be_one_is_refused_before_it_runs(custom, name, options, text):
+    with pytest.raises(ConfigError, match=text):
+        custom(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one_number", r"returned shape \(\); expected a loss for each token, \(1, 2\)"),
+        ("a_list", "returned a list; expected"),
+        ("without_gradient", "a loss without gradient"),
+        ("raises", "raised SystemExit: no way"),
+    ],
+)
+def test_what_a_custom_loss_does_wrong_is_told(custom, name, text):
+    with pytest.raises(UserCodeError, match=text):
+        custom(name)(*four())
+
+
+def test_a_custom_loss_may_be_stopped_and_needs_no_gradient_where_there_is_none(custom):
+    with pytest.raises(KeyboardInterrupt):
+        custom("is_stopped")(*four())
+    assert custom("without_gradient")(*four(grad=False))[0].tolist() == [[-1.0, 0.0]]
+    with torch.no_grad():
+        assert custom("without_gradient")(*four())[0].tolist() == [[-1.0, 0.0]]
+
+
+def test_tokens_that_nobody_sampled_are_trained_by_ppos_loss_where_the_losss_own_looks_at_others():
+    batch, current, old = one_row()
+    for mode, expected in (("gpg", -math.log(0.5)), ("gspo", -1.0)):
+        loss = ActorLoss(ActorConfig(**CLIPS, policy_loss={"loss_mode": mode}))
+        weights = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
+        found = loss.of_micro_batch(LogProbs(current, torch.zeros_like(current)), batch, MiniBatch(weights), old)
+        assert found.loss.item() == pytest.approx(expected)
+
+
+def test_the_most_uncertain_tokens_in_numbers():
+    """Of five sampled tokens the quantile 0.5 is 3; two of the three of a trajectory are above it."""
+    batch = hand_made([[1, 1, 0], [1, 0, 0], [1, 1, 1]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]], trajectory_index=[4, 4, 2])
+    entropies = torch.tensor([[5.0, 1.0, 9.0], [3.0, 9.0, 9.0], [2.0, 4.0, 9.0]])
+    whole = whole_of(batch, torch.zeros(3, 3))
+    found = ActorLoss(ActorConfig(top_entropy_quantile=0.5)).uncertain(whole, entropies)
+    assert found.tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0]]
+    options = {"top_entropy_quantile": 0.5, "policy_loss": {"loss_mode": "gspo"}}
+    found = ActorLoss(ActorConfig(**options)).uncertain(whole, entropies)
+    torch.testing.assert_close(found, torch.tensor([[2 / 3] * 3, [2 / 3] * 3, [0.5] * 3]))
+
+
+def test_a_loss_gets_what_it_decides_over_a_mini_batch_for_its_own_rows():
+    batch = split_rows([0, 1, 1])
+    gspo = ActorLoss(ActorConfig(policy_loss={"loss_mode": "gspo"}))
+    mini = gspo.over_mini_batch(whole_of(batch, OLD, CURRENT), torch.ones(4, 3))
+    assert [*mini.arguments] == ["log_ratio_B"] and mini.drift_B is None and mini.share_BT is None
+    torch.testing.assert_close(mini.arguments["log_ratio_B"], torch.tensor([0.25, NAN, 0.25, NAN]), equal_nan=True)
+    batch = hand_made([[0, 0], [1, 1], [1, 1]], advantages=torch.tensor([[0.0, 0], [1, 1], [-1, -1]]).double())
+    current = torch.tensor([[0.0, 0], [-1, -3], [-1, -3]]).double()
+    kl_cov = ActorLoss(ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.5}))
+    mini = kl_cov.over_mini_batch(whole_of(batch, current, current, rows=[1, 2]), torch.ones(3, 2))
+    assert mini.arguments["chosen"].tolist() == [[False, False], [True, False], [False, True]]
