@@ -111,3 +111,11 @@ def test_a_huge_log_ratio_stays_finite():
         clip_low=0.2, clip_high=0.2,
     )  # fmt: skip
     assert torch.isfinite(loss).all()
+
+
+def test_without_a_dual_clip_none_is_counted_and_a_loss_at_its_bound_is_not():
+    _, metrics = loss_of_ratios([4, 4], [-1, 1], clip_low=0.2, clip_high=0.2)
+    assert metrics["clipfrac_lower"] == 0.0
+    ratio = torch.tensor(3.0, dtype=torch.float64).log().exp().item()
+    loss, metrics = loss_of_ratios([3, 3], [-1, 0], clip_low=0.2, clip_high=0.2, clip_c=ratio)
+    assert loss == [ratio, 0.0] and metrics["clipfrac_lower"] == 0.0

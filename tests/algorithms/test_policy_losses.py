@@ -370,3 +370,10 @@ def test_a_fraction_of_the_tokens_rounds_down_to_one_at_least(fraction, count):
     assert largest.tolist() == [[place >= 4 - count and place < 4 for place in range(5)]]
     drawn = cov.choose_between(values, mask, fraction=fraction, lower=0.0, upper=9.0)
     assert drawn.sum() == count and not drawn[0, 4]
+
+
+def test_a_token_without_advantage_fades_as_one_of_negative_advantage():
+    new, old, advantages, mask = tensors([math.log(2)], [0], [0], [1])
+    _, metrics = losses.sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
+    gate = 1 / (1 + math.exp(-3))
+    assert metrics["gate_slope"].item() == pytest.approx(4 * gate * (1 - gate))
