@@ -37,8 +37,7 @@ def split_rows(
     width = total = 0
     for row in chosen:
         width, total = max(width, lengths[row]), total + lengths[row]
-        tokens = total if packed else (len(parts[-1]) + 1 if parts else 1) * width
-        if not parts or len(parts[-1]) == max_rows or tokens > max_tokens:
+        if not parts or len(parts[-1]) == max_rows or (total if packed else (len(parts[-1]) + 1) * width) > max_tokens:
             parts.append([])
             width = total = lengths[row]
         parts[-1].append(row)

@@ -109,7 +109,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
         if parameter.dtype != torch.float32:
             exact = take_exact(parameter)
             known = parameter.detach() if exact is None else exact
-            state[MASTER] = known.to(device, torch.float32, copy=exact is None)
+            state[MASTER] = known.to(device, torch.float32)
     return state
 
 

@@ -70,7 +70,7 @@ class Census:
             ranks: the group.
             kind_B: int64; rows that pass at the same time are of one kind.
         """
-        part_B = torch.zeros_like(self.part_B)
+        part_B = torch.empty_like(self.part_B)
         load = [0] * ranks.num_parts
         for kind in torch.unique(kind_B):
             rows = (kind_B == kind).nonzero().squeeze(1)
@@ -175,7 +175,7 @@ def deal(batch: TensorDict, ranks: Ranks, mini_batches: Sequence[Tensor] = ()) -
     for part in range(ranks.num_parts):
         number_b = (census.part_B == part).nonzero().squeeze(1)
         width = int(census.num_tokens_B[number_b].max()) if len(number_b) else 1
-        rows = batch[number_b.to(batch.device or "cpu")]
+        rows = batch[number_b]
         for name, column in [*rows.items()]:
             if isinstance(column, Tensor) and column.ndim > 1:
                 rows[name] = column[:, :width].contiguous()
@@ -215,7 +215,7 @@ def for_whole(batch: TensorDict, ranks: Ranks, compute: Callable[[Share], Tensor
 def assemble(batch: TensorDict, shares: Sequence[Share], found: Sequence[Tensor]) -> Tensor:
     """One column [B, T] of what each part found [b, t] for its rows; padded as in `together`."""
     shape = batch[columns.LOSS_MASK].shape
-    column = torch.zeros(shape, dtype=found[0].dtype)
+    column = torch.empty(shape, dtype=found[0].dtype)
     for share, values in zip(shares, found):
         column[share.number_b] = _fitted(values.cpu(), shape[1])
     return column
