@@ -69,6 +69,8 @@ def test_micro_batches_in_numbers():
     assert parts(11, packed=True) == [[3, 4, 5], [1, 0], [2]]
     assert parts(8, rows=torch.tensor([2, 0])) == [[0], [2]], "a longer row is alone"
     assert parts(8, rows=torch.tensor([], dtype=torch.int64)) == []
+    none = split_rows(torch.tensor([1, 0]), torch.tensor([0, 1]), torch.arange(2), max_tokens=9, max_rows=None)
+    assert [part.tolist() for part in none] == [[1, 0]], "a row without tokens is the shortest"
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,13 @@ def test_rows_out_of_the_loss_do_not_pass_and_rows_not_asked_for_are_unknown(mon
         torch.testing.assert_close(found, expected, equal_nan=True)
         assert passed == [([[1, 2]], 0.5, entropy, None), ([[7, 8]], 0.5, entropy, None)]
         passed.clear()
+
+
+def test_a_rank_without_rows_takes_part_in_passes_for_log_probs(monkeypatch):
+    dummies = []
+    monkeypatch.setattr(micro_batch, "packs", lambda module: False)
+    monkeypatch.setattr(micro_batch, "micro_batches", lambda *args, **limits: [None, None])
+    monkeypatch.setattr(micro_batch, "dummy_pass", lambda *args: dummies.append(args))
+    batch, module = hand_made([[0, 1]]), torch.nn.Module()
+    found = compute_log_probs(module, Share.alone(batch), torch.tensor([0]), temperature=1.0, max_tokens=9)
+    assert found.isnan().all() and dummies == [(module, torch.device("cpu"))] * 2

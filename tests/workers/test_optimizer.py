@@ -154,6 +154,7 @@ def test_the_state_of_a_parameter_begins_with_nothing_and_its_exact_weights():
         "master": torch.tensor([1.0001, 2.0001]).tolist(),
     }
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    assert not any(value.requires_grad for value in state.values())
     assert state_of(optimizer, low) is state, "made once"
     plain = torch.nn.Parameter(torch.ones(2))
     assert set(state_of(torch.optim.AdamW([plain]), plain)) == set(names_of_state(plain)) == set(MOMENTS)
@@ -164,7 +165,7 @@ def test_master_weights_are_no_view_of_the_parameter():
     master = state_of(build_adamw([low], lr=1e-3), low)[MASTER]
     with torch.no_grad():
         low.zero_()
-    assert master.tolist() == [1.0, 2.0] and master.dtype == torch.float32
+    assert master.tolist() == [1.0, 2.0] and master.dtype == torch.float32 and not master.requires_grad
 
 
 def test_only_parameters_with_a_gradient_step():

@@ -319,6 +319,7 @@ def test_the_factor_of_each_token_in_numbers(given, factors):
             {"rollout_rs_masked_fraction": 0.2, "rollout_rs_seq_masked_fraction": 0.5},
         ),
         ({"rollout_token_veto_threshold": 0.3}, {"rollout_is_veto_fraction": 0.5}),
+        ({"rollout_token_veto_threshold": 0.6}, {"rollout_is_veto_fraction": 1.0}),
         ({"off_policy_sequence_mask_delta": 0.1}, {}),
         ({}, {}),
     ],

@@ -194,7 +194,7 @@ def numbers_of(census):
 def test_the_numbers_of_every_row():
     batch = four_rows()
     census = Census.of(batch)
-    assert census.width == 4 and len(census) == 4
+    assert census.width == Census.of(batch[:3]).width == 4 and len(census) == 4
     expected = {
         "num_tokens_B": [4, 3, 2, 1],
         "num_in_loss_B": [3, 2, 1, 0],
@@ -246,10 +246,10 @@ def test_shares_of_a_batch_are_cut_to_their_longest_row(sequence):
 
 
 def test_rows_that_never_pass_those_without_advantage_and_the_others_are_dealt_by_themselves():
-    """Two rows of each kind, of which each of two ranks gets one, whatever their tokens."""
+    """A long and a short row of each kind: each of two ranks gets one of them."""
     rows = [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0], [0, 0]]
     moves = torch.tensor([[1.0, 0], [1, 0], [0, 0], [0, 0], [1, 1], [1, 1]])
-    batch = hand_made(rows, advantages=moves)
+    batch = hand_made(rows, advantages=moves, attention_mask=torch.tensor([[1, 1], [1, 0]] * 3).bool())
     for minis in ((), [torch.arange(6)], [torch.tensor([0, 2, 4]), torch.tensor([1, 3, 5])]):
         part_B = deal(batch, Ranks(0, 2), minis)[0].census.part_B
         if len(minis) < 2:
@@ -329,3 +329,13 @@ def test_a_column_of_the_whole_batch_is_on_its_device(monkeypatch):
     monkeypatch.setattr(module, "share_of", lambda batch, ranks: share)
     elsewhere = TensorDict({"x": torch.zeros(4, device="meta")}, batch_size=[4], device="meta")
     assert for_whole(elsewhere, ALONE, lambda own: own.rows[col.ADVANTAGES]).device.type == "meta"
+
+
+def test_a_rank_that_has_all_rows_takes_values_as_they_are():
+    share = Share.alone(four_rows())
+    assert share.together(torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), torch.tensor([2, 0])).tolist() == [
+        [5, 6],
+        [1, 2],
+    ]
+    batch = four_rows()
+    assert torch.equal(assemble(batch, [share], [batch[col.ADVANTAGES]]), batch[col.ADVANTAGES])
