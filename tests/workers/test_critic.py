@@ -407,6 +407,8 @@ def test_a_critics_rows_are_packed_as_those_of_the_module_that_reads_them(monkey
     limits = {"max_tokens": 30, "max_rows": 2, "packed": "packed"}
     assert made._micro_batches("share", "rows") == ("share", "rows", limits)
     assert asked == [trunk if policy else made.module]
+    made.config = replace(made.config, ppo_max_token_len=None)
+    assert made._micro_batches("share", "rows")[2] == limits | {"max_tokens": 1}
 
 
 @pytest.mark.parametrize("split", [{}, {"ppo_micro_batch_size": 1}])

@@ -192,3 +192,12 @@ def test_a_process_of_its_own_saves_alone_and_torch_does_not_warn(monkeypatch, a
             warnings.warn("torch.distributed is disabled, unavailable", stacklevel=1)
             warnings.warn("something else", stacklevel=1)
     assert found == alone and [str(w.message) for w in seen] == ["something else"]
+
+
+def test_shards_are_flushed_to_disk(monkeypatch, tmp_path):
+    real, asked = module.FileSystemWriter, []
+    monkeypatch.setattr(
+        module, "FileSystemWriter", lambda *args, **options: asked.append(options) or real(*args, **options)
+    )
+    save_shards(tensors(WEIGHTS), tmp_path)
+    assert asked == [{"sync_files": True}]
