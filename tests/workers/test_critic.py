@@ -423,3 +423,12 @@ def test_a_rank_that_shares_its_rows_counts_nothing(by_token):
     worker = by_token()
     worker.ranks = type("Silent", (Ranks,), {"sum": lambda self, value: value})(1, 2, 2)
     assert worker.learn(Share.alone(three_tokens(**LEARNED)))["critic/vf_loss"] == 0.0
+
+
+def test_a_head_has_the_ranks_of_the_policy_that_it_reads(monkeypatch):
+    trunk, own = tiny_policy(), TimesWeight()
+    monkeypatch.setattr(
+        module, "ranks_of", lambda of: Ranks(1, 2) if of is trunk else pytest.fail("asked for no policy")
+    )
+    assert critic(own, policy=trunk).ranks == Ranks(1, 2)
+    assert critic(own).ranks is ALONE
