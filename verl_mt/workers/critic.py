@@ -104,7 +104,7 @@ class CriticWorker(Trainable):
         share = share.to(self.device)
         mask_bT = share.rows[columns.LOSS_MASK]
         values_bT = torch.zeros(mask_bT.shape, device=self.device)
-        for part in self._micro_batches(share, (share.census.num_in_loss_B > 0).nonzero().squeeze(1)):
+        for part in self._micro_batches(share, (share.census.num_in_loss_B > 0).nonzero().flatten()):
             found_BT = self._forward(share.rows, part)
             if part is not None:
                 values_bT[part] = found_BT.float()
@@ -173,7 +173,7 @@ class CriticWorker(Trainable):
                 loss = masked_sum(losses_BT * weights_bT[part], mask_BT)
                 loss.backward()
                 if self.ranks.counts:
-                    total += torch.stack([loss.detach(), masked_sum(clipped_BT.detach(), mask_BT)])
+                    total += torch.stack([loss.detach(), masked_sum(clipped_BT, mask_BT)])
         self._add_up_gradients()
         loss, num_clipped = self.ranks.sum(total)
         seen.add(loss, num_clipped, num_in_loss.sum().to(loss.device), self._step(loss))
