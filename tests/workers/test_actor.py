@@ -553,7 +553,7 @@ def test_a_policy_with_adapters_is_its_own_reference_and_stays_where_it_is():
 def test_the_loss_that_has_to_be_finite_is_that_of_the_whole_mini_batch(policy, split):
     actor, seen = worker(policy, entropy_coeff=0.1, **split), []
     step = actor._step
-    actor._step = lambda loss: seen.append(loss.item()) or step(loss)
+    actor._step = lambda loss: seen.append(math.nan if loss.requires_grad else loss.item()) or step(loss)
     metrics = actor.update(make_batch(REWARDS))
     assert seen == [pytest.approx(metrics["actor/loss"], rel=1e-5)] and abs(seen[0]) > 0.1
 
@@ -583,6 +583,8 @@ def test_the_passes_of_an_update(monkeypatch, entropy):
     actor, _ = small_actor(ppo_micro_batch_size=1, grad_clip=0.0, entropy_coeff=entropy, use_kl_loss=False)
     passes, lasts = passing(monkeypatch, actor)
     batch, gradients = four_rows(input_ids=IDS), []
+    for parameter in actor.module.parameters():
+        parameter.grad = torch.full_like(parameter, 9.0)  # left behind
     actor.optimizer.register_step_pre_hook(lambda *_: gradients.append(actor.module.weight.grad[0].tolist()))
     metrics = actor.update(batch)
     rows = [0, 1, 2] if entropy else [0, 2]
@@ -598,6 +600,7 @@ def test_the_passes_of_an_update(monkeypatch, entropy):
         "num_updates": 1, "lr": 1e-2, "skipped_zero_advantage_sequences": 0 if entropy else 1, "clipfrac_lower": 0.0,
         "nonfinite_updates": 0, "token_share": 1.0 if entropy else 3 / 5,
     }  # fmt: skip
+    assert actor.module.bias not in actor.optimizer.state
     found = {name: value for name, value in metrics.items() if name.startswith("actor/")}
     assert found == pytest.approx({f"actor/{name}": value for name, value in expected.items()}, abs=1e-6)
     old, clipped = batch[col.OLD_LOG_PROBS], batch[col.CLIPPED]

@@ -432,3 +432,30 @@ def test_a_head_has_the_ranks_of_the_policy_that_it_reads(monkeypatch):
     )
     assert critic(own, policy=trunk).ranks == Ranks(1, 2)
     assert critic(own).ranks is ALONE
+
+
+def test_gradients_that_were_left_behind_do_not_count(by_token):
+    worker = by_token()
+    worker.module.idle = torch.nn.Parameter(torch.ones(1))
+    fresh = critic(worker.module, grad_clip=0.0, cliprange_value=None)
+    for parameter in fresh.module.parameters():
+        parameter.grad = torch.full((1,), 9.0)
+    assert fresh.update(three_tokens(**LEARNED))["critic/grad_norm"] == pytest.approx(1.5)
+    assert fresh.module.idle not in fresh.optimizer.state
+
+
+@pytest.mark.parametrize(("mode", "loss"), [(None, 2.25 / 6), ("seq-mean-token-sum", 2.25 / 4)])
+def test_how_token_losses_of_a_critic_become_one_number(by_token, mode, loss):
+    worker = by_token(cliprange_value=None, loss_agg_mode=mode)
+    worker.config = replace(worker.config, loss_agg_mode=mode)
+    given, added, step = [], [], worker._step
+    worker._step = lambda loss: given.append(loss) or step(loss)
+    worker._add_up_gradients = lambda: added.append(1)
+    assert worker.update(three_tokens(**LEARNED))["critic/vf_loss"] == pytest.approx(loss)
+    assert not given[0].requires_grad and added == [1]
+
+
+def test_a_head_alone_keeps_what_gradients_it_has():
+    worker = critic(TimesWeight(), policy=tiny_policy())
+    worker._add_up_gradients()
+    assert worker.module.weight.grad is None
