@@ -395,7 +395,7 @@ def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[s
 def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tensor]:
     """REAL: how the loss of a group moves with the score of each of its trajectories in the mini-batch."""
     if not len(whole):
-        return {"slope_B": torch.zeros(0)}
+        return {"slope_B": torch.empty(0)}
     batch, inside, old = whole.batch, whole.sampled_NT, whole.old_NT
     owner, group = batch[columns.TRAJECTORY_INDEX], batch[columns.GROUP_INDEX]
     known = inside & ~torch.isnan(old)  # the others have ratio 1
