@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -345,6 +346,10 @@ def test_the_slope_of_an_on_policy_loss_is_known_in_advance(options, known):
         assert loss.slope_where_known(batch, mini, old) is None, "an old log-prob is another one"
         outside = torch.tensor([[-1.0, NAN, NAN, NAN]]).double()
         assert torch.equal(loss.slope_where_known(batch, mini, outside), found), "in the loss"
+        assert loss.slope_where_known(batch, replace(mini, age_BT=torch.zeros(1, 4)), unknown) is None
+        loss.record = replace(loss.record, slope_known=False)
+        assert loss.slope_where_known(batch, mini, unknown) is None
+        loss.record = replace(loss.record, slope_known=True)
         loss.correction = RolloutCorrection(read_rollout_correction({"rollout_is": "token"}))
         assert loss.slope_where_known(batch, mini, unknown) is None
 
@@ -609,3 +614,37 @@ def test_a_loss_gets_what_it_decides_over_a_mini_batch_for_its_own_rows():
     kl_cov = ActorLoss(ActorConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.5}))
     mini = kl_cov.over_mini_batch(whole_of(batch, current, current, rows=[1, 2]), torch.ones(3, 2))
     assert mini.arguments["chosen"].tolist() == [[False, False], [True, False], [False, True]]
+
+
+def test_a_correction_weights_the_losses_of_sampled_tokens_and_tells_of_it():
+    """The old ratios to the sampler are 1.6 and 4; by its drift the trajectory unlearns nothing."""
+    batch, current, old = one_row(rollout_log_probs=log(0.9, 0.125, 0.1, 0.5))
+    loss = ActorLoss(ActorConfig(**CLIPS))
+    loss.correction = RolloutCorrection(
+        read_rollout_correction({"rollout_is": "token", "off_policy_sequence_mask_delta": 0.5})
+    )
+    weights, entropy = torch.tensor([[0.0, 0.5, 0.25, 2.0]]).double(), torch.ones(1, 4).double().requires_grad_()
+    for drift, unlearns in ((NAN, 1), (-1.0, 0)):
+        mini = MiniBatch(weights, drift_B=torch.tensor([drift]))
+        found = loss.of_micro_batch(LogProbs(current, entropy), batch, mini, old)
+        assert found.loss.item() == pytest.approx(0.5 * -1.25 * 1.6 + unlearns * 0.25 * 0.8 * 2 - 2.0)
+        share = found.means["rollout_corr/off_policy_sequence_masked_fraction"].item()
+        assert share == (0.0 if unlearns else 0.5)
+        assert not any(value.requires_grad for value in found.means.values())
+
+
+def test_rows_without_sampled_tokens_have_numbers_too():
+    batch, current, old = one_row()
+    batch[col.SAMPLED][:] = False
+    found = ActorLoss(ActorConfig()).of_micro_batch(
+        LogProbs(current, torch.ones(1, 4)), batch, MiniBatch(torch.ones(1, 4)), old
+    )
+    assert found.num_tokens.item() == 0 and {n: v.item() for n, v in found.means.items()} == dict.fromkeys(
+        found.means, 0.0
+    )
+    rows = hand_made([[1, 1], [1, 1]], [[1, 1], [0, 0]], trajectory_index=[3, 8])
+    options = {"top_entropy_quantile": 0.5, "policy_loss": {"loss_mode": "gspo"}}
+    factor = ActorLoss(ActorConfig(**options)).uncertain(
+        whole_of(rows, torch.zeros(2, 2)), torch.tensor([[1.0, 2.0], [9.0, 9.0]])
+    )
+    assert factor.tolist() == [[0.5, 0.5], [0.0, 0.0]]
