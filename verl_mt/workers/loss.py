@@ -401,7 +401,7 @@ def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tenso
     known = inside & ~torch.isnan(old)  # the others have ratio 1
     current = whole.log_probs() if known.any() else old
     score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
-    advantage = masked_fill_zero(batch[columns.ADVANTAGES], inside).sum(1) / inside.sum(1)
+    advantage = masked_fill_zero(batch[columns.ADVANTAGES], inside).sum(1)  # its sign counts
     names, place = torch.unique(owner, return_inverse=True)
     first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
     first[place.flip(0)] = torch.arange(len(whole), device=place.device).flip(0)
@@ -420,7 +420,7 @@ def split_ratios(whole: WholeMiniBatch, mask_NT: Tensor, old_NT: Tensor) -> Tens
         mask_NT: the tokens that the mean is over.
         old_NT: NaN = the current ones.
     """
-    rows = mask_NT.any(1).nonzero().squeeze(1)
+    rows = mask_NT.any(1).nonzero().flatten()
     owner = whole.batch[columns.TRAJECTORY_INDEX]
     _, place, count = torch.unique(owner[rows], return_inverse=True, return_counts=True)
     rows = rows[count[place] > 1]
