@@ -648,3 +648,22 @@ def test_rows_without_sampled_tokens_have_numbers_too():
         whole_of(rows, torch.zeros(2, 2)), torch.tensor([[1.0, 2.0], [9.0, 9.0]])
     )
     assert factor.tolist() == [[0.5, 0.5], [0.0, 0.0]]
+
+
+def test_the_slopes_of_two_classes_in_numbers():
+    """Scores (0.6 + 0 + 0.3) / 3 and -0.2; the first trajectory has two rows, and one token without an old log-prob."""
+    old = torch.tensor([[-1.0, NAN, -9.0], [-1.0, -1.0, -1.0], [-2.0, -9.0, -9.0]])
+    current = torch.tensor([[-0.4, -7.0, 5.0], [-1.2, -1.4, -1.0], [-1.7, 5.0, 5.0]])
+    advantages = torch.tensor([[2.0, 1.0, -9.0], [-1.0, -1.0, -1.0], [-8.0, 0.0, 0.0]])
+    batch = hand_made(
+        [[1, 1, 0], [1, 1, 1], [1, 0, 0]], trajectory_index=[5, 3, 5], group_index=[1, 1, 1], advantages=advantages
+    )
+
+    def slopes(*args):
+        return group_contrast(whole_of(batch, *args), real_tau=0.5)["slope_B"].tolist()
+
+    good, bad = (2 * 2 / (1 + math.exp(x / 0.5)) for x in (0.3, 0.2))
+    assert slopes(old, current) == pytest.approx([-good, bad, -good])
+    assert slopes(NAN * old) == pytest.approx([-2.0, 2.0, -2.0]), "and no pass is needed"
+    batch[col.EXECUTION_INDEX] = torch.tensor([4, 4, 4])
+    assert slopes(old, current) == pytest.approx([-good / 2, bad / 2, -good / 2]), "one sequence"
