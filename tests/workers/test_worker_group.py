@@ -284,10 +284,12 @@ class Loads:
             )
 
     def first(self, setup, ranks, path=None, *, trained=False):
+        assert isinstance(setup, WorkerSetup) and isinstance(ranks, Ranks)
         self.policies.append((path, trained))
         return small(5 if path == "small" else 7)
 
     def spread(self, module, setup, ranks, *, offload=False):
+        assert isinstance(setup, WorkerSetup) and isinstance(ranks, Ranks)
         if offload:
             self.made.append("offloaded")
         return module
