@@ -11,6 +11,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 from verl_mt.errors import ConfigError
+from verl_mt.modeling import shared_prefix
 from verl_mt.modeling.exact import remember_exact, take_exact
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.modeling.passes import PLAIN, Passes, passes_of, use_passes
@@ -85,6 +86,7 @@ def test_layers_are_sharded_one_by_one_and_gradients_added_up_and_not_averaged(
     remember_exact(model.head.weight, torch.tensor([[7.0]]))
     made, told, dealt, shared, meshes = built(model, ranks, device_type=device, offload=offload, shard=1)
     assert told == [[name, 1, policy, wide, 1.0, True] for name in ("Layer", "Layer", "ShardedPolicy")]
+    assert shared_prefix._probed[model] is False, "all ranks run their layers equally often"
     assert made.model is model and ranks_of(made) is ranks and model_of(made) is model and not packs(made)
     ((of, weights, exact, by),) = dealt
     assert of is model and by is ranks and not shared and meshes == [(device, 2, 1)]
