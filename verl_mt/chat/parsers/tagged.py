@@ -89,7 +89,7 @@ class Values:
         span = _value_span(self.text, start, self.tags, self.parameters)
         if span is None:
             raise BadCall(f"the parameter {key!r} is not closed", self.name, start)
-        if self._one_not_closed and self.text.find(self.tags.closing, start, span[0]) >= 0:
+        if self._one_not_closed and self.tags.closing in self.text[start : span[0]]:
             raise BadCall(f"the parameter {key!r} is closed twice, and one before it is not closed", self.name, start)
         self._one_not_closed |= span[0] == span[1]
         return _value_text(self.text, start, span, self.padded), span[1]
@@ -120,17 +120,18 @@ def _value_span(
     # goes on; where the value began on a line of its own, a later one that does so on its own line is the template's
     # and wins, and `loose` is only what is left if none comes. An opening before any closing tag means that the model
     # forgot one: it ends the value only where it cannot be a quotation.
-    place, loose = start, -1
+    place = start
+    loose: int | None = None
     while True:
         closing = text.find(tags.closing, place, limit)
         opening = first_match(tags.opening, text, place)
         if opening is not None and opening.start() < (closing if closing >= 0 else limit):
             at_line = text.startswith("\n", opening.start() - 1)
             known = opening["whole"] is not None and _is_argument(opening["key"].strip(), parameters)
-            if loose < 0 and on_lines is not None and not (at_line or known):
+            if loose is None and on_lines is not None and not (at_line or known):
                 place = opening.end()
                 continue
-            if loose < 0 and known and (on_lines is None or at_line):
+            if loose is None and known and (on_lines is None or at_line):
                 return opening.start(), opening.start()
             break
         if closing < 0:
@@ -138,11 +139,11 @@ def _value_span(
         place = closing + len(tags.closing)
         if on_lines is not None and text.startswith("\n", closing - 1) and on_lines.match(text, place):
             return closing, place
-        if loose < 0 and tags.goes_on.match(text, place):
+        if loose is None and tags.goes_on.match(text, place):
             loose = closing
             if on_lines is None:
                 break
-    return (loose, loose + len(tags.closing)) if loose >= 0 else None
+    return None if loose is None else (loose, loose + len(tags.closing))
 
 
 def _value_text(text: str, start: int, span: tuple[int, int], padded: bool) -> str:
@@ -322,8 +323,8 @@ class Qwen3CoderParser(ToolParser):
         try:
             call, end = self._function(text, begin, tools)
         except BadCall as error:
-            end = end_of_broken(text, max(begin, error.at), self.open_tag, _CLOSE_FUNCTION)
-            following = first_match(_BARE, text, max(begin + 1, error.at))
+            end = end_of_broken(text, error.at, self.open_tag, _CLOSE_FUNCTION)
+            following = first_match(_BARE, text, error.at)
             end = min(end, following.start() if following else end)
             return FoundCalls(begin, end, (not_run(text[begin:end], str(error), _FUNCTION_ADVICE, error.name),))
         if text.startswith(self.close_tag, after := skip_space(text, end)):
