@@ -299,7 +299,7 @@ class Llama3JsonParser(ToolParser):
             value, end = _decode_llama(text, body)
         except BadJSON:
             return None, body + 1
-        call = read_call(value, text[body:end], _LLAMA_KEYS)
+        call = read_call(value, "", _LLAMA_KEYS)
         if not isinstance(call, ToolCall) or (names and call.name not in names):
             return None, end
         if separator := _LLAMA_SEPARATOR.match(text, end):
