@@ -440,6 +440,7 @@ def test_mistral_forms_and_ids(text, ids):
 def test_a_malformed_mistral_call_says_what_is_wrong(text, says):
     turn = parse("mistral", text)
     assert turn.calls == [] and turn.content == text and says in turn.malformed[0].error
+    assert turn.malformed[0].text == text
 
 
 # ---------------------------------------------------------------- deepseek, kimi

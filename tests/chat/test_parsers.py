@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -444,3 +445,219 @@ def test_a_list_of_which_one_item_is_no_call_is_an_answer():
     text = '[{"name": "f", "parameters": {}}, 5]'
     turn = get_parser("llama3_json").parse(text, [])
     assert not turn.calls and not turn.malformed and turn.content == text
+
+
+# ---------------------------------------------------------------- what all parsers share
+
+
+class Searched:
+    """A pattern of one character that counts its searches."""
+
+    def __init__(self, character: str):
+        self.pattern, self.starts = re.compile(character), []
+
+    def search(self, text, start):
+        self.starts.append(start)
+        return self.pattern.search(text, start)
+
+
+def test_an_answer_is_remembered_up_to_the_place_that_it_names():
+    text, found = base.IndexedText("..x..x."), Searched("x")
+    places = [base.first_match(found, text, start).start() for start in (0, 0, 1, 2, 3, 1)]
+    assert places == [2, 2, 2, 2, 5, 2] and found.starts == [0, 3, 1]
+    nothing = Searched("y")
+    assert [base.first_match(nothing, text, start) for start in (1, 1, 6, 0)] == [None] * 4
+    assert nothing.starts == [1, 0]
+
+
+def test_places_of_a_tag_are_found_between_two_bounds():
+    text = base.IndexedText("aXbXX")
+    assert [text.find("X", start) for start in range(6)] == [1, 1, 3, 3, 4, -1]
+    assert [text.find("X", 0, end) for end in range(4)] == [-1, -1, 1, 1]
+    assert text.find("XX", 2) == 3 and text.find("XX", 2, 5) == 3 and text.find("XX", 2, 4) == -1
+    assert text.find("aX") == 0 and text.find("Y") == -1 and base.IndexedText("aaa").find("aa", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "end"),
+    [("b>", 0, 2), ("a>b>", 0, 0), ("a>b>", 1, 4), (".b>a>", 0, 3), (".a>b>", 0, 1), ("...", 0, 3), ("b>.", 1, 3)],
+)
+def test_a_broken_call_ends_behind_its_closing_tag_or_before_the_next_opening_one(text, position, end):
+    assert base.end_of_broken(text, position, "a>", "b>") == end
+    assert base.end_of_broken(".|.", 0, "|", "|") == 1
+
+
+def test_an_error_shows_thirty_characters_up_to_the_next_tag():
+    digits = "0123456789" * 4
+    assert base.found_instead(digits, 1) == f"it says {digits[1:31]!r}"
+    assert base.found_instead("ab [x]", 0) == "it says 'ab'" and base.found_instead("ab<x>", 1) == "it says 'b'"
+    assert base.found_instead("a <x>", 1) == base.found_instead("a[x", 1) == "another tag stands"
+    assert base.found_instead("ab", 2) == base.found_instead("ab", 3) == "the text ends"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("</think>x", "x", ""),
+        ("ab</think>x", "x", "ab"),
+        ("\n\na\n</think>\n\nx\n", "x\n", "a"),
+        ("a<think>b</think>c", "ac", "b"),
+        (" \n<think>b</think>c", "c", "b"),
+        ("a<think>b</think> <think>c</think>d", "a d", "b\nc"),
+        ("<think>a</think>b</think>c", "b</think>c", "a"),
+        ("<think></think>", "", ""),
+        ("<think>", "", ""),
+        ("a<think>b", "a", "b"),
+        ("", "", None),
+    ],
+)
+def test_reasoning_is_cut_out_and_the_rest_is_content(text, content, reasoning):
+    assert hermes(text) == ParsedTurn(content, reasoning)
+
+
+def test_reasoning_that_was_begun_may_end_at_once():
+    assert hermes("</think>x", in_reasoning=True) == ParsedTurn("x", "")
+    assert hermes("a</think>b<think>c</think>d", in_reasoning=True) == ParsedTurn("bd", "a\nc")
+    assert hermes("a", in_reasoning=True) == ParsedTurn("", "a")
+
+
+def test_end_markers_are_the_grammars_or_the_ones_that_are_given():
+    parser = get_parser("hermes", end_markers=["", "<e>"])
+    assert [parser.parse(text).content for text in ("<e>", "x <e> <e>\n", "x<|im_end|>", "x ")] == [
+        "", "x ", "x<|im_end|>", "x ",
+    ]  # fmt: skip
+    assert hermes("<|im_end|>").content == "" and hermes("x<e>").content == "x<e>"
+
+
+MIXED = '[{"name": "search", "parameters": 3}, {"name": "search", "parameters": {"query": "x"}}]'
+
+
+def test_a_list_with_one_call_that_cannot_be_read_keeps_its_text_and_runs_the_other():
+    turn = llama(f"Now.\n{MIXED}", TOOLS)
+    assert turn.content == f"Now.\n{MIXED}" and turn.calls == [SEARCH_X] and len(turn.malformed) == 1
+    runs = get_parser("llama3_json", runs_calls_in_unclosed_reasoning=True)
+    begun = runs.parse(f"<think>a\n{MIXED}", TOOLS)
+    assert (begun.reasoning, begun.content, begun.calls) == ("a", MIXED, [SEARCH_X])
+
+
+def limited(most: int, name: str = "hermes") -> ToolParser:
+    parser = get_parser(name, runs_calls_in_unclosed_reasoning=True)
+    parser.max_calls = most
+    return parser
+
+
+def test_the_calls_that_a_turn_may_hold_are_run_and_the_rest_is_one_error():
+    one = '{"name": "search", "parameters": {"query": "x"}}'
+    for text, rest in ((f"[{one}, {one}, {one}]", 0), (f"{one}\n[{one}, {one}]", len(one) + 1)):
+        turn = limited(2, "llama3_json").parse(text, TOOLS)
+        assert turn.calls == [SEARCH_X, SEARCH_X] and [bad.text for bad in turn.malformed] == [text[rest:]]
+        assert turn.content == text[rest:]
+    assert limited(2).parse(f"{CALL}{CALL}").malformed == [] and limited(3).parse(CALL * 3).calls == [SEARCH_X] * 3
+
+
+def test_too_many_calls_in_front_of_a_closing_think_tag_were_a_thought():
+    assert limited(1).parse(f"{CALL}{CALL}</think>final") == ParsedTurn("final", f"{CALL}{CALL}")
+    turn = limited(1).parse(f"<think>a</think>{CALL}{CALL}</think>final")
+    assert (turn.reasoning, turn.calls, turn.content) == ("a", [SEARCH_X], f"{CALL}</think>final")
+    assert limited(0).parse(f"{CALL}</think>final") == ParsedTurn("final", CALL)
+
+
+def test_a_call_is_looked_for_behind_as_many_broken_ones_as_a_turn_may_hold():
+    bad = "<tool_call>x</tool_call>"
+    assert limited(2).parse(f"<think>a{bad}b{CALL}").calls == [SEARCH_X]
+    assert limited(1).parse(f"<think>a{bad}b{CALL}") == ParsedTurn("", f"a{bad}b{CALL}")
+
+
+def test_only_the_first_of_two_calls_keeps_an_id_that_both_have():
+    actions = [
+        ToolCall("f", {}, "a"),
+        ToolCall("g", {}, "a"),
+        ToolCall("h", {}),
+        ToolCall("i", {}, "b"),
+        ToolCall("j", {}),
+    ]
+    assert [call.id for call in base._without_double_ids(actions)] == ["a", "", "", "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "content"),
+    [
+        (["a\n", None, "b"], "ab"),
+        (["a\n\n", None, " \n", None, "b\n"], "a\nb\n"),
+        ([None, "\n", None, "b"], "b"),
+        ([None, "a\n", None], "a"),
+        (["\n"], "\n"),
+        ([None, "\n"], ""),
+        (["a\n", "b\n"], "a\nb\n"),
+    ],
+)
+def test_the_separator_before_a_call_and_blanks_behind_it_are_no_content(pieces, content):
+    assert base._join(pieces, ("\n",)) == content
+
+
+# ---------------------------------------------------------------- values of JSON
+
+
+def test_long_values_are_read_whole():
+    text = "x" * 300
+    for value in ({"a": text}, [text], text, {text: 1}, int("1" * 300), [int("1" * 300)]):
+        written = json.dumps(value)
+        assert json_calls.decode_json(f"..{written} rest", 2) == (value, 2 + len(written))
+        assert json_calls.decode_json(written, 0) == (value, len(written))
+
+
+def test_a_text_of_one_value_may_have_blanks_around_it_and_nothing_else():
+    assert json_calls.decode_whole(" \n[1] ") == [1] and json_calls.decode_whole("1") == 1
+    for text, at in (("[1]x", 4), (" [1] x", 4), ("1 2", 2)):
+        with pytest.raises(json_calls.BadJSON, match=f"^extra text at character {at}$"):
+            json_calls.decode_whole(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ('[{"a": [1], "b": x', {0: 17, 1: 17}),
+        ("[[1], x", {0: 6}),
+        ('{"a": "[", x', {0: 11}),
+        ('{"a": NaN} [', {0: None}),
+        ('[{"a": NaN}, [', {0: None, 13: None}),
+        ("[" * 100_000, dict.fromkeys(range(500))),
+    ],
+)
+def test_values_around_a_broken_place_are_known_to_be_broken(text, noted):
+    indexed = base.IndexedText(text)
+    with pytest.raises(json_calls.BadJSON):
+        json_calls._decode_llama(indexed, 0)
+    assert {place: at for place, (_, at) in indexed.unreadable.items()} == noted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{x}",
+        '{"a": x',
+        '[1,\n{"a": x',
+        'Say {"name": "f", "parameters": {bad',
+        'Say {"name": "f" x',
+        'Say {"name": "search", "parameters": {"a": {"name": "search" x',
+        '{"a": [1]\n{"b": 2}',
+    ],
+)
+def test_broken_json_that_is_no_call_is_passed_over_in_texts_of_both_kinds(text):
+    assert llama(text, TOOLS) == ParsedTurn(text)
+    assert get_parser("llama3_json").find_calls(text, 0, TOOLS) is None
+
+
+def test_a_call_inside_a_broken_list_is_an_error_of_its_own():
+    text = '[1,\n{"name": "search", "parameters": x'
+    (bad,) = llama(text, TOOLS).actions
+    assert (bad.text, bad.name) == (text[4:], "search") and "Expecting value at character 34" in bad.error
+    named = '{"name": "search", "parameters": {}}'
+    assert llama(f'{{"a": x\n{named}', TOOLS).calls == [ToolCall("search", {})]
+
+
+def test_a_list_of_mistral_calls_may_hold_as_many_as_a_turn():
+    calls = ", ".join(['{"name": "search", "arguments": {"query": "x"}}'] * 3)
+    assert limited(3, "mistral").parse(f"[TOOL_CALLS][{calls}]").actions == [SEARCH_X] * 3
+    turn = limited(2, "mistral").parse(f"[TOOL_CALLS][{calls}]")
+    assert turn.calls == [SEARCH_X] * 2 and [bad.text for bad in turn.malformed] == [f"[TOOL_CALLS][{calls}]"]
