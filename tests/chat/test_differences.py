@@ -242,3 +242,231 @@ def test_only_an_empty_reasoning_block_at_the_beginning_is_left_out(text, rest):
 def test_fixed_points_are_the_longest_sequence_that_rises_on_both_sides():
     left, right = [b"a", b"b", b"c", b"d"], [b"b", b"a", b"c", b"d"]
     assert differences._fixed_points(left, right, (0, 4, 0, 4)) == [(1, 0), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "shared"),
+    [
+        ("", "", 0),
+        ("a", "", 0),
+        ("ab", "ab", 2),
+        ("abc", "abd", 2),
+        ("abc", "ab", 2),
+        ("abcdefgh", "abcdeXgh", 5),
+        ("xa", "ya", 0),
+    ],
+)
+def test_items_that_two_sequences_begin_with_are_counted(left, right, shared):
+    assert differences.common_prefix(left, right) == differences.common_prefix(right, left) == shared
+    assert differences.common_prefix(list(left), tuple(right)) == shared
+
+
+def test_a_core_has_none_of_the_ids_that_both_edges_share():
+    recorded, rendered = [9, 1, 2, 3, 4, 5, 9, 9], [8, 1, 2, 7, 7, 7, 5, 8]
+    span = DiffSpan(1, 6, 1, 7)
+    assert span.core(recorded, rendered) == DiffSpan(3, 5, 3, 6)
+    assert span.recorded_ids(recorded) == [1, 2, 3, 4, 5] and span.rendered_ids(rendered) == [1, 2, 7, 7, 7, 5]
+    assert DiffSpan(0, 2, 0, 3).core([1, 1], [1, 1, 1]) == DiffSpan(2, 2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rendered", "last_id", "kept"),
+    [
+        ([5, 6], 6, 2),
+        ([5, 1], 1, 2),
+        ([5, 1], 6, 1),
+        ([5, 1, 0], 1, 2),
+        ([5, 0, 1, 0, 2, 0], 1, 3),
+        ([5, 0, 1, 0, 2, 0], 2, 5),
+        ([5, 0, 1, 0, 2, 0], 3, 3),
+        ([5, 0, 1, 0, 2, 0], 6, 2),
+        ([1, 5, 0], 1, 3),
+        ([1, 0, 2], 2, 3),
+        ([0, 0], 1, 2),
+        ([], 1, 0),
+    ],
+)
+def test_what_a_template_writes_behind_the_last_turn_is_not_compared(rendered, last_id, kept):
+    """Ids 1, 2 and 3 end a turn, 0 is blank."""
+    assert differences.end_of_last_turn(rendered, last_id, {1, 2, 3}, lambda token: token == 0) == kept
+
+
+def text_of(ids):
+    return "".join(chr(96 + i) for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "spans"),
+    [
+        ([2, 1, 3, 1], [2, 1, 3, 1], []),
+        ([2, 1, 3, 1], [2, 1, 4, 1], [(2, 4, 2, 4)]),
+        ([2, 1, 3], [2, 1, 4], [(2, 3, 2, 3)]),
+        ([2, 1], [2, 1, 3, 1], [(2, 2, 2, 4)]),
+        ([2, 1, 3, 1], [3, 1], [(0, 2, 0, 0)]),
+        ([], [2, 1], [(0, 0, 0, 2)]),
+        ([2, 3, 4, 1, 5, 1], [2, 3, 1, 4, 1, 5, 1], [(0, 4, 0, 5)]),
+        ([2, 1, 3, 1, 4, 1], [5, 1, 3, 1, 6, 1], [(0, 2, 0, 2), (4, 6, 4, 6)]),
+        ([2, 1, 3, 1, 4, 1], [5, 1, 6, 1, 7, 1, 8, 1], [(0, 6, 0, 8)]),
+        ([2, 1, 3, 1], [3, 1, 2, 1], [(0, 2, 0, 0), (4, 4, 2, 4)]),
+        ([2, 1, 2, 1, 3, 1], [2, 1, 3, 1], [(2, 4, 2, 2)]),
+    ],
+)
+def test_chunks_that_differ_are_paired_in_order(left, right, spans):
+    """Id 1 ends a turn."""
+    assert differing_chunks(left, right, {1}, text_of) == [DiffSpan(*span) for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "pairs"),
+    [
+        (["a", "b"], ["c", "d"], [(0, 1, 0, 1), (1, 2, 1, 2)]),
+        (["a", "b"], ["c"], [(0, 2, 0, 1)]),
+        (["x", "ab", "y"], ["a", "b", "z"], [(0, 1, 0, 0), (1, 2, 0, 2), (2, 3, 2, 3)]),
+        (["x", "ab"], ["z", "ab"], [(0, 1, 0, 1), (1, 2, 1, 2)]),
+        (["ab", "ab"], ["a", "b", "ab"], [(0, 1, 0, 2), (1, 2, 2, 3)]),
+        (["ab"], ["abc"], [(0, 1, 0, 1)]),
+        (["abc"], ["ab"], [(0, 1, 0, 1)]),
+        (["", "a"], ["a"], [(0, 1, 0, 0), (1, 2, 0, 1)]),
+        (["b", "a"], ["a", "b"], [(0, 0, 0, 1), (0, 1, 1, 2), (1, 2, 2, 2)]),
+        (["x" * 300, "y"], ["z", "x" * 150, "x" * 150], [(0, 0, 0, 1), (0, 1, 1, 3), (1, 2, 3, 3)]),
+        (["x" * 300], ["x" * 299 + "y"], [(0, 1, 0, 1)]),
+    ],
+)
+def test_a_chunk_that_others_spell_together_is_paired_with_all_of_them(left, right, pairs):
+    assert [pair for pair in differences._paired(left, right) if pair[0] < pair[1] or pair[2] < pair[3]] == pairs
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "fixed"),
+    [
+        ("abc", "abc", [(0, 0), (1, 1), (2, 2)]),
+        ("aab", "ba", [(2, 0)]),
+        ("aa", "aa", [(0, 0), (1, 1)]),
+        ("abcd", "cdab", [(2, 0), (3, 1)]),
+        ("ab", "cd", []),
+        ("xay", "bac", [(1, 1)]),
+    ],
+)
+def test_fixed_points_are_chunks_that_both_sides_hold_equally_often(left, right, fixed):
+    sides = [[c.encode() for c in "q" + side] for side in (left, right)]
+    window = (1, 1 + len(left), 1, 1 + len(right))
+    assert differences._fixed_points(*sides, window) == [(i + 1, j + 1) for i, j in fixed]
+
+
+def test_large_gaps_without_fixed_points_are_one_difference():
+    left, right = [b"a", b"b"] * 16, [b"b", b"a", b"a"] * 11
+    for count, gaps in ((31, 2), (32, 1)):
+        found = list(differences._gaps(left[:32], right[: count + 1], (0, 32, 0, count + 1)))
+        assert (len(found) == 1) == (gaps == 1)
+    assert list(differences._gaps([b"a", b"x", b"c"], [b"a", b"y", b"c"], (0, 3, 0, 3))) == [(1, 2, 1, 2)]
+    assert list(differences._gaps([b"a"], [b"a"], (0, 1, 0, 1))) == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rendered", "difference"),
+    [
+        ("abc", "abd", (2, "c", "d")),
+        ("abc", "abc", (3, "", "")),
+        ("aXc", "aYYc", (1, "X", "YY")),
+        ("a<|end|>", "a<|return|>", (1, "<|end|>", "<|return|>")),
+        ("<a>x", "<b>x", (0, "<a>", "<b>")),
+        ("1</a>", "2</a>", (0, "1", "2")),
+        ("<xa>", "<ya>", (0, "<xa>", "<ya>")),
+        ("x<a>", "x<a>y", (4, "", "y")),
+        ("[INST]a", "[INST]b", (6, "a", "b")),
+        ("[/INST]", "[INST]", (0, "[/INST]", "[INST]")),
+        ("aa", "a", (1, "a", "")),
+        ("", "a", (0, "", "a")),
+    ],
+)
+def test_a_difference_never_begins_or_ends_in_the_middle_of_a_tag(recorded, rendered, difference):
+    assert differences.differing_text(recorded, rendered) == difference
+
+
+S, T, D, W = Cause.STRIPPED_REASONING, Cause.TURN_SEPARATOR, Cause.TEMPLATE_DEFAULT_TEXT, Cause.REWRITES_HISTORY
+A = Cause.RESERIALIZED_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rendered", "more", "causes"),
+    [
+        ("<think>\nA", "A", {}, [S]),
+        ("A", "<think>\n\n</think>\n\nA", {}, [D]),
+        ("<think>r</think>A", "A", {}, [S]),
+        ("<think>r</think>A", "<think>q</think>A", {}, [S]),
+        ("A", "<think>q</think>A", {}, [W]),
+        ("<think>r</think>A", "B", {}, [S, W]),
+        ("<think>r</think>A ", "A", {}, [S]),
+        ("[THINK]r[/THINK]A", "A", {}, [S]),
+        ("<think>r", "<think>r</think>", {}, [D]),
+        ("A", "A ", {}, [W]),
+        ("\nA", "\n\nA", {"given": lambda: "\n"}, [T]),
+        ("\nA", "A", {"given": lambda: "\n"}, [T]),
+        (" A", "  A", {"given": lambda: ""}, [W]),
+        ("hA ", "hA", {"given": lambda: "h"}, [W]),
+        ("hA", "h A", {"given": lambda: "h"}, [T]),
+        ("h A", "hA", {"given": lambda: "h"}, [W]),
+        ('{"a":1}', '{"a": 1}', {}, [A]),
+        ('<think>r</think>{"a":1}', '{"a": 1}', {}, [S, A]),
+        ('{"a":1,"b":2}', '{"b":2,"a":1}', {}, [A]),
+        ("A<e>", "A", {"ends": ("<e>",)}, [T]),
+        ("A", "A<e> <f>", {"ends": ("<e>", "<f>")}, [T]),
+        ("A<e>", "A<g>", {"ends": ("<e>",)}, [W]),
+        ("A", "A extra", {}, [D]),
+        ("A", "A extra", {"known": differences.KnownTexts(("some extra text",))}, [W]),
+        ("A", "A extra!", {"known": differences.KnownTexts(("extra",))}, [W]),
+        ("A", "A extra", {"known": differences.KnownTexts(("other",))}, [D]),
+        ("A extra", "A", {}, [W]),
+        ("A", "B", {}, [W]),
+    ],
+)
+def test_each_difference_of_a_turn_has_its_causes(recorded, rendered, more, causes):
+    assert causes_of_turn(TurnTexts(recorded, rendered, **more)) == causes
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rendered", "cause"),
+    [("A ", "A", T), ("A<e>", "A", T), ("A", "A more", D), ("A", "B", W), ("A\n", "\tA", T)],
+)
+def test_given_text_differs_by_blanks_or_by_what_the_template_writes(recorded, rendered, cause):
+    assert differences.cause_of_given(TurnTexts(recorded, rendered, ends=("<e>",))) is cause
+
+
+def test_texts_of_messages_explain_parts_and_wholes_but_nothing_across_two():
+    known = differences.KnownTexts(("abcd", "efgh"))
+    assert [known.explain(text) for text in ("bc", "efgh", "xabcdx", "de", "x")] == [True, True, True, False, False]
+    assert not differences.KnownTexts().explain("x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening"),
+    [
+        ("a<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        ("a</think>", "</think>"),
+        ("a<think>x</think>", "</think>"),
+        ("<think>a", ""),
+        ("a<|channel>thought\n<channel|>", "<|channel>thought\n<channel|>"),
+        ("", ""),
+    ],
+)
+def test_the_reasoning_that_a_generation_prompt_closes_is_found_at_its_end(prompt, opening):
+    assert differences.closed_opening(prompt) == opening
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ('x {"b": 1, "a": [ 2 ]} y', 'x {"a":[2],"b":1} y'),
+        ('{"a": "{\\"c\\": 1, \\"b\\": 2}"}', '{"a":{"b":2,"c":1}}'),
+        ('{"a": "[1, 2]", "b": "{x", "c": "x"}', '{"a":[1,2],"b":"{x","c":"x"}'),
+        ('["{\\"a\\": 1}"]', '[{"a":1}]'),
+        ("{&quot;a&quot;: 1}", '{"a":1}'),
+        ("[x] [1, 2]", "[x] [1,2]"),
+        ("{}[]", "{}[]"),
+        ("é [ 1 ]é", "é [1]é"),
+        ("[" * 3000, "[" * 3000),
+    ],
+)
+def test_json_is_written_in_one_form_and_other_text_stays(text, canonical):
+    assert canonical_json(text) == canonical
+    assert differences._json_texts('a {"b": 1} [x] [2]"') == ['{"b": 1}', "[2]"]
