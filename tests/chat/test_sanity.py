@@ -11,10 +11,25 @@ import pytest
 from conformance_table import generic_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_chat import END, ToyChat, assistant, chatml, encode, stream, user
+from toy_chat import END, ToyChat, assistant, chatml, decode, encode, stream, user
 
 from verl_mt.chat import load_chat, replay
-from verl_mt.chat.sanity import WARNING, Cause, Mismatch, SanityMode, SanityMonitor, check, combine, parse_mode
+from verl_mt.chat.sanity import (
+    WARNING,
+    Cause,
+    Comparison,
+    Finding,
+    Mismatch,
+    SanityMode,
+    SanityMonitor,
+    _known_texts,
+    brief_text,
+    check,
+    combine,
+    parse_mode,
+    render_failure,
+    warning_text,
+)
 from verl_mt.errors import ConfigError, TemplateError
 
 STRICT, IGNORE, OFF = SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE, SanityMode.OFF
@@ -603,3 +618,161 @@ def test_numbers_of_a_step_are_of_the_plans_whose_names_begin_so():
     assert monitor._counts.keys() == {"s000001", "s000001.001", "s000002", "x.s000001"}
     monitor.metrics(of="s000001")
     assert monitor._counts.keys() == {"s000002", "x.s000001"}
+
+
+# ---------------------------------------------------------------- findings by hand
+
+
+def found(*causes: Cause, in_budget: bool = False, text: str = "x") -> Finding:
+    spans = tuple(Mismatch(cause, k, k + 1, k, k, text, "", in_budget) for k, cause in enumerate(causes, 3))
+    return Finding(causes[0], text, "", 3, in_budget, spans)
+
+
+SEPARATOR, FAILED, PROMPT = Cause.TURN_SEPARATOR, Cause.RENDER_FAILED, Cause.GENERATION_PROMPT
+
+
+@pytest.mark.parametrize(
+    ("findings", "record"),
+    [
+        ([found(PROMPT), found(FAILED), found(Cause.RETOKENIZED), found(SEPARATOR, in_budget=True)], 3),
+        ([found(PROMPT), found(FAILED), found(Cause.RETOKENIZED)], 2),
+        ([found(PROMPT), found(FAILED)], 1),
+        ([found(FAILED), found(FAILED)], 0),
+        ([None, found(PROMPT), found(PROMPT)], 1),
+    ],
+)
+def test_the_most_serious_finding_of_all_records_comes_first(findings, record):
+    whole = combine(findings)
+    assert whole.record == record and whole.cause is findings[record].cause
+    assert [span.record for span in whole.spans] == [k for k, finding in enumerate(findings) if finding]
+
+
+def test_long_texts_lose_their_middle_in_a_description():
+    for size, shown in ((300, "a" * 300), (301, "a" * 150 + " ... " + "a" * 150)):
+        line = found(SEPARATOR, text="a" * size).describe()
+        assert line == f"cause: turn_separator at token 3; recorded {shown!r}, rendered ''"
+    failed = render_failure(ValueError("b" * 3000))
+    assert failed.rendered == failed.spans[0].rendered == ("ValueError: " + "b" * 3000)[:2000]
+    assert failed.describe() == f"cause: render_failed; ValueError: {'b' * 138} ... {'b' * 150}"
+    assert (failed.counted, failed.causes, failed.recorded, failed.start) == ((), (FAILED,), "", 0)
+
+
+def test_a_later_cause_is_one_short_line():
+    for size, shown in ((10, "'aaaaaaaaaa'"), (11, "'aaaaaaaaaa...'")):
+        finding = found(PROMPT, SEPARATOR, text="a" * size)
+        line = f"sanity check, turn_separator at token 4: {shown} for '' (docs/multiturn.md)"
+        assert brief_text(finding, SEPARATOR) == line
+    assert brief_text(finding, FAILED) == "sanity check, render_failed (docs/multiturn.md)"
+
+
+def test_the_warning_describes_the_cause_that_is_new():
+    finding = found(SEPARATOR, Cause.RETOKENIZED)
+    own, other = "turn_separator at token 3", "retokenized at token 4"
+    for cause, what in ((SEPARATOR, own), (Cause.RETOKENIZED, other)):
+        assert warning_text(finding, cause) == f"{WARNING} (cause: {what}; recorded 'x', rendered '')"
+    assert warning_text(found(FAILED), FAILED).startswith(
+        "The tokenization sanity check could not render a conversation ()"
+    )
+
+
+@pytest.mark.parametrize(
+    ("findings", "levels", "whole"),
+    [
+        ([found(SEPARATOR), found(SEPARATOR)], ["WARNING"], [True]),
+        ([found(SEPARATOR, Cause.RETOKENIZED)], ["WARNING", "WARNING"], [True, False]),
+        ([found(PROMPT), found(SEPARATOR)], ["INFO", "WARNING"], [False, True]),
+        ([found(PROMPT, SEPARATOR)], ["INFO", "WARNING"], [False, True]),
+        ([found(FAILED), found(SEPARATOR), found(FAILED)], ["WARNING", "WARNING"], [False, True]),
+        ([found(SEPARATOR), found(FAILED)], ["WARNING", "WARNING"], [True, False]),
+    ],
+)
+def test_the_first_counted_cause_of_a_run_is_a_warning_and_later_ones_are_lines(caplog, findings, levels, whole):
+    monitor = SanityMonitor(STRICT)
+    with caplog.at_level(logging.INFO):
+        for finding in findings:
+            monitor.observe(finding)
+    assert [record.levelname for record in caplog.records] == levels
+    assert [record.getMessage().startswith(WARNING) for record in caplog.records] == whole
+
+
+def test_a_monitor_counts_trajectories_causes_and_what_is_against_the_budget():
+    monitor = SanityMonitor(STRICT, max_mismatch_rate=0.5)
+    against = found(SEPARATOR, Cause.RETOKENIZED, in_budget=True)
+    for plan, finding in (("a", against), ("a.1", found(FAILED)), ("a", None), ("b", against), ("a", against)):
+        monitor.observe(finding, plan)
+    numbers = {
+        "sanity/mismatch_rate": 0.5,
+        "sanity/turn_separator": 2.0,
+        "sanity/retokenized": 2.0,
+        "sanity/render_failed": 1.0,
+    }
+    assert monitor.metrics(of="a", reset=False) == monitor.metrics(of="a") == numbers
+    assert monitor.metrics(of="a") == {"sanity/mismatch_rate": 0.0}
+    with pytest.raises(TemplateError, match=r"^1 of 1 trajectories .* a share of 0.5. First cause: turn_separator"):
+        monitor.metrics()
+    off = SanityMonitor(OFF, 0.0)
+    off.observe(against)
+    assert off._counts == {} and off.metrics() == {}
+
+
+def test_texts_of_four_characters_and_more_are_known():
+    messages = [
+        user(" abcd "), user("abc"), {"role": "user", "content": [{"type": "text", "text": "part"}, {"type": "image"}]},
+        assistant("abcd", reasoning_content="because"), {"role": "assistant", "content": None},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "calculator"}}, {"name": "plain"}]
+    assert _known_texts(messages, tools).texts == ("abcd", "part", "because", "calculator", "plain")
+    assert _known_texts(messages[:1], None).texts == ("abcd",)
+
+
+def test_a_difference_that_is_partly_sampled_is_the_models_choice_and_a_given_one_is_not():
+    """The last given tokens and the first sampled ones are one text."""
+    messages = [user("Hi"), assistant("lo")]
+    prefix = encode(U1 + GEN)
+    chat = ToyChat(lambda m, tools=None, **kw: chatml(m, tools, **kw).replace("assistant\nlo", "assistant\nHello"))
+    split = [*prefix, *[ord(c) + 100 for c in "Hel"]], [*[ord(c) + 100 for c in "lo"], END]
+    finding = run(chat, messages, split)
+    assert (finding.cause, finding.in_budget) == (Cause.RETOKENIZED, False)
+    assert (finding.spans[0].recorded, finding.spans[0].rendered) == ("H|e|l|l|o", "Hello")
+
+
+def comparison(messages, parts, rendered=None, chat=None) -> Comparison:
+    ids, sampled = stream(*parts)
+    chat = chat or ToyChat()
+    shown = chat.full_ids(messages) if rendered is None else encode(rendered)
+    return Comparison(chat, messages, None, recorded=ids, rendered=shown, sampled=sampled)
+
+
+def test_the_place_behind_the_content_of_a_turn_with_calls_is_found():
+    calls = {"tool_calls": [{"function": {"name": "f"}}]}
+    messages = [user("Hi"), assistant(" ok ", **calls), user("U2"), assistant("A2")]
+    parts = (U1 + GEN, "ok<f><|im_end|>", U2, "A2<|im_end|>")
+    first, second = comparison(messages, parts).run_starts
+    look = comparison(messages, parts)._call_offset
+    assert [look(first, text) for text in ("ok<f>", "xok ok<f>", "no")] == [2, 6, None]
+    assert look(second, "A2") is None and look(first + 1, "ok<f>") == 2
+    for content in ("", None, [{"type": "text", "text": "ok"}]):
+        changed = [messages[0], {**messages[1], "content": content}, *messages[2:]]
+        assert comparison(changed, parts)._call_offset(first, "ok<f>") == 0
+    assert comparison(messages[2:], parts)._call_offset(first, "A2") is None
+
+
+def test_a_comparison_reads_only_the_template_s_white_space_and_turn_ends_as_such():
+    one = comparison([user("Hi"), assistant("A1")], (U1 + GEN, "A1<|im_end|>"), rendered=U1 + GEN + "A1<|im_end|>\n \n")
+    assert decode(one.rendered) == U1 + GEN + "A1<|im_end|>" and one.end_texts == ("<|im_end|>",)
+    assert one.mismatches(ignore_blanks=False, neutralised=False, stop_length=False) == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "kept"), [("", ""), ("</think>\n\n", "</think>\n\n"), ("\n</think>\n\n", "\n</think>\n\n"), ("\n\n", "")]
+)
+def test_of_an_empty_think_block_earlier_turns_may_keep_the_end(shown, kept):
+    def template(messages, tools=None, *, add_generation_prompt=False):
+        text = chatml(messages, tools, add_generation_prompt=add_generation_prompt)
+        return text.replace("assistant\nA1", f"assistant\n{shown}A1") + EMPTY * add_generation_prompt
+
+    finding = run(ToyChat(template), TWO_TURNS[:2], NOT_THINKING[:2])
+    opening = finding.spans[0]
+    assert (opening.cause, opening.recorded, opening.rendered) == (Cause.GENERATION_PROMPT, EMPTY, kept)
+    assert (opening.start, opening.end) == (len(encode(U1 + GEN)), len(encode(U1 + GEN + EMPTY)))
+    assert len(finding.spans) == 1 + (shown == "\n\n")
