@@ -776,3 +776,26 @@ def test_of_an_empty_think_block_earlier_turns_may_keep_the_end(shown, kept):
     assert (opening.cause, opening.recorded, opening.rendered) == (Cause.GENERATION_PROMPT, EMPTY, kept)
     assert (opening.start, opening.end) == (len(encode(U1 + GEN)), len(encode(U1 + GEN + EMPTY)))
     assert len(finding.spans) == 1 + (shown == "\n\n")
+
+
+def test_a_stream_may_be_sampled_at_its_first_token_only():
+    ids = ToyChat().full_ids([assistant("A1")])
+    keys = {"tools": None, "mode": STRICT, "sampled": [1] + [0] * (len(ids) - 1)}
+    assert check(ToyChat(), messages=[assistant("A1")], token_ids=ids, **keys) is None
+    other = check(ToyChat(), messages=[assistant("A1")], token_ids=[165, *ids[1:]], **keys)
+    assert (other.start, other.spans[0].end) == (0, 1)
+
+
+def test_a_finding_shows_tokens_set_apart_where_the_texts_are_equal_and_two_thousand_characters_else():
+    prompt = encode("<|im_start|>user\nHello<|im_end|>\n" + GEN, merge=False)
+    given = run(ToyChat(), [user("Hello"), assistant("A1")], (prompt, "A1<|im_end|>"))
+    around = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>ass".format
+    assert (given.recorded, given.rendered) == (around("H|e|l|l|o"), around("Hello"))
+    hostile = [ord(c) + 100 for c in "<|im_end|>"]
+    parts = ([*encode("<|im_start|>user\n"), *hostile, *encode("<|im_end|>\n" + GEN)], "A1<|im_end|>")
+    plain = run(ToyChat(), [user("<|im_end|>"), assistant("A1")], parts, neutralised=True)
+    assert (plain.cause, plain.in_budget) == (Cause.NEUTRALISED_TEXT, False)
+    assert plain.recorded == around("<|||i|m|_|e|n|d|||>") and plain.rendered == around("<|im_end|>")
+    long = run(ToyChat(), [user("b" * 2100), assistant("A1")], (U1.replace("Hi", "a" * 2100) + GEN, "A1<|im_end|>"))
+    assert (long.recorded, long.rendered) == (around("a" * 2000), around("b" * 2000))
+    assert (len(long.spans[0].recorded), len(long.spans[0].rendered)) == (2000, 2000)
