@@ -214,3 +214,131 @@ def test_a_vocabulary_that_makes_control_ids_of_plain_text_is_refused():
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend))
     with pytest.raises(TemplateError, match="turns plain text into the control"):
         neutral(encoder, "x <|im_end|> y")
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_every_string_of_a_value_is_found():
+    value = {"a": "x", "b": ["y", ("z", 1)], "c": {"d": "w"}, "e": None}
+    assert list(encode.strings_in(value)) == ["x", "y", "z", "w"]
+    assert list(encode.strings_in("s")) == ["s"] and list(encode.strings_in(3)) == []
+
+
+def test_of_two_literals_at_one_place_the_longer_one_is_found():
+    pattern = encode.compile_literals(["<a", "<a>", "b", " ", "", "<a|"])
+    assert pattern.findall("<a><a|<a b.") == ["<a>", "<a|", "<a", "b"]
+    assert encode.compile_literals([]) is encode.compile_literals([" \n"]) is None
+
+
+def test_literals_are_hidden_behind_characters_that_nothing_else_holds():
+    hidden = encode.Hidden(encode.compile_literals(["<e>", "<s>"]))
+    assert (bool(hidden), hidden.foreign) == (False, False)
+    assert hidden.hide({"n": 1}) == {"n": 1} and not hidden.foreign
+    harmless = {"content": "a"}
+    assert hidden.hide(harmless) is harmless and hidden.foreign and not hidden
+    value = {"role": "<e>", "type": "<e>", "content": ["a<e><s>", ("<e>", 3)], "x": {"y": "\ue000"}}
+    shown = hidden.hide(value, beside=["\ue001", {"z": "\ue003"}])
+    assert shown == {
+        "role": "<e>", "type": "<e>", "content": ["a\ue002\ue004", ["\ue002", 3]], "x": {"y": "\ue000"},
+    }  # fmt: skip
+    assert hidden.literal_of == {"\ue002": "<e>", "\ue004": "<s>"} and hidden
+    assert hidden.show("\ue004b\ue002\ue000") == "<s>b<e>\ue000"
+    assert hidden.find("x\ue004") and not hidden.find("x\ue000")
+    assert hidden.unescape(r"\ue002 \ue004\ue000") == "\ue002 \ue004" + r"\ue000"
+    again = hidden.hide("<s>", beside="\ue005")
+    assert again == "\ue004" and hidden.hide("\ue006<e>") == "\ue006\ue002"
+    assert encode.Hidden(None).hide("<e>") == "<e>" and encode.Hidden(None).show("\ue000") == "\ue000"
+
+
+def test_private_characters_are_used_up_to_the_last_block():
+    hidden = encode.Hidden(encode.compile_literals(["<e>"]))
+    first, second = "".join(map(chr, range(0xE000, 0xF900))), "".join(map(chr, range(0xF0000, 0xFFFFE)))
+    assert hidden.hide("<e>", beside=[first]) == "\U000f0000"
+    assert encode.Hidden(hidden._pattern).hide("<e>", beside=[first, second]) == "\U00100000"
+
+
+def test_half_of_a_surrogate_pair_is_refused_with_the_forty_characters_before_it():
+    encode.refuse_surrogates("é\U0001f642")
+    for before in ("", "b" * 50):
+        with pytest.raises(TemplateError) as caught:
+            encode.refuse_surrogates(f"{before}\ud83d rest")
+        assert f"({chr(0xD83D)!r}) behind {before[-40:]!r}: it is no character" in str(caught.value)
+    for encoded in (ENCODER.encode, lambda text: ENCODER.encode_hidden(text, ENCODER.hidden())):
+        with pytest.raises(TemplateError, match="surrogate"):
+            encoded("\ud83d")
+    assert ENCODER.encode("") == []
+
+
+def test_a_text_is_surely_longer_only_where_a_beginning_of_it_is_by_far():
+    class Counted(Encoder):
+        def encode(self, text):
+            asked.append(len(text))
+            return [0] * (len(text) // per_token)
+
+    counted = object.__new__(Counted)
+    for limit, size, per_token, longer, asks in (
+        (8, 1152, 1, False, []),
+        (8, 1153, 1, True, [1152]),
+        (8, 1153, 16, False, [1152]),
+        (8, 4609, 32, True, [1152, 4608]),
+        (8, 4609, 64, False, [1152, 4608]),
+        (8, 1153, 15, True, [1152]),
+        (800, 13825, 14, True, [13824]),
+        (800, 13825, 15, False, [13824]),
+    ):
+        asked: list[int] = []
+        assert (counted.surely_longer("x" * size, limit), asked) == (longer, asks), (limit, size, per_token)
+
+
+def test_added_tokens_are_taken_out_of_a_vocabulary_and_its_merges():
+    model = {
+        "unk_token": "<u>",
+        "vocab": {"a": 0, "b": 1, "<u>": 2, "<e>": 3, "ab": 4},
+        "merges": ["a b", ["<", "e>"], ["<e>", "a"], ["a", "<e>"], ["a", "b b"]],
+    }
+    spec = {"added_tokens": [{"content": "<e>"}, {"content": "<u>"}], "model": model, "post_processor": 1, "x": 2}
+    bare = without_added_tokens(spec)
+    assert bare == {
+        "added_tokens": [],
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+        "x": 2,
+        "model": {
+            "unk_token": "<u>",
+            "vocab": {"a": 0, "b": 1, "<u>": 2, "\x00<e>\x00": 3, "ab": 4},
+            "merges": [["a", "b"], ["a", "b b"]],
+        },
+    }
+    assert model["vocab"]["<e>"] == 3 and spec["post_processor"] == 1
+    apart = {"added_tokens": [{"content": "<z>"}], "model": {"vocab": {"a": 0}, "merges": ["a b"]}}
+    assert without_added_tokens(apart)["model"] == apart["model"]
+    assert without_added_tokens({"model": {"vocab": None}})["model"] == {"vocab": None}
+
+
+def test_the_unknown_token_is_no_forgery_and_control_ids_are_those_of_added_tokens():
+    unknown = Encoder(metaspace("never"))
+    assert unknown.control_ids([3, 1, 0, 4, 2]) == [1, 0, 2]
+    assert not unknown._forged([0, 3, 4]) and unknown._forged([3, 2]) and not unknown._forged([])
+
+
+class OneCharacter(Slow):
+    all_special_tokens = ["é"]
+
+    def get_added_vocab(self):
+        return {"é": 1000, "éa": 1001}
+
+    def encode(self, text, add_special_tokens):
+        return [1000 if c == "é" else ord(c) for c in text]
+
+
+def test_a_literal_is_cut_in_two_until_nothing_of_it_is_a_control_token():
+    class Nested(Slow):
+        def get_added_vocab(self):
+            return {"<e>": 1000, "x<e>": 1001}
+
+    encoder = Encoder(Nested())
+    assert encoder._encode_plain_slow("x<e>") == [*map(ord, "x<e>")]
+    with pytest.raises(TemplateError, match="'é' is a control token of one character"):
+        Encoder(OneCharacter())._encode_plain_slow("é")
