@@ -7,7 +7,7 @@ from chat_toys import CHATML, assistant, byte_tokenizer, call, char_tokenizer, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.chat import ChatTemplate
+from verl_mt.chat import ChatTemplate, demonstrations
 from verl_mt.chat.demonstrations import demonstration
 from verl_mt.errors import DataError
 
@@ -114,3 +114,32 @@ def test_without_thinking_the_empty_block_belongs_to_the_prompt(qwen3):
     assert trained_text(chat, record) == "A1<|im_end|>A2<|im_end|>"
     assert chat.decode(record.token_ids).count(f"<|im_start|>assistant\n{EMPTY_THOUGHT}A") == 2
     assert record.token_ids[: record.turns[0].end] == chat.prompt_ids([user("q")])
+
+
+@pytest.mark.parametrize(("value", "weight"), [(None, 1), (0, 0), (1, 1), (0.0, 0), (True, 1)])
+def test_a_weight_is_zero_or_one(value, weight):
+    assert demonstrations._weight({"weight": value}, 3) == weight and demonstrations._weight({}, 0) == 1
+    with pytest.raises(DataError, match=r"^messages\[3\].weight is 2, must be 0 or 1$"):
+        demonstrations._weight({"weight": 2}, 3)
+
+
+def test_a_stream_is_cut_into_its_turns_again():
+    record = demonstrations._record([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 1, 0, 1, 1], [2, 1, 2], [1, 0, 1])
+    assert [(t.kind, t.turn, t.start, t.end) for t in record.turns] == [
+        ("prompt", 0, 0, 1), ("assistant", 1, 1, 3), ("assistant", 2, 3, 4), ("observation", 2, 4, 5),
+        ("assistant", 3, 5, 7),
+    ]  # fmt: skip
+    assert record.loss_mask == [0, 1, 1, 0, 0, 1, 1] and record.sampled == [0, 1, 1, 1, 0, 1, 1]
+    first = demonstrations._record([1], [1], [1], [1])
+    assert [(t.kind, t.start, t.end) for t in first.turns if t.end > t.start] == [("assistant", 0, 1)]
+
+
+def test_the_template_of_a_tokenizer_is_made_once_for_each_set_of_variables(chat):
+    template = demonstrations._template
+    assert template(chat, None) is template(chat, {}) is chat
+    other = template(chat, {"a": 1})
+    assert other is not chat and other.template_kwargs == {"a": 1} and template(other, {"a": 1}) is other
+    tokenizer = char_tokenizer(CHATML)
+    made = template(tokenizer, None)
+    assert template(tokenizer, {}) is made and template(tokenizer, {"a": 1}) is not made
+    assert template(tokenizer, {"a": 1}) is template(tokenizer, {"a": 1})

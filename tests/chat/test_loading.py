@@ -173,3 +173,62 @@ def test_real_vocabularies_give_the_ids_of_an_independent_implementation(shared_
     wanted = (shared_data / "expected" / f"ggml-vocab-{expected}.gguf.out").read_text(encoding="utf-8").splitlines()
     for text, line in zip(texts, wanted):
         assert tokenizer.encode(text, add_special_tokens=False) == [int(i) for i in line.split()], text
+
+
+def test_how_errors_call_a_template():
+    assert loading._source("m", None) == loading._source("m", "") == "the chat template of 'm'"
+    assert loading._source("m", "a {{ x }}") == loading._source("m", "{% x %}") == "custom_chat_template"
+    assert loading._source("m", "f.jinja") == "custom_chat_template 'f.jinja'"
+
+
+def test_the_eos_ids_are_those_of_the_first_file_that_names_any(tmp_path):
+    where = str(tmp_path)
+    assert loading._generation_eos(where, None) == [] and loading._file_of(where, "config.json", None) is None
+    for first, second, ids in (
+        ({}, {"eos_token_id": 3}, [3]),
+        ({"eos_token_id": None}, {"eos_token_id": [3, "4"]}, [3, 4]),
+        ({"eos_token_id": 0}, {"eos_token_id": 3}, [0]),
+        ({"eos_token_id": []}, {"eos_token_id": 3}, []),
+        ({}, {}, []),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(first))
+        (tmp_path / "config.json").write_text(json.dumps(second))
+        assert loading._generation_eos(where, None) == ids
+    assert not loading.sees(where, None)
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}}))
+    assert loading.sees(where, None) and loading._file_of(where, "config.json", None) == str(tmp_path / "config.json")
+
+
+def test_a_path_is_a_folder_with_a_tokenizer_or_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loading._check_folder("owner/name", "owner/name")
+    for where in ("./x", "/x", "a/b/c", "../x/y"):
+        with pytest.raises(TemplateError, match="does not exist"):
+            loading._check_folder(where, where)
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(TemplateError, match="'owner' holds no tokenizer"):
+        loading._check_folder("owner", "owner")
+    (tmp_path / "owner" / "vocab.txt").write_text("")
+    loading._check_folder("owner", "owner")
+    assert loading._what_it_is("owner") == "" and "No folder" in loading._what_it_is("owner/name")
+
+
+def test_a_tokenizer_that_loses_more_than_half_of_plain_text_is_refused():
+    class Loses:
+        def __init__(self, num_lost):
+            self.lost = [text for text in loading.PROBE_TEXTS if text.isascii()][:num_lost]
+
+        def __len__(self):
+            return 7
+
+        def encode(self, text, add_special_tokens):
+            return [] if text in self.lost else [text.upper() + " "]
+
+        def decode(self, ids, skip_special_tokens):
+            return ids[0]
+
+    assert [text.isascii() for text in loading.PROBE_TEXTS].count(True) == 5
+    for num_lost in (0, 2):
+        loading._check_writes_text(Loses(num_lost), "m")
+    with pytest.raises(TemplateError, match=r"\(Loses, 7 tokens\) cannot write text: 'Hello world' comes back as ''"):
+        loading._check_writes_text(Loses(3), "m")

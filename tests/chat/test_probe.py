@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
+
 import pytest
 from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenizer, call, tool, user
 from conformance_table import generic_template
 
-from verl_mt.chat import ChatTemplate
-from verl_mt.chat.probe import Problem
+from verl_mt.chat import ChatTemplate, probe
+from verl_mt.chat.delta import ASKED, SAID
+from verl_mt.chat.probe import Problem, TemplateCapabilities
+from verl_mt.chat.render import CallShape
 from verl_mt.errors import TemplateError
 
 EOS = "<|im_end|>"
@@ -199,3 +205,192 @@ def test_published_templates_that_drop_reasoning_are_found(shared_data, template
 @pytest.mark.cap("P11")
 def test_what_writes_no_tools_does_not_move_them():
     assert not capabilities(CHATML).rewrites_prompt
+
+
+# ---------------------------------------------------------------- on templates that are functions
+
+
+class Written:
+    """A renderer whose template is a function of messages, tools and the generation prompt."""
+
+    def __init__(self, write, source: str = ""):
+        self._write, self._source, self.asked = write, source, []
+
+    def text(self, messages, tools=None, *, add_generation_prompt, template=None):
+        self.asked.append(([m["role"] for m in messages], bool(tools), add_generation_prompt))
+        return self._write(messages, tools, add_generation_prompt)
+
+    def source(self, tools):
+        return self._source
+
+
+def plain(messages, tools=None, gen=False):
+    """Every message as JSON, in brackets."""
+    return "".join(f"<{m['role']}>{json.dumps(m)}<e>" for m in messages) + "<assistant>" * gen
+
+
+def refuses(cause, when=lambda messages, tools: True):
+    def write(messages, tools, gen):
+        if when(messages, tools):
+            raise TemplateError("no", cause=cause)
+        return plain(messages, tools, gen)
+
+    return write
+
+
+TAG = re.compile("<[a-z]+>")
+
+
+def test_the_generation_prompt_is_what_the_template_adds():
+    assert probe.generation_prompt(Written(plain), TAG) == ("<assistant>", False)
+    swaps = Written(lambda messages, tools, gen: "a<u>b" + ("<abc>x" if gen else "<aby>"))
+    assert probe.generation_prompt(swaps, TAG) == ("<abc>x", True)
+    assert probe.generation_prompt(swaps, None) == ("c>x", True)
+    ends = Written(lambda messages, tools, gen: "<u>" + ("x" if gen else "y"))
+    assert probe.generation_prompt(ends, TAG) == ("x", True)
+    needs_tools = Written(refuses("P24", lambda messages, tools: not tools))
+    assert probe.generation_prompt(needs_tools, TAG) == ("<assistant>", False)
+    assert needs_tools.asked == [(["user"], False, False), (["user"], True, False), (["user"], True, True)]
+    with pytest.raises(TemplateError, match="no"):
+        probe.generation_prompt(Written(refuses("P10", lambda messages, tools: not tools)), TAG)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<think>", True),
+        ("<think></think>", False),
+        ("<think></think><think>", True),
+        ("</think>", False),
+        ("", False),
+        ("[THINK]a", True),
+        ("<think></think>[THINK]", True),
+    ],
+)
+def test_a_prompt_is_inside_a_reasoning_that_it_did_not_close(prompt, opened):
+    assert probe.opens_reasoning(prompt) is opened
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{name}{said}", None),
+        ("{said}", "left out"),
+        ("{name}", "left out"),
+        ("&#34;" + "x" * 35 + "{name}{said}", "HTML escapes"),
+        ("&#34;" + "x" * 36 + "{name}{said}", None),
+        ("&quot;{name}{said}", "HTML escapes"),
+        ("{name}{said}" + "x" * (40 - 5 - 10) + "&#34;", "HTML escapes"),
+        ("{name}{said}" + "x" * (41 - 5 - 10) + "&#34;", None),
+        ("{name}" + "x" * 90 + "&quot;{said}", "HTML escapes"),
+        ('{name}\\"{said}', "arguments twice"),
+        ('\\"' + "x" * 38 + "{name}{said}", "arguments twice"),
+        ('\\"' + "x" * 39 + "{name}{said}", None),
+    ],
+)
+def test_a_call_that_comes_out_whole_has_no_escapes_near_it(text, problem):
+    shown = text.replace("{name}", "zqxjkvname0").replace("{said}", SAID)
+    assert len(SAID) == 10
+    found = probe._try_call(Written(lambda *_: shown), CallShape(), "call_1")
+    assert found is None if problem is None else problem in found.text
+    assert found is None or found.cause == ("P16" if problem == "left out" else "P13")
+
+
+def test_a_template_without_a_tool_role_may_write_calls_and_the_first_problem_counts():
+    no_results = refuses("P16", lambda messages, tools: messages[-1]["role"] == "tool")
+    assert probe.call_shape(Written(no_results)) == (CallShape(), None)
+    shape, problem = probe.call_shape(Written(refuses("P10")))
+    assert shape == CallShape() and problem == Problem("P10", "no")
+    endless = Written(refuses("P25"))
+    with pytest.raises(TemplateError, match="no") as caught:
+        probe.call_shape(endless)
+    assert caught.value.cause == "P25" and len(endless.asked) == 2
+    strings = Written(refuses("P13", lambda m, tools: isinstance(m[1]["tool_calls"][0]["function"]["arguments"], dict)))
+    assert probe.call_shape(strings)[1] is not None
+    short = Written(refuses("P13", lambda messages, tools: len(messages[1]["tool_calls"][0]["id"]) != 9))
+    assert probe.call_shape(short) == (CallShape("dict", True, False), None)
+
+
+def test_an_error_without_a_cause_gets_the_default_one():
+    assert Problem.of(TemplateError("x", cause="P24"), "P10") == Problem("P24", "x")
+    assert Problem.of(TemplateError("x"), "P10") == Problem("P10", "x")
+
+
+def test_a_prompt_is_probed_alone_with_a_system_message_and_with_tools():
+    problems: dict[str, Problem] = {}
+    probe._probe_prompt(Written(lambda m, tools, gen: plain(m, tools, gen) + json.dumps(tools)), problems)
+    assert problems == {}
+    probe._probe_prompt(Written(refuses("P10")), problems)
+    assert problems == dict.fromkeys(("no_tools", "system", "tools", "prompt"), Problem("P10", "no"))
+    problems = {}
+    probe._probe_prompt(Written(refuses(None, lambda messages, tools: bool(tools))), problems)
+    assert problems == {"tools": Problem("P10", "no")}
+
+
+def test_turns_with_calls_that_come_back_changed_are_seen():
+    assert not probe._rewrites_calls(Written(plain), CallShape(), {})
+    changes = Written(lambda messages, tools, gen: plain(messages) + "." * (len(messages) == 3))
+    assert probe._rewrites_calls(changes, CallShape(), {})
+    assert probe._rewrites_calls(Written(refuses("P10", lambda m, tools: len(m) == 5)), CallShape(), {})
+    for shape in ("tool_call", "tool_result"):
+        assert not probe._rewrites_calls(changes, CallShape(), {shape: Problem("P", "")})
+
+
+def test_tools_move_where_a_later_prompt_shows_them_behind_the_first_answer():
+    def written(place):
+        def write(messages, tools, gen):
+            shown = [plain([m]) for m in messages]
+            shown.insert(
+                {"first": 0, "last": len(shown) - 1, "never": len(shown)}[place], "zqxjkvname" * (place != "never")
+            )
+            return "".join(shown)
+
+        return Written(write)
+
+    assert [probe._rewrites_prompt(written(place), {}) for place in ("first", "last", "never")] == [False, True, False]
+    assert not probe._rewrites_prompt(written("last"), {"tools": Problem("P", "")})
+    assert not probe._rewrites_prompt(Written(refuses("P10")), {})
+
+
+def test_an_empty_block_in_the_place_of_a_reasoning_is_seen():
+    for block, seen in (
+        ("<think>\n\n</think>", True),
+        ("[THINK][/THINK]", True),
+        ("<think>x</think>", False),
+        ("", False),
+    ):
+        assert probe._writes_empty_reasoning(Written(lambda *_, block=block: f"a{block}b")) is seen
+    assert not probe._writes_empty_reasoning(Written(refuses("P10")))
+
+
+def test_messages_of_a_probe_have_every_key_that_templates_look_at():
+    assert probe.user() == {"role": "user", "content": ASKED} and probe.said() == {"role": "assistant", "content": SAID}
+    calls = [
+        {"id": f"zqxjkv00{k + 1}", "type": "function",
+         "function": {"name": f"zqxjkvname{k}", "arguments": {"query": SAID}}}
+        for k in range(2)
+    ]  # fmt: skip
+    assert probe.caller(2) == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert [c["id"] for c in probe.caller(2, "call_1")["tool_calls"]] == ["call_1", "call_2"]
+    assert probe.result("x", "y") == {"role": "tool", "content": "x", "tool_call_id": "y", "name": "zqxjkvname0"}
+    assert probe.result("x")["tool_call_id"] == "zqxjkv001"
+    assert set(probe.schema()["function"]) == {"name", "description", "parameters"}
+
+
+def test_what_a_full_rendering_changes_is_told_in_words():
+    found = TemplateCapabilities(append_only=True)
+    assert found.history == ()
+    told = "reasoning of earlier turns is dropped"
+    assert (
+        replace(found, drops_reasoning=True).history
+        == replace(found, reasoning_content="dropped_after_user").history
+        == (told,)
+    )
+    every = TemplateCapabilities(rewritten="x", drops_reasoning=True, rewrites_calls=True, rewrites_prompt=True)
+    assert every.history == (
+        "three plain turns come back changed (x)", told, "turns with tool calls come back changed",
+        "tools move to the last user turn",
+    )  # fmt: skip
+    for shape, name in (("tools", "tools"), ("tool_result", "tools"), ("tool_call", "tool_calls")):
+        assert getattr(found, name) and not getattr(replace(found, problems={shape: Problem("P", "")}), name)
+    assert found.parallel_calls and not replace(found, problems={"parallel_calls": Problem("P", "")}).parallel_calls

@@ -28,7 +28,8 @@ from chat_toys import (
 )
 
 from verl_mt.chat import ChatTemplate, render
-from verl_mt.errors import TemplateError
+from verl_mt.chat.template import _grouped
+from verl_mt.errors import DataError, TemplateError
 
 
 @pytest.fixture(scope="module")
@@ -487,3 +488,69 @@ def test_one_slow_conversation_takes_no_time_from_the_others(monkeypatch):
             chat.full_text([user("x" * 99999)])
         assert chat.full_text([user("x" * 50)])
         assert chat.delta_ids([user("x" * 50)], history=[user("q"), assistant("a")], last_ids=[1]).ids
+
+
+def test_steps_are_grouped_into_what_arrived_and_the_sample_behind_it():
+    one, two = {"type": "sample", "ids": [1]}, {"type": "sample", "ids": (2,)}
+    a, b = {"type": "env", "messages": [user("a")]}, {"type": "env", "messages": (user("b"),)}
+    assert _grouped([]) == [([], None)]
+    assert _grouped([one]) == [([], one)]
+    assert _grouped([a, b, one, two, a]) == [([user("a"), user("b")], one), ([], two), ([user("a")], None)]
+    for wrong in (
+        {"type": "env"},
+        {"type": "sample", "ids": 3},
+        {"type": "x"},
+        "text",
+        {"type": "env", "messages": "x"},
+    ):
+        with pytest.raises(DataError, match=r"^steps\[1\]: expected"):
+            _grouped([one, wrong])
+
+
+def test_a_text_in_the_middle_of_a_turn_is_encoded_without_control_tokens(chat):
+    for text in ("a", " a", "\n", "", "<|im_end|> x"):
+        ids = chat.continuation_ids(text)
+        assert chat.decode(ids) == text and chat._encoder.control_ids(ids) == []
+    assert chat.turn_text([]) == "" and chat.turn_text([one(chat, "<|im_end|>")]) == ""
+    assert chat.turn_text([*chat.encode_text("ab", neutral=False)]) == "ab"
+
+
+def test_prompts_and_arrived_messages_are_rendered_together_and_only_these_are_neutral(chat):
+    arrived = [assistant("<think>"), user("<think>")]
+    ids = chat.mixed_prompt_ids([user("<think>")], arrived, add_generation_prompt=False)
+    shown = "".join(f"<|im_start|>{m['role']}\n<think><|im_end|>\n" for m in (user(""), *arrived))
+    assert chat.decode(ids) == shown and ids.count(one(chat, "<think>")) == 2
+    careful = ChatTemplate(chat.tokenizer, trust_prompts=False)
+    assert careful.mixed_prompt_ids([user("<think>")], arrived).count(one(chat, "<think>")) == 0
+    assert chat.prompt_ids([user("q")], []) == chat.prompt_ids([user("q")], None)
+    assert not chat.surely_longer([user("q")], None, 10) and chat.surely_longer([user("q " * 4000)], None, 10)
+
+
+def test_what_a_run_needs_of_a_template_is_required(chat):
+    chat.require(tools=True, interaction=True)
+    silent = ChatTemplate(byte_tokenizer(CHATML, eos="<|im_end|>"))
+    with pytest.raises(TemplateError, match=r"needs: tools: .* \[P16\]\. Choose") as caught:
+        silent.require(tools=True, interaction=True)
+    assert caught.value.cause == "P16"
+    silent.require(tools=False, interaction=True)
+
+
+def test_a_replay_inserts_a_lost_end_and_warns_once_for_it(chat):
+    end, text = one(chat, "<|im_end|>"), lambda s: chat.encode_text(s, neutral=False)
+    steps = [
+        {"type": "sample", "ids": [*text("a"), end]},
+        {"type": "env", "messages": [user("x")]},
+        {"type": "sample", "ids": text("b")},
+        {"type": "env", "messages": [user("y")]},
+    ]
+    with pytest.warns(UserWarning, match="sampled turn 2 lacks its end token"):
+        ids, mask = chat.replayed([user("q")], None, steps)
+    said = "".join(
+        f"<|im_start|>{role}\n{words}<|im_end|>\n"
+        for role, words in (("user", "q"), ("assistant", "a"), ("user", "x"), ("assistant", "b"), ("user", "y"))
+    )
+    assert chat.decode(ids) == said and len(mask) == len(ids)
+    assert [chat.decode([i]) for i, m in zip(ids, mask) if m] == ["a", "<|im_end|>", "b"]
+    assert chat.replayed([user("q")], None, []) == (prompt := chat.prompt_ids([user("q")]), [0] * len(prompt))
+    ended, _ = chat.replayed([user("q")], None, steps[:1])
+    assert ended == [*prompt, *text("a"), end]
