@@ -11,6 +11,7 @@ from chat_toys import CHATML, PLAIN_ADDED, SPECIALS, byte_tokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from verl_mt.chat import encode
@@ -342,3 +343,10 @@ def test_a_literal_is_cut_in_two_until_nothing_of_it_is_a_control_token():
     assert encoder._encode_plain_slow("x<e>") == [*map(ord, "x<e>")]
     with pytest.raises(TemplateError, match="'é' is a control token of one character"):
         Encoder(OneCharacter())._encode_plain_slow("é")
+
+
+def test_what_a_tokenizer_adds_by_itself_is_not_added():
+    tokenizer = byte_tokenizer(CHATML)
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    assert tokenizer.encode("a")[0] == begin and tokenizer.encode("a")[1:] == Encoder(tokenizer).encode("a")

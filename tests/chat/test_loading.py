@@ -222,9 +222,11 @@ def test_a_tokenizer_that_loses_more_than_half_of_plain_text_is_refused():
             return 7
 
         def encode(self, text, add_special_tokens):
+            assert not add_special_tokens
             return [] if text in self.lost else [text.upper() + " "]
 
         def decode(self, ids, skip_special_tokens):
+            assert skip_special_tokens
             return ids[0]
 
     assert [text.isascii() for text in loading.PROBE_TEXTS].count(True) == 5

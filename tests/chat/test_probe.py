@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from chat_toys import CHATML, HEADER_ENDS, TOOL_CHATML, assistant, byte_tokenizer, call, tool, user
 from conformance_table import generic_template
 
 from verl_mt.chat import ChatTemplate, probe
-from verl_mt.chat.delta import ASKED, SAID
+from verl_mt.chat.delta import ASKED, SAID, SHOWN, SHOWN_AGAIN
 from verl_mt.chat.probe import Problem, TemplateCapabilities
 from verl_mt.chat.render import CallShape
 from verl_mt.errors import TemplateError
@@ -394,3 +395,103 @@ def test_what_a_full_rendering_changes_is_told_in_words():
     for shape, name in (("tools", "tools"), ("tool_result", "tools"), ("tool_call", "tool_calls")):
         assert getattr(found, name) and not getattr(replace(found, problems={shape: Problem("P", "")}), name)
     assert found.parallel_calls and not replace(found, problems={"parallel_calls": Problem("P", "")}).parallel_calls
+
+
+class Between:
+    """A delta renderer whose text is a function of the messages that arrive."""
+
+    def __init__(self, write, starts=()):
+        self._write, self.starts, self.asked = write, starts, []
+
+    def render(self, env, assistant, *, add_generation_prompt):
+        self.asked.append(([m["content"] for m in env], len(assistant.get("tool_calls", ())), add_generation_prompt))
+        return SimpleNamespace(body=self._write([m["content"] for m in env], add_generation_prompt))
+
+
+def test_results_that_share_a_turn_are_merged_and_those_with_headers_are_not():
+    shared = Between(lambda shown, gen: "<u>" + "|".join(shown) + "<e>" + "<a>" * gen, ["<u>"])
+    assert probe._merges(shared, {})
+    assert shared.asked == [([SHOWN, SHOWN_AGAIN], 2, False), ([SHOWN], 1, False), ([SHOWN_AGAIN], 1, False)]
+    assert not probe._merges(Between(lambda shown, gen: "".join(f"<u>{text}<e>" for text in shown)), {})
+    assert not probe._merges(Between(lambda shown, gen: "<n>" + "".join(f"<u>{text}" for text in shown), ["<u>"]), {})
+    assert probe._merges(Between(lambda shown, gen: "<n>" + "".join(f"<u>{text}" for text in shown), ["<n>"]), {})
+    assert not probe._merges(shared, {"tool_result": Problem("P", "")})
+    assert not probe._merges(TemplateError("x"), {})
+
+    def fails(shown, gen):
+        raise TemplateError("no")
+
+    assert not probe._merges(Between(fails), {})
+
+
+def test_a_turn_that_arrives_is_probed_behind_the_turn_that_it_answers():
+    problems: dict[str, Problem] = {}
+    shows = Between(lambda shown, gen: "".join(shown))
+    probe._probe_turn(shows, "user_turn", probe.user(SHOWN), problems)
+    probe._probe_turn(shows, "tool_result", probe.result(SHOWN), problems)
+    assert problems == {} and shows.asked == [([SHOWN], 0, True), ([SHOWN], 1, True)]
+    probe._probe_turn(Between(lambda shown, gen: ""), "tool_result", probe.result(SHOWN), problems)
+    assert problems == {"tool_result": Problem("P16", "the template drops messages of role tool without a word")}
+
+    def fails(shown, gen):
+        raise TemplateError("no")
+
+    for shape, cause in (("user_turn", "P10"), ("tool_result", "P16")):
+        probe._probe_turn(Between(fails), shape, probe.user(SHOWN), problems)
+        assert problems[shape] == Problem(cause, "no")
+
+
+def test_several_calls_and_text_beside_a_call_must_come_out_whole():
+    found: dict[str, Problem] = {}
+    probe._probe_calls(Written(plain), CallShape(), found)
+    assert found == {}
+    part = Problem("P16", "part of the turn is left out without a word")
+    for lost, shape in (("zqxjkvname1", "parallel_calls"), ("Zqxjkvthought", "text_with_call")):
+        found = {}
+        probe._probe_calls(Written(lambda m, tools, gen, lost=lost: plain(m).replace(lost, "")), CallShape(), found)
+        assert found == {shape: part}
+    found = {}
+    probe._probe_calls(Written(refuses(None)), CallShape(), found)
+    assert found == dict.fromkeys(("parallel_calls", "text_with_call"), Problem("P16", "no"))
+    found = {"tool_call": part}
+    probe._probe_calls(Written(plain), CallShape(), found)
+    assert found == dict.fromkeys(("tool_call", "parallel_calls", "text_with_call"), part)
+    asked = Written(plain)
+    probe._probe_calls(asked, CallShape(), {})
+    probe._probe_calls(asked, CallShape(), {"tool_result": part})
+    turns = [len(roles) for roles, _, _ in asked.asked]
+    assert turns == [4, 3, 2, 2]
+
+
+def test_a_turn_that_changes_as_soon_as_its_result_comes_is_seen():
+    write = Written(lambda messages, tools, gen: plain(messages) + "." * (len(messages) == 2))
+    assert probe._rewrites_calls(write, CallShape(), {})
+
+
+def test_what_becomes_of_reasoning_is_told_from_what_the_template_shows():
+    def keeps(key, when=lambda messages: True):
+        def write(messages, tools, gen):
+            return "".join(m["content"] + m.get(key, "") * when(messages) for m in messages)
+
+        return Written(write)
+
+    def only_last(messages):
+        return messages[-1]["role"] != "user"
+
+    def only_calls(messages):
+        return only_last(messages) and any("tool_calls" in m for m in messages)
+
+    problem = {"tool_result": Problem("P", "")}
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        assert probe._probe_reasoning(keeps(key), CallShape(), {}) == (False, key, "kept")
+        assert probe._probe_reasoning(keeps(key, only_last), CallShape(), {}) == (False, key, "dropped_after_user")
+        assert probe._probe_reasoning(keeps(key, only_calls), CallShape(), {}) == (False, key, "dropped_after_user")
+        ignored = (False, "reasoning_content", "ignored")
+        assert probe._probe_reasoning(keeps(key, only_calls), CallShape(), problem) == ignored
+    assert probe._probe_reasoning(keeps("none"), CallShape(), {}) == (False, "reasoning_content", "ignored")
+    drops = Written(lambda messages, tools, gen: messages[-1]["content"])
+    assert probe._probe_reasoning(drops, CallShape(), {}) == (True, "reasoning_content", "ignored")
+    assert probe._probe_reasoning(Written(refuses("P10")), CallShape(), {}) == (True, "reasoning_content", "ignored")
+    for source in ("m.thinking ", "m.get('thinking')", 'm["thinking"]'):
+        empty = Written(lambda *_: "<think></think>", source)
+        assert probe._probe_reasoning(empty, CallShape(), {}) == (True, "thinking", "dropped_after_user")

@@ -123,6 +123,7 @@ ADVICE = ". Write a line with Action: and the name of a tool, and below it a lin
         ),
         ("Action: ask\nAction Input: ```json\n[1]\n```", [("ask", {"query": "[1]"})]),
         ("Action: ask\nAction Input: ```\ntext \n```", [("ask", {"query": "text "})]),
+        ("Action: ask\nAction Input: ```\n x\n  ```", [("ask", {"query": " x"})]),
         ("Action: ask\nAction Input: ```\ntext", [("ask", {"query": "```\ntext"})]),
         (
             'Action: f\nAction Input: ```\n{"i": 1}\n``',
