@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from conformance_table import generic_template, template_files
 from toys import CHATML, toy_tokenizer
 
-from verl_mt.chat import ChatTemplate
-from verl_mt.chat.parser_fit import require_parser, suggest_parser, written_call
+from verl_mt.chat import ChatTemplate, parser_fit
+from verl_mt.chat.parser_fit import WrittenCall, require_parser, suggest_parser, written_call
 from verl_mt.chat.parsers import HermesParser, get_parser
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
@@ -127,3 +128,37 @@ def test_a_result_is_shown_under_the_id_that_the_model_gave_its_call(shared_data
     sampled = chat.encode_text(text, neutral=False)
     delta = chat.delta_ids([result], history=[*asked, said], tools=[TOOL], last_ids=sampled)
     assert shown in chat.decode(delta.ids)
+
+
+def test_a_parser_is_named_by_the_package_or_by_its_own_module():
+    assert parser_fit._path_of(HermesParser) == "verl_mt.chat.parsers.HermesParser"
+    assert parser_fit._path_of(WrittenCall) == "verl_mt.chat.parser_fit.WrittenCall"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("{call}", True),
+        ("\n{call} \n", True),
+        ("x{call}", False),
+        ("{call}{call}", False),
+        ("{call}<tool_call>x</tool_call>", False),
+        ("", False),
+        ("<think>{call}</think>", False),
+    ],
+)
+def test_a_written_call_is_read_where_it_is_the_only_one_and_nothing_is_left(text, read):
+    body = json.dumps({"name": "zqxjkvlookup", "arguments": {"query": 'two\n"words"', "count": 3}})
+    written = text.replace("{call}", f"<tool_call>{body}</tool_call>")
+    assert WrittenCall(written, False).read_by(HermesParser()) is read
+    assert not WrittenCall(written, True).read_by(HermesParser())
+    assert WrittenCall(f"a</think>{written}", True).read_by(HermesParser()) is read
+    other = written.replace("3}", "4}")
+    assert other == written or not WrittenCall(other, False).read_by(HermesParser())
+
+
+def test_the_text_of_a_model_ends_before_the_last_end_of_turn():
+    chat = ChatTemplate(toy_tokenizer(CHATML))
+    end = chat.decode([min(chat.stop_token_ids)])
+    for text, kept in ((f"a {end}\n", "a"), (f"a{end}b{end}", f"a{end}b"), ("a \n", "a"), ("", ""), (end, "")):
+        assert parser_fit._model_text(chat, text) == kept

@@ -189,3 +189,35 @@ def test_published_templates_give_the_text_and_one_end_behind_the_prompt(shared_
         whole = turn_ids(chat, HISTORY, assistant(text))
         assert text == chat.decode(cut) or chat.decode(prompt + cut) == chat.decode(prompt) + text
         assert whole[:-1] == cut and whole[-1] in chat.end_token_ids
+
+
+def test_a_turn_that_the_template_or_tokenizer_changes_is_told_with_the_place():
+    def shouts(messages, tools=None, **kw):
+        return chatml(messages, tools, **kw).replace("A2 and more", "A2 AND MORE")
+
+    with pytest.raises(TemplateError) as caught:
+        turn_ids(ToyChat(shouts), HISTORY, assistant("A2 and more"), method="prev_curr")
+    assert str(caught.value) == (
+        "no ids for an assistant turn from its text; prev_curr: the template rewrites the turn: the model wrote "
+        "'and more' where the template has 'AND MORE<|im_end|>\\n'"
+    )
+
+    def adds(messages, tools=None, *, add_generation_prompt=False):
+        text = chatml(messages, tools, add_generation_prompt=add_generation_prompt)
+        return text if add_generation_prompt else text + "more"
+
+    with pytest.raises(TemplateError, match=r"adds '<\|im_end\|>\\nmore' to the turn; the model did not write that"):
+        turn_ids(ToyChat(adds), HISTORY, assistant("A2"), method="prev_curr")
+
+
+def test_a_message_from_elsewhere_is_taken_as_the_template_writes_it():
+    empty = "<think>\n\n</think>\n\n"
+    chat = ToyChat(think_on_last_turn)
+    assert decode(turn_ids(chat, HISTORY, assistant("A2"), raw=False)) == f"{empty}A2<|im_end|>"
+    call = {"function": {"name": "f", "arguments": {}}}
+    written = decode(turn_ids(chat, HISTORY, assistant("", tool_calls=[call])))
+    assert written == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+    kept = decode(turn_ids(chat, HISTORY, assistant("", tool_calls=[call], reasoning_content="r")))
+    assert kept == f"{empty}\n{written}"
+    no_end = turn_ids(chat, HISTORY, assistant("A2"), raw=False, complete=False)
+    assert decode(no_end) == f"{empty}A2"
