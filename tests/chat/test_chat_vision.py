@@ -179,6 +179,8 @@ def test_ids_of_other_messages_have_no_media():
         CHAT.media_inputs([shown(picture(24, 16))], ids)
     with pytest.raises(LedgerError, match="behind the last of 0"):
         CHAT.media_inputs([shown("none")], ids)
+    with pytest.raises(LedgerError, match="behind the last of 0"):
+        CHAT.media_inputs([shown("none")], [PAD])
 
 
 def test_a_vision_model_s_folder_gives_its_image_processor(tmp_path):

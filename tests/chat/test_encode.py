@@ -350,3 +350,22 @@ def test_what_a_tokenizer_adds_by_itself_is_not_added():
     begin = tokenizer.convert_tokens_to_ids("<s>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     assert tokenizer.encode("a")[0] == begin and tokenizer.encode("a")[1:] == Encoder(tokenizer).encode("a")
+
+
+def test_special_tokens_count_as_added_and_a_literal_of_two_characters_can_be_cut():
+    class Special(Slow):
+        all_special_tokens = ("ab",)
+
+        def get_added_vocab(self):
+            return {"ab": 1000} if self.listed else {}
+
+        def convert_tokens_to_ids(self, token):
+            return {"ab": 1000}[token]
+
+        def encode(self, text, add_special_tokens):
+            return [1000] if text == "ab" else [*map(ord, text)]
+
+    for listed in (True, False):
+        Special.listed = listed
+        encoder = Encoder(Special())
+        assert encoder.added == {"ab": 1000} and encoder._encode_plain_slow("ab") == [97, 98]

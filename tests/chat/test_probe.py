@@ -415,6 +415,7 @@ def test_results_that_share_a_turn_are_merged_and_those_with_headers_are_not():
     assert not probe._merges(Between(lambda shown, gen: "".join(f"<u>{text}<e>" for text in shown)), {})
     assert not probe._merges(Between(lambda shown, gen: "<n>" + "".join(f"<u>{text}" for text in shown), ["<u>"]), {})
     assert probe._merges(Between(lambda shown, gen: "<n>" + "".join(f"<u>{text}" for text in shown), ["<n>"]), {})
+    assert probe._merges(Between(lambda shown, gen: "<u>" + "|".join(shown)), {})
     assert not probe._merges(shared, {"tool_result": Problem("P", "")})
     assert not probe._merges(TemplateError("x"), {})
 
@@ -461,6 +462,9 @@ def test_several_calls_and_text_beside_a_call_must_come_out_whole():
     probe._probe_calls(asked, CallShape(), {"tool_result": part})
     turns = [len(roles) for roles, _, _ in asked.asked]
     assert turns == [4, 3, 2, 2]
+    ids: list[str] = []
+    probe._probe_calls(Written(lambda m, *_: ids.extend(t["tool_call_id"] for t in m[2:]) or ""), CallShape(), {})
+    assert ids == ["zqxjkv001", "zqxjkv002", "zqxjkv001"]
 
 
 def test_a_turn_that_changes_as_soon_as_its_result_comes_is_seen():
