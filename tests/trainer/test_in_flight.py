@@ -615,3 +615,17 @@ def test_staleness_is_measured_over_trained_tokens_by_age():
         "staleness/age_0/clip_fraction": 0.0, "staleness/age_2/clip_fraction": 0.5,
     }  # fmt: skip
     assert staleness_metrics(aged([[-1, -1]]), 5) == {}
+
+
+def test_differences_by_age_are_of_tokens_that_were_not_certain():
+    """The oldest tokens of a turn are its beginning, which is nearly certain whatever the weights are."""
+    batch = aged([[-1, 3, 3, 5], [-1, 3, 5, -1]])
+    batch[columns.HAS_LOG_PROBS] = torch.tensor([True, True])
+    just, hardly = math.log(0.9) - 1e-4, math.log(0.9) + 1e-4
+    batch[columns.ROLLOUT_LOG_PROBS] = torch.tensor([[0.0, hardly, just, just], [0.0, hardly, hardly, 0.0]])
+    batch[columns.OLD_LOG_PROBS] = batch[columns.ROLLOUT_LOG_PROBS] + torch.tensor([[0, 7, 0.5, 0.25], [0, 7, 7, 7]])
+    batch[columns.CLIPPED] = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    found = staleness_metrics(batch, 5)
+    assert found["staleness/age_2/token_share"] == pytest.approx(0.6)
+    names = [f"staleness/age_{age}/{name}" for age in (2, 0) for name in ("logprob_diff", "clip_fraction")]
+    assert [found[name] for name in names] == pytest.approx([0.5, 0.0, 0.25, 1.0])

@@ -224,8 +224,8 @@ def a_batch(versions: list[list[int]], mask: list[list[int]]) -> dict[str, torch
         columns.POLICY_VERSIONS: versions_BT,
         columns.LOSS_MASK: mask_BT,
         columns.SAMPLED: mask_BT,
-        columns.OLD_LOG_PROBS: zero_BT,
-        columns.ROLLOUT_LOG_PROBS: zero_BT - 0.5 * (versions_BT == 3),
+        columns.OLD_LOG_PROBS: zero_BT - 1.0,
+        columns.ROLLOUT_LOG_PROBS: zero_BT - 1.0 - 0.5 * (versions_BT == 3),
         columns.HAS_LOG_PROBS: torch.ones(len(versions), dtype=torch.bool),
         columns.CLIPPED: (versions_BT == 3).float(),
     }

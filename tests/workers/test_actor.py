@@ -490,6 +490,21 @@ def test_agreement_with_the_sampler_in_numbers():
     assert against_sampler(nothing, correction) == {}
 
 
+def test_differences_of_trainer_and_sampler_are_of_tokens_by_the_weights_that_are_trained():
+    """What older weights sampled differs however exact the engine is; the ratios to the sampler know it too."""
+    own = torch.tensor([[-1.0, -2.0, -3.0]])
+    batch = hand_made([[1, 1, 1]], old_log_probs=own, rollout_log_probs=own - torch.tensor([[0.25, 4.0, 0.5]]))
+    names = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean")
+    found = against_sampler(batch, None)
+    assert [found[name] for name in names] == pytest.approx([4.0, 4.75 / 3])
+    batch[col.AGES] = torch.tensor([[0, 2, 0]], dtype=torch.int32)
+    aged = against_sampler(batch, None)
+    assert [aged.pop(name) for name in names] == pytest.approx([0.5, 0.375])
+    assert aged == {name: value for name, value in found.items() if name not in names}
+    batch[col.AGES] += 1
+    assert against_sampler(batch, None) == aged
+
+
 # The reference policy
 
 

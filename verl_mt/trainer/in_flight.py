@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 TRAINING = "s"
 """How the names of plans begin whose groups are trained."""
+UNCERTAIN = 0.9
+"""Tokens that were sampled with at least this probability say nothing about how far the policy has moved."""
 
 
 def plan_name(step: int) -> str:
@@ -361,8 +363,11 @@ def add_ages(batch: TensorDict, version: int) -> None:
 
 
 def staleness_metrics(batch: TensorDict, version: int) -> dict[str, float]:
-    """`staleness/mean` and `/max` over trained tokens; by age the share of them, the mean |difference| of the
-    trainer's and the sampler's log-probs before the update, and the share that the policy loss gave no gradient.
+    """`staleness/mean` and `/max` over trained tokens, and by age the share of them. Of the tokens of each age that
+    were sampled with a probability below `UNCERTAIN`: the mean |difference| of the trainer's and the sampler's
+    log-probs before the update, and the share that the policy loss gave no gradient.
+
+    Older tokens are the beginnings of turns, nearly all of them certain. Over all tokens the oldest would differ least.
 
     Args:
         batch: behind its update.
@@ -378,12 +383,14 @@ def staleness_metrics(batch: TensorDict, version: int) -> dict[str, float]:
     difference_BT = (batch.get(columns.OLD_LOG_PROBS, unknown_BT) - batch[columns.ROLLOUT_LOG_PROBS]).abs()
     difference_BT = difference_BT.masked_fill(~batch[columns.HAS_LOG_PROBS][:, None], torch.nan)
     clipped_BT = batch.get(columns.CLIPPED, unknown_BT)
+    cut_BT = torch.where(clipped_BT.isnan(), torch.nan, (clipped_BT > 0).float())
+    uncertain_BT = batch[columns.ROLLOUT_LOG_PROBS] < math.log(UNCERTAIN)
     for age in ages.unique().tolist():
         of_age_BT = trained_BT & (ages_BT == age)
         parts = {
             "token_share": of_age_BT.sum() / len(ages),
-            "logprob_diff": difference_BT[of_age_BT].nanmean(),
-            "clip_fraction": torch.where(clipped_BT.isnan(), torch.nan, (clipped_BT > 0).float())[of_age_BT].nanmean(),
+            "logprob_diff": difference_BT[of_age_BT & uncertain_BT].nanmean(),
+            "clip_fraction": cut_BT[of_age_BT & uncertain_BT].nanmean(),
         }
         found |= {f"staleness/age_{age}/{name}": value.item() for name, value in parts.items() if not value.isnan()}
     return found

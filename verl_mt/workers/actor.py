@@ -319,17 +319,21 @@ def against_sampler(batch: TensorDict, correction: RolloutCorrection | None) -> 
     what a correction made of it. Of a whole batch, behind its update.
 
     |difference| of the log-probs, the k1 and k3 estimates of KL(sampler || policy), quantiles of the ratio policy to
-    sampler, and the effective sample size of these ratios, as a share. What is not finite is absent.
+    sampler, and the effective sample size of these ratios, as a share. What is not finite is absent. The |difference|
+    is of tokens that were sampled by the very weights that are trained (`AGES` 0).
     """
     own = batch[columns.OLD_LOG_PROBS]
     found: dict[str, float] = {}
-    log_ratio = (own - batch[columns.ROLLOUT_LOG_PROBS])[with_log_probs(batch) & ~torch.isnan(own)].float()
+    compared_BT = with_log_probs(batch) & ~torch.isnan(own)
+    difference_BT = own - batch[columns.ROLLOUT_LOG_PROBS]
+    log_ratio = difference_BT[compared_BT].float()
+    by_these_BT = compared_BT if (ages_BT := batch.get(columns.AGES)) is None else compared_BT & (ages_BT == 0)
+    if len(same := difference_BT[by_these_BT].float().abs()):
+        found = {"rollout/logprob_diff_max": same.max().item(), "rollout/logprob_diff_mean": same.mean().item()}
     if len(log_ratio):
         ratio = bounded_ratio(log_ratio)
         ordered = ratio.sort().values
-        found = {
-            "rollout/logprob_diff_max": log_ratio.abs().max().item(),
-            "rollout/logprob_diff_mean": log_ratio.abs().mean().item(),
+        found |= {
             "rollout/sampler_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
             "rollout/sampler_kl_k1": -log_ratio.mean().item(),
             "rollout/ratio_p01": ordered[round(0.01 * (len(ordered) - 1))].item(),
