@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
@@ -104,6 +104,11 @@ class RolloutPlan:
 
     def prompt_id(self, position: int) -> str:
         return f"{self.name}.{position:05d}"
+
+    @cached_property
+    def prompt_of(self) -> dict[str, Prompt]:
+        """Its prompts by their ids."""
+        return {self.prompt_id(place): prompt for place, prompt in self.placed}
 
     def only(self, prompt_ids: Container[str]) -> RolloutPlan:
         """The part of it that these prompts are."""

@@ -57,8 +57,8 @@ class GroupSpool:
         path = self._path(group.prompt_id)
         unfinished = path.with_suffix(".part")
         try:
-            prompt = next(prompt for place, prompt in plan.placed if plan.prompt_id(place) == group.prompt_id)
-            content = pickle.dumps(_Kept(group, _asked(plan, prompt)), protocol=pickle.HIGHEST_PROTOCOL)
+            asked = _asked(plan, plan.prompt_of[group.prompt_id])
+            content = pickle.dumps(_Kept(group, asked), protocol=pickle.HIGHEST_PROTOCOL)
             self._folder.mkdir(exist_ok=True)
             # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
             # wait for the disk: what cannot be read is sampled again.
