@@ -117,6 +117,8 @@ def test_wrong_values_alone_are_a_config_error():
         ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("rollout.n", "actor_rollout_ref.rollout.n"),
+        ("actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("critic.lr", "critic.optim.lr"),
         ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
     ],
 )

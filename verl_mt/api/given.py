@@ -48,6 +48,12 @@ TAKES_OBJECTS = (
     "trainer.logger",
 )
 """Keys whose value names code: an object may stand there itself."""
+_GIVE_WAY = (
+    f"{ROLLOUT}.val_kwargs.", f"{ROLLOUT}.dtype", f"{ROLLOUT}.placement", f"{ROLLOUT}.nnodes",
+    f"{ROLLOUT}.n_workers_per_node", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
+)  # fmt: skip
+"""Beginnings of keys that a short name does not mean where another key ends so too: those of validations, and those
+that follow the other key. The critic's are such keys unless the run has a critic."""
 
 
 @dataclass
@@ -65,8 +71,9 @@ class Given:
 
     def keys(self, keys: Mapping[str, Any]) -> None:
         """Set keys by their Python names (`full_key`)."""
+        critic = any(name.endswith("adv_estimator") and value == "gae" for name, value in keys.items())
         for name, value in keys.items():
-            self.key(full_key(name), value)
+            self.key(full_key(name, critic=critic), value)
 
     def overrides(self, given: Mapping[str, Any] | Sequence[str]) -> None:
         """Hydra words as they are, or a mapping dotted key -> value."""
@@ -169,9 +176,12 @@ class Given:
         return entry
 
 
-def full_key(name: str) -> str:
-    """The dotted key of a Python name: `trainer__total_training_steps`, its last parts where nothing else ends so
-    (`total_training_steps`, `rollout__n`), or the key itself.
+def full_key(name: str, *, critic: bool = False) -> str:
+    """The dotted key of a Python name: `trainer__total_training_steps`, its last parts where no other key ends so
+    (`total_training_steps`, `rollout__n`) or the other ones give way (`lr` is the policy's), or the key itself.
+
+    Args:
+        critic: the run has one, so its keys do not give way.
 
     Raises:
         UnknownKeyError: no key, or several; names them.
@@ -183,6 +193,8 @@ def full_key(name: str) -> str:
     if not found:  # below a mapping of the user's own: policy_loss__loss_mode, reward__kwargs__weight
         heads = [(leaf.key, *_below(leaf.key, dotted)) for leaf in leaves().values() if leaf.is_open]
         found = [f"{key}.{rest}" for key, rest in (h for h in heads if len(h) == 2)]
+    last = _GIVE_WAY if critic else (*_GIVE_WAY, "critic.")
+    found = [key for key in found if not key.startswith(last)] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -190,8 +202,8 @@ def full_key(name: str) -> str:
         raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {shorter}")
     if "." in dotted or dotted in spellings():
         return dotted  # another library's name of one of our keys, or none at all: the composition says which
-    last = {key.rpartition(".")[2]: key for key in leaves()}
-    close = [last[match] for match in difflib.get_close_matches(dotted, last, n=3, cutoff=0.6)]
+    ends = {key.rpartition(".")[2]: key for key in leaves()}
+    close = [ends[match] for match in difflib.get_close_matches(dotted, ends, n=3, cutoff=0.6)]
     hint = f"; did you mean {' or '.join(close)}?" if close else "; docs/configuration.md lists all keys"
     raise UnknownKeyError(f"{name}: no such argument, and no key of the configuration ends so{hint}")
 

@@ -224,6 +224,8 @@ def suggest_key(key: str) -> str:
     same_name = [n for n in leaves() if n.rpartition(".")[2] == last]
     by_name = {n.rpartition(".")[2]: n for n in leaves()}
     close = [neighbours[m] for m in difflib.get_close_matches(last, neighbours, n=1, cutoff=0.7)]
+    # `actor.lr` leaves out parts of `actor_rollout_ref.actor.optim.lr`, and is nearer to `critic.optim.lr` in letters.
+    close = close or [n for n in same_name if all(part in n.split(".") for part in key.split("."))]
     close = close or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
     close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     close = close or [by_name[m] for m in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75)]
