@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -554,3 +555,16 @@ def test_a_replay_inserts_a_lost_end_and_warns_once_for_it(chat):
     assert chat.replayed([user("q")], None, []) == (prompt := chat.prompt_ids([user("q")]), [0] * len(prompt))
     ended, _ = chat.replayed([user("q")], None, steps[:1])
     assert ended == [*prompt, *text("a"), end]
+
+
+def test_a_result_belongs_to_the_call_that_it_names_whatever_their_order():
+    shows_names = TOOL_CHATML.replace("m.content + '\n</tool", "m.name + '=' + m.content + '\n</tool")
+    chat = ChatTemplate(byte_tokenizer(shows_names))
+    calls = [
+        {"id": f"c{k}", "type": "function", "function": {"name": name, "arguments": {}}}
+        for k, name in enumerate(("first", "second", "third"))
+    ]
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    results = [{"role": "tool", "tool_call_id": f"c{k}", "content": str(k)} for k in (2, 0, 1)]
+    text = chat.decode(chat.delta_ids(results, history=history, last_ids=[0]).ids)
+    assert re.findall(r"\w+=\d", text) == ["third=2", "first=0", "second=1"]

@@ -225,7 +225,7 @@ def test_rows_count_by_what_they_hold(one, other, same):
 
 
 def told(name="a", path="p", num_rows=2, blocks=("1", "2"), named=False, num_bytes=None, **changed):
-    text = "".join(block * 16 for block in blocks)
+    text = "".join(block + "0" * 15 for block in blocks)
     return [asdict(SourceFingerprint(name, path, num_rows, text, text, named, num_bytes)) | changed]
 
 
