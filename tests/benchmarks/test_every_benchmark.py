@@ -122,17 +122,17 @@ SMALL = (
 )
 SGLANG, RAY = (pytest.mark.sglang, pytest.mark.timeout(900)), pytest.mark.ray
 CASES = [
-    Case("busy_cores.py", f"--size micro --threads 1 --beside 0 --sequences 4 {ONCE}"),
+    Case("busy_cores.py", f"--size micro --threads 1 --beside 0 --sequences 4 {ONCE}", marks=(pytest.mark.release,)),
     Case("chat_delta.py", "--model verl_mt://tiny --turns 4 --repeats 1"),
     Case("checkpoint_digests.py", f"--megabytes 16 {ONCE}"),
     Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
-    Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400"),
+    Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400", marks=(pytest.mark.release,)),
     Case("export_memory.py", "--size medium", the_model_once),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),
     Case("kernel_caches.py", "--size micro --passes 6", few_kernels),
     Case("kills.py", "data.train_max_samples=32 --kills 1 --bounds 2 --over-sample 1.5 --who trainer worker",
-         nothing_lost),
+         nothing_lost, marks=(pytest.mark.release,)),
     Case("local_engine.py", f"--size micro --sequences 4 --system-tokens 64 {ONCE}", same_greedy_streams),
     Case("log_prob_memory.py", f"--shapes 1024x50000 --hidden 32 {ONCE}", a_fraction_of_the_memory),
     Case("mfu.py", f"--device cpu --shapes toy --lengths 64 --tokens 256 {ONCE}"),

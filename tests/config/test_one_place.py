@@ -141,6 +141,7 @@ PATCH = {
 }
 
 
+@pytest.mark.release
 def test_a_new_key_is_a_declaration_and_a_reader(tmp_path):
     """In a copy of the package; the third thing is a test such as this one."""
     for name in ("verl_mt", "config", "tools_configs", "interaction_configs"):

@@ -32,7 +32,6 @@ _spec.loader.exec_module(beside)
 STAGES = [(task, model, gpus) for task in beside.TASKS for model in beside.MODELS for gpus in (1, 8)]
 
 EXPLAINED = {
-    "actor_rollout_ref.model.dtype": "verl computes in bfloat16, too; float32 is here the optimizer's own copy",
     "actor_rollout_ref.actor.shuffle": "of mini-batches, and a step has one",
     "actor_rollout_ref.rollout.mode": "verl's way of sampling, of which there is one here",
     "actor_rollout_ref.rollout.multi_turn.enable": "there is a tools file",

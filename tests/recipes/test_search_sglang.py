@@ -21,6 +21,7 @@ sys.path.append(str(REPO / "tests" / "retrieval"))
 RetrievalProcess = importlib.import_module("retrieval_process").RetrievalProcess
 
 
+@pytest.mark.release
 @pytest.mark.sglang
 @pytest.mark.cap("V1", "V12", "C42", "C46", "C54")
 def test_boxes_on_sglang_search_a_real_server_and_train_on_policy(tmp_path, monkeypatch, shared_data):

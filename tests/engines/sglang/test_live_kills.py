@@ -318,7 +318,7 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
     two_nodes.bring_back()
 
 
-@pytest.mark.parametrize("who", losses("machine", release=("engine",)))
+@pytest.mark.parametrize("who", losses(release=("machine", "engine")))
 def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself(
     trainer_of, two_nodes, tmp_path, monkeypatch, capfd, who
 ):
