@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import gc
 import hashlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, Literal
 
 import jinja2
@@ -60,24 +57,10 @@ class _OutOfTime(BaseException):
     """Raised inside a rendering by the watch. No `except Exception` on the way may keep it."""
 
 
-def _stacks() -> dict[int, FrameType]:
-    """Thread -> its frame. CPython before 3.12.1 hangs for ever where a collection of garbage begins inside that call
-    while another thread starts (its issue 106883): none does."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 @dataclass(eq=False)
 class _Rendering:
     """One that is going on."""
 
-    frame: FrameType | None
-    """Of the call of `_Watch.run`: while it is on the thread's stack, the rendering goes on."""
     thread: int
     ends_at: float
     """On its thread's clock."""
@@ -103,17 +86,19 @@ class _Watch:
         Raises:
             _OutOfTime: it used more than `limit_s` seconds of processor time.
         """
-        # An exception that another thread sends arrives between any two bytecodes, also after the rendering has
-        # returned and inside this method's own `finally`: so the end is taken under the lock, which also takes back
-        # what was sent and has not arrived, and is repeated where the first try was interrupted itself.
+        # An exception that another thread sends, or a signal's handler raises, arrives between two bytecodes: also when
+        # the rendering has returned, and inside `finally`. CPython looks for one only behind the call of `discard`
+        # there, so that the watch sends nothing more; what it had sent before is taken back under the lock, once more
+        # where the first try was interrupted itself.
         thread = threading.get_ident()
         clock, factor = _clock_of(thread)
-        rendering = _Rendering(sys._getframe(), thread, clock() + factor * limit_s, clock)
+        rendering = _Rendering(thread, clock() + factor * limit_s, clock)
         try:
             try:
                 self._begin(rendering)
                 return render()
             finally:
+                self._running.discard(rendering)
                 self._end(rendering)
         except BaseException:
             self._end(rendering)  # Ctrl-C, a signal or the watch itself may have come in the middle of the first
@@ -128,8 +113,6 @@ class _Watch:
 
     def _end(self, rendering: _Rendering) -> None:
         with self._lock:
-            self._running.discard(rendering)
-            rendering.frame = None  # which holds the rendering
             if rendering.interrupted:
                 _take_back()
 
@@ -145,12 +128,9 @@ class _Watch:
     def _look_once(self) -> bool:
         """Whether any goes on."""
         with self._lock:
-            # What has left its thread's stack has ended, though its `_end` may have been lost to an interrupt: nothing
-            # may be sent into a thread that does something else by now.
-            stacks = _stacks()
-            self._running = {r for r in self._running if _is_on_stack(r.frame, stacks.get(r.thread))}
-            self._is_looking = bool(self._running)
-            for rendering in self._running:
+            running = list(self._running)
+            self._is_looking = bool(running)
+            for rendering in running:
                 now = rendering.clock()
                 if now > rendering.ends_at:
                     rendering.interrupted = True
@@ -181,12 +161,6 @@ def _clock_of(thread: int) -> tuple[Callable[[], float], float]:
         return time.monotonic, _WALL_FACTOR
     number = time.pthread_getcpuclockid(thread)
     return lambda: time.clock_gettime(number), 1.0
-
-
-def _is_on_stack(frame: FrameType | None, top: FrameType | None) -> bool:
-    while top is not None and top is not frame:
-        top = top.f_back
-    return top is not None
 
 
 _WATCH = _Watch()
