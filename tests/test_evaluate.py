@@ -124,11 +124,11 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
         return warm_start.run([*words, *more], env=env, capture_output=True, text=True, timeout=240)
 
     assert command(end="SIGKILL 7").returncode == -signal.SIGKILL
-    killed = len(list((out / "unfinished" / "spool").glob("*.pickle")))
+    killed = len(list((out / "unfinished" / "spool").glob("*.pt")))
     assert 2 <= killed <= 3 and not (out / "metrics.json").exists()
 
     interrupted = command(end="SIGINT 11")
-    kept = len(list((out / "unfinished" / "spool").glob("*.pickle")))
+    kept = len(list((out / "unfinished" / "spool").glob("*.pt")))
     assert interrupted.returncode == 130 and killed < kept < 8
     assert f"{kept} finished prompt(s) are kept in {out / 'unfinished'}" in interrupted.stderr
 
@@ -154,13 +154,13 @@ def test_an_evaluation_does_not_go_on_with_other_weights_or_other_rows(tmp_path,
     words = ["--config", "tiny", "--model", str(model), "--data", str(file), "--out", str(out), *QUICK]
 
     def interrupt(*counts: Any) -> None:
-        if list((out / "unfinished" / "spool").glob("*.pickle")):
+        if list((out / "unfinished" / "spool").glob("*.pt")):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("verl_mt.trainer.inference._progress", lambda: nullcontext(interrupt))
         assert evaluate.main(words) == 130
-    assert list((out / "unfinished" / "spool").glob("*.pickle"))
+    assert list((out / "unfinished" / "spool").glob("*.pt"))
     capsys.readouterr()
     for touched in (model / "model.safetensors", file):
         before = touched.stat()
@@ -241,9 +241,20 @@ def test_a_run_without_an_export_is_refused_by_name(tmp_path, capsys):
     assert "no hf/ export" in capsys.readouterr().err
 
 
+def test_code_of_another_users_run_is_named_and_not_run_without_trust(tmp_path, capsys):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\ndef f(*a, **k): return 1.0")
+    (tmp_path / "config.yaml").write_text(f"reward: {{path: {tmp_path}/evil.py, name: f}}\n")
+    words = ["--run", str(tmp_path), "--model", "verl_mt://tiny", "data.val_files=verl_mt.tiny.problems:rows"]
+    assert evaluate.main(words) == 2
+    assert f"It names reward.path={tmp_path}/evil.py. Read it, then give --trust" in capsys.readouterr().err
+    assert not (tmp_path / "owned").exists()
+    evaluate.main([*words, "--trust", *QUICK, "data.val_max_samples=1"])
+    assert (tmp_path / "owned").exists()
+
+
 def test_a_runs_redacted_secrets_have_to_be_given_again(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("reward: {kwargs: {api_key: '***'}}\n")
-    assert evaluate.main(["--run", str(tmp_path), "--model", "verl_mt://tiny"]) == 2
+    assert evaluate.main(["--run", str(tmp_path), "--model", "verl_mt://tiny", "--trust"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: reward.kwargs.api_key: ***") and "again" in err
 

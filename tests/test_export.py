@@ -49,7 +49,8 @@ def test_a_checkpoint_is_exported_as_the_run_itself_would(run, tmp_path, capsys)
 def test_a_sharded_checkpoint_is_exported_too(run, tmp_path):
     """As Ray workers leave it: the small part in state.pt, all tensors in actor/."""
     (tmp_path / "run").mkdir()
-    shutil.copy(run / "config.yaml", tmp_path / "run")
+    for name in ("config.yaml", ".origin"):
+        shutil.copy(run / name, tmp_path / "run")
     state = checkpoint.load(run / "checkpoints" / "step_000004")
     tensors = state["workers"]["actor"].pop("tensors")
     store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
@@ -77,7 +78,8 @@ def test_float32_weights_of_a_bfloat16_run_are_those_of_its_optimizer(bfloat16_r
         state = checkpoint.load(folder)
         del state["workers"]["actor"]["tensors"]
         (tmp_path / "run").mkdir()
-        shutil.copy(bfloat16_run / "config.yaml", tmp_path / "run")
+        for name in ("config.yaml", ".origin"):
+            shutil.copy(bfloat16_run / name, tmp_path / "run")
         store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
         folder = store.save(1, state, score=None, write_more=lambda folder: save_shards(tensors, folder))
     assert export.main(["--checkpoint", str(folder), "--out", str(tmp_path / "exact"), "--dtype", "float32"]) == 0

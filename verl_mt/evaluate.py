@@ -24,6 +24,7 @@ from verl_mt.config.checks import refuse_idle_keys
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import TINY_MODEL
+from verl_mt.data.run_origin import require_trust
 from verl_mt.errors import ConfigError, VerlMTError
 
 _READ = (
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--run", help="run directory: its config.yaml and its hf/ export")
+    parser.add_argument(
+        "--trust", action="store_true", help="--run: run the code that another user's config.yaml names"
+    )
     parser.add_argument("--config", "--config-name", "-cn", help="YAML file to start from, instead of a run's")
     parser.add_argument("--config-path", "-cp", help="folder of that file, as for the trainer")
     parser.add_argument("--model", help="local folder or hub name")
@@ -83,6 +87,7 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
             raise ConfigError(f"--run: {folder} has no config.yaml; name a run directory such as runs/tiny")
         if not args.model and not (folder / "hf").is_dir():
             raise ConfigError(f"--run: {folder} has no hf/ export (the run is not over); name a model with --model")
+        require_trust(folder, trust=args.trust)
     # As in training: with an own model and own data nothing of the default task is inherited.
     general = args.model and args.model != TINY_MODEL and args.data
     base = str(Path(args.run) / "config.yaml") if args.run else args.config or ("ppo_trainer" if general else None)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
+from verl_mt.data.run_origin import require_trust
 from verl_mt.errors import CheckpointError, VerlMTError
 
 
@@ -32,10 +33,11 @@ def main(argv: list[str] | None = None) -> int:
         help="of the weights; default: the run's actor_rollout_ref.model.dtype. float32 gives the exact weights of "
         "what was trained in a lower precision, for further training",
     )
+    parser.add_argument("--trust", action="store_true", help="run code that another user's config.yaml names")
     args = parser.parse_args(argv)
     try:
         config = None if args.config is None else Path(args.config)
-        folder = export(Path(args.checkpoint), Path(args.out), config, dtype=args.dtype)
+        folder = export(Path(args.checkpoint), Path(args.out), config, dtype=args.dtype, trust=args.trust)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: str | None = None) -> Path:
+def export(
+    source: Path, out: Path, config_file: Path | None = None, *, dtype: str | None = None, trust: bool = False
+) -> Path:
     """Write the policy of a checkpoint, with its tokenizer and the chat template it was trained with. Low-rank adapters
     are merged into the weights; `adapter/` below the folder has them as well, for peft.
 
@@ -52,8 +56,10 @@ def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: s
         out: the folder to write.
         config_file: the run's `config.yaml`, where it is not in its run directory.
         dtype: of the weights; None = as trained. float32: the optimizer's exact ones, where it has some.
+        trust: run the code that the run's `config.yaml` names, though another user has written it.
 
     Raises:
+        ConfigError: the run's `config.yaml` is another user's, and `trust` is off.
         CheckpointError: no checkpoint there, no config, a damaged one, one of another model, or adapters that were
             trained on weights of another dtype.
     """
@@ -64,7 +70,7 @@ def export(source: Path, out: Path, config_file: Path | None = None, *, dtype: s
     from verl_mt.workers.sharded_checkpoint import load_weights
 
     folder = _checkpoint(source)
-    config = _config(folder, config_file)
+    config = _config(folder, config_file, trust=trust)
     state = checkpoint.load(folder, way_out="--checkpoint {intact} exports it")
     model = config.actor_rollout_ref.model
     if model.lora_rank and dtype not in (None, model.dtype):
@@ -94,10 +100,12 @@ def _checkpoint(source: Path) -> Path:
     return source
 
 
-def _config(folder: Path, given: Path | None) -> Config:
+def _config(folder: Path, given: Path | None, *, trust: bool) -> Config:
     file = given or folder.resolve().parent.parent / "config.yaml"
     if not file.is_file():
         raise CheckpointError(f"no {file}: name the run's config.yaml with --config")
+    if given is None:
+        require_trust(file.parent, trust=trust)
     return compose(config_name=str(file.resolve()))
 
 

@@ -196,7 +196,7 @@ def test_a_disk_too_full_for_the_config_leaves_no_directory(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
-        patched.setattr(Path, "write_text", refuse)
+        patched.setattr(Path, "write_bytes", refuse)
         open_run(tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -30,13 +30,15 @@ class Run:
     Args:
         folder: the run directory.
         objects: what its configuration names as `object:name`, where the run was a call.
+        trust: run the code that its `config.yaml` names, though another user has written it.
 
     Raises:
         CheckpointError: no run directory.
     """
 
-    def __init__(self, folder: str | Path, *, objects: Mapping[str, Any] | None = None):
+    def __init__(self, folder: str | Path, *, objects: Mapping[str, Any] | None = None, trust: bool = False):
         self.folder = Path(folder).expanduser()
+        self.trust = trust
         self.objects = dict(objects or {})
         if not (self.folder / "config.yaml").is_file():
             raise CheckpointError(f"{self.folder} is no run directory: it has no config.yaml")
@@ -80,7 +82,8 @@ class Run:
         if not folder.is_dir():
             from verl_mt.export import export
 
-            return export(self.folder, folder if self.finished else self.folder / f"hf_step_{self.steps:06d}")
+            out = folder if self.finished else self.folder / f"hf_step_{self.steps:06d}"
+            return export(self.folder, out, trust=self.trust)
         return folder
 
     def evaluate(self, data: Any = None, *, n: int | None = None, **keys: Any) -> Evaluation:
@@ -198,7 +201,8 @@ def evaluated(
     given.overrides(overrides)
     if run is not None:
         model = model or str(run.model)
-    named = argparse.Namespace(run=run and str(run.folder), config=base, config_path=None, model=model, data=spec, n=n)
+    named = argparse.Namespace(run=run and str(run.folder), trust=run is not None and run.trust)
+    named.__dict__.update(config=base, config_path=None, model=model, data=spec, n=n)
     with objects_given(given.objects):
         found = measure(config_of(named, given.words))
     if found.failure is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from verl_mt.config.schema import TrainerConfig, leaves, sections
+from verl_mt.data import run_origin
 from verl_mt.data.run_files import writing
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
@@ -35,7 +36,9 @@ _UNFOLDED = 10**6
 """Columns of a difference that is shown: in the second line of a folded value nobody would see whose it is."""
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
-_BEFORE_THE_FIRST_STEP = ("config.yaml", ".config.yaml", "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl")
+_BEFORE_THE_FIRST_STEP = (
+    "config.yaml", ".config.yaml", run_origin.FILE, "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl",
+)  # fmt: skip
 _ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
 """Of `data`: which rows there are. They may change where `trainer.resume_mode=other_data` asks for it."""
 _HARMLESS = (
@@ -101,7 +104,9 @@ class RunDirectory:
         # The config makes a directory this run's: until the rename it is fresh to the process that comes after a kill.
         partial = path / ".config.yaml"
         try:
-            partial.write_text(yaml.safe_dump(config, sort_keys=False))
+            content = yaml.safe_dump(config, sort_keys=False).encode()
+            run_origin.sign(path, content)
+            partial.write_bytes(content)
             partial.rename(path / "config.yaml")
         except OSError:
             opened.abandon()
@@ -259,7 +264,7 @@ def _named_checkpoint(trainer: TrainerConfig) -> Path | None:
 
 def _is_fresh(path: Path) -> bool:
     """Absent, empty, or left by a process that was killed before it had written its config."""
-    return not path.exists() or all(p.name in (".lock", ".config.yaml") for p in path.iterdir())
+    return not path.exists() or all(p.name in (".lock", ".config.yaml", run_origin.FILE) for p in path.iterdir())
 
 
 def _try_lock(path: Path) -> int | None:
