@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
     "doctor": ("doctor", "what is wrong with a run, before it begins"),
     "report": ("report", "what runs did, as one HTML file"),
+    "convert-checkpoint": ("convert_checkpoint", "checkpoints of earlier versions in today's format"),
     "prompt-log": ("prompt_log", "whether every drawn prompt of a run was trained once, or left out"),
     "export": ("export", "a checkpoint as a plain model folder"),
     "migrate": ("migrate", "a launch script of verl, ms-swift or slime as one of ours"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_mt.data.drawn_prompts import FILE, DrawnPrompt, PromptHistory, read_prompt_log
 from verl_mt.data.row_files import read_rows, row_files
-from verl_mt.errors import CheckpointError, VerlMTError, error_text
+from verl_mt.errors import VerlMTError
 
 _SHOWN = 10
 _WITH_ROWS = "algorithm.filter_overlong"
@@ -79,17 +79,10 @@ def examine(run: str | Path) -> Examination:
 
 def _newest_checkpoint(run: Path) -> dict[str, Any] | None:
     """Step and position of it; of its tensors nothing is read."""
-    import torch  # takes seconds, which --help need not wait for
-
-    from verl_mt.trainer.checkpoint import CheckpointStore
+    from verl_mt.trainer.checkpoint import CheckpointStore, read_state  # torch takes seconds
 
     newest = CheckpointStore(run / "checkpoints").latest()
-    if newest is None:
-        return None
-    try:
-        return torch.load(newest / "state.pt", map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # a damaged file shows as anything
-        raise CheckpointError(f"{newest / 'state.pt'} cannot be read: {error_text(error)}") from error
+    return None if newest is None else read_state(newest, mmap=True)
 
 
 def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:

@@ -234,19 +234,12 @@ def test_a_line_is_handed_on_at_once_and_the_ends_of_draws_and_steps_reach_the_d
     log.close()
 
 
-class Unwritable:
-    """No pickle takes it."""
-
-    def __reduce__(self):
-        raise ValueError("not me")
-
-
 def test_a_prompt_in_flight_goes_into_a_checkpoint_with_its_row():
     prompt = OpenPrompt(7, "s000003.002.00012", row(5))
     assert (prompt.plan, prompt.position, prompt.logged) == ("s000003.002", 12, [7, "here", 5, "s000003.002.00012"])
     assert OpenPrompt.of(prompt.state) == prompt and prompt.state["number"] == 7
-    bad = OpenPrompt(7, "s000003.00012", DataRow([], "d", raw={"x": Unwritable()}, file="a.jsonl", index=3))
-    with pytest.raises(DataError, match=r"a\.jsonl, row 4 is in flight .* ValueError: not me\. Let rows be plain"):
+    bad = OpenPrompt(7, "s000003.00012", DataRow([], "d", raw={"x": object()}, file="a.jsonl", index=3))
+    with pytest.raises(DataError, match=r"a\.jsonl, row 4 is in flight .* raw\.x is a builtins\.object\. Make the"):
         bad.state  # noqa: B018
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from verl_mt.data.digests import save_tensors
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore
@@ -134,11 +136,28 @@ def test_a_missing_shard_is_damage_and_no_other_checkpoint_means_a_new_run(tmp_p
         checkpoint.load(path)
 
 
-def test_a_checkpoint_from_before_digests_is_read_and_that_is_said(tmp_path, caplog):
+class Evil:
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_state_that_names_code_is_refused_and_runs_nothing(tmp_path, mmap):
+    """Its digests are right: an attacker computes them too."""
     path = CheckpointStore(tmp_path).save(1, {"x": 1}, score=None)
-    (path / "meta.json").write_text('{"schema_version": 2, "step": 1, "score": null}')
-    assert checkpoint.load(path) == {"x": 1}
-    assert "without digests" in caplog.text
+    with (path / "state.pt").open("wb") as file:
+        digest = save_tensors({"prompts": {"drawn": Evil(tmp_path / "owned")}}, file)
+    meta = {**checkpoint.read_meta(path), "files": {"state.pt": digest}}
+    (path / "meta.json").write_text(json.dumps(meta | {"sha256": checkpoint._digest_of(meta)}))
+    assert checkpoint.find_damage(path) is None
+    with pytest.raises(CheckpointError, match=r"state\.pt names io\.open, .*Do not use"):
+        checkpoint.read_state(path, mmap=mmap)
+    with pytest.raises(CheckpointError, match=r"state\.pt names io\.open"):
+        checkpoint.load(path)
+    assert not (tmp_path / "owned").exists()
 
 
 def test_the_best_is_looked_for_beside_a_damaged_one(tmp_path, caplog):
@@ -167,8 +186,8 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(tmp_path, num
 
 def test_whatever_else_goes_wrong_while_it_is_written_leaves_nothing_either(tmp_path):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(TypeError):
-        store.save(1, {"x": (n for n in ())}, score=None)
+    with pytest.raises(CheckpointError, match=r"step 1: sampler\[0\]\.x is a builtins\.generator.*state_dict"):
+        store.save(1, {"sampler": [{"x": (n for n in ())}]}, score=None)
     assert not list(tmp_path.iterdir())
 
 
@@ -215,7 +234,7 @@ def test_a_checkpoint_on_another_disk_is_replaced_and_left_out_like_any_other(tm
 
 def test_a_version_that_a_flipped_bit_made_older_is_damage(tmp_path):
     meta = CheckpointStore(tmp_path).save(1, {"x": 1}, score=None) / "meta.json"
-    meta.write_text(meta.read_text().replace('"schema_version": 3', '"schema_version": 2'))
+    meta.write_text(meta.read_text().replace('"schema_version": 4', '"schema_version": 3'))
     with pytest.raises(CheckpointError, match=r"meta.json is damaged"):
         checkpoint.read_meta(meta.parent)
 

@@ -52,7 +52,7 @@ def test_a_run_goes_on_bit_for_bit_with_its_critic_and_its_kl_weight(tmp_path, e
     assert "actor/pg_loss" not in expected[0] and "actor/pg_loss" in got[0]
     assert got[0]["actor/reward_kl_penalty_coeff"] != expected[0]["actor/reward_kl_penalty_coeff"]
     saved = [
-        torch.load(tmp_path / run / "checkpoints" / "step_000003" / "state.pt", weights_only=False)["workers"]
+        torch.load(tmp_path / run / "checkpoints" / "step_000003" / "state.pt", weights_only=True)["workers"]
         for run in ("whole", "resumed")
     ]
     for part in ("actor", "critic"):

@@ -169,7 +169,7 @@ def test_a_run_that_an_older_version_began_is_compared_from_where_its_log_begins
         event |= {"number": event["number"] - 4} if "number" in event else {}
     (copied / FILE).write_text("".join(json.dumps(event) + "\n" for event in [begun, *events[third:]]))
     for folder in (copied / "checkpoints").iterdir():
-        state = torch.load(folder / "state.pt", weights_only=False)
+        state = torch.load(folder / "state.pt", weights_only=True)
         state["prompts"] = {"drawn": 4, "trained": 4, "left_out": 0}
         (folder / "state.pt").unlink()  # other copies have the same file
         torch.save(state, folder / "state.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,27 @@ OPTIONS = {"total_steps": 6, "ppo_mini_batch_size": 1, "optim": {"lr_warmup_step
 
 def batches(first: int, count: int = 1):
     return [make_batch(REWARDS, seed=seed) for seed in range(first, first + count)]
+
+
+class Evil:
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+@pytest.mark.parametrize("read", [stored_shapes, lambda folder: load_shards({"w": torch.zeros(3)}, folder)])
+def test_metadata_that_names_code_is_refused_and_runs_nothing(tmp_path, read):
+    save_shards({"w": torch.arange(3.0)}, tmp_path)
+    assert stored_shapes(tmp_path) == {"w": (3,)}
+    (tmp_path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
+    with pytest.raises(CheckpointError, match=r"\.metadata names io\.open"):
+        read(tmp_path)
+    (tmp_path / "actor" / ".metadata").write_bytes(pickle.dumps([1]))
+    with pytest.raises(CheckpointError, match=r"\.metadata holds a list"):
+        read(tmp_path)
+    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,25 +61,30 @@ class OpenPrompt:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint; the row as bytes, so that whoever reads the rest needs none of its classes.
+        """Plain data for a checkpoint.
 
         Raises:
             DataError: the row cannot be written.
         """
+        from verl_mt.data.plain_objects import (
+            to_plain,
+        )  # torch takes seconds, which `prompt_log --help` need not wait for
+
         try:
-            row = pickle.dumps(self.row, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # whatever a generator of the user's has put into it
+            row = to_plain(self.row)
+        except (DataError, RecursionError) as error:
             raise DataError(
                 f"{self.row.place} is in flight at the end of a step and cannot be kept in a checkpoint: "
-                f"{error_text(error, named=True)}. Let rows be plain data, or leave trainer.max_staleness and "
-                "data.over_sample out"
+                f"{error_text(error)}. Make the row plain data, or remove trainer.max_staleness and data.over_sample"
             ) from error
         return {"number": self.number, "prompt_id": self.prompt_id, "row": row}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> OpenPrompt:
         """Back from `state`."""
-        return cls(state["number"], state["prompt_id"], pickle.loads(state["row"]))
+        from verl_mt.data.plain_objects import from_plain
+
+        return cls(state["number"], state["prompt_id"], from_plain(state["row"]))
 
 
 class PromptLog:

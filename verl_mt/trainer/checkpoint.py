@@ -20,7 +20,9 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +34,15 @@ import numpy as np
 import torch
 
 from verl_mt.data.digests import damage, save_tensors
+from verl_mt.data.plain_objects import from_plain, to_plain
 from verl_mt.data.run_files import disk_refused
-from verl_mt.errors import CheckpointError
+from verl_mt.errors import CheckpointError, DataError, error_text
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 3
-_WITHOUT_DIGESTS = 2
-"""An older version, which is read too."""
+SCHEMA_VERSION = 4
+PICKLED = (2, 3)
+"""Earlier versions: `state.pt` is a pickle. Version 2 has no digests."""
 _OLD, _GONE = ".old-", ".gone-"
 _MAX_READERS = 8
 GO_ON = (
@@ -82,7 +85,7 @@ class CheckpointStore:
             partial.mkdir()
             files = write_more(partial)
             with (partial / "state.pt").open("wb") as file:
-                files["state.pt"] = save_tensors(state, file)
+                files["state.pt"] = save_tensors(to_plain(state), file)
                 _sync(file)
             # Last of all: a folder without it is no checkpoint to anybody who reads.
             meta = {"schema_version": SCHEMA_VERSION, "step": step, "score": score, "files": files}
@@ -101,6 +104,12 @@ class CheckpointStore:
             # Before the question how much room there is.
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"checkpoint of step {step}: {disk_refused(final, error)}") from error
+        except DataError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint of step {step}: {error_text(error)}, which a checkpoint cannot hold. Return only numbers, "
+                "texts, tensors, arrays and containers of these from state_dict()"
+            ) from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -194,10 +203,10 @@ def read_meta(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
     version = meta.get("schema_version") if isinstance(meta, dict) else None
-    if version not in (SCHEMA_VERSION, _WITHOUT_DIGESTS):
+    if version not in (SCHEMA_VERSION, *PICKLED):
         raise CheckpointError(f"{path}: schema_version {version!r}, this program reads {SCHEMA_VERSION}")
     digest = meta.pop("sha256", None)
-    if (version == SCHEMA_VERSION or digest is not None) and digest != _digest_of(meta):
+    if (version != min(PICKLED) or digest is not None) and digest != _digest_of(meta):
         raise CheckpointError(f"{path / 'meta.json'} is damaged: its content is not what was written")
     return meta
 
@@ -225,13 +234,33 @@ def load(path: Path, *, way_out: str = GO_ON) -> dict[str, Any]:
     """
     if (what := find_damage(path)) is not None:
         raise CheckpointError(f"{what}. {_offer(path, way_out)}")
-    if read_meta(path)["schema_version"] == _WITHOUT_DIGESTS:
-        log.warning("%s was written without digests of its files: damage to them would not be seen", path)
     try:
-        # Our own file: it holds generator states and counters besides tensors.
-        return torch.load(path / "state.pt", map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise CheckpointError(f"{path}/state.pt cannot be read: {error}. {_offer(path, way_out)}") from error
+        return from_plain(read_state(path))
+    except DataError as error:
+        raise CheckpointError(f"{path / 'state.pt'}: {error_text(error)}. {_offer(path, way_out)}") from error
+
+
+def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """`state.pt` of a checkpoint as plain data: no code runs, whoever has written it.
+
+    Raises:
+        CheckpointError: unreadable, or a pickle of an earlier version; names the command that converts it.
+    """
+    if read_meta(path)["schema_version"] in PICKLED:
+        raise CheckpointError(
+            f"{path} was written by an earlier version of verl_mt: its state.pt is a pickle, which can run code when "
+            f"it is read. If you trust it, convert it: python -m verl_mt.convert_checkpoint {path}"
+        )
+    try:
+        return torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        names = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{path / 'state.pt'} names {'an object' if names is None else names[1]}, which no checkpoint of verl_mt "
+            "does. Reading it could run code. Do not use this checkpoint"
+        ) from error
+    except Exception as error:  # a damaged file shows as anything
+        raise CheckpointError(f"{path / 'state.pt'} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _offer(path: Path, way_out: str) -> str:

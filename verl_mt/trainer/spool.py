@@ -7,13 +7,13 @@ directory goes on under the configuration that it was begun with, so that its re
 from __future__ import annotations
 
 import logging
-import pickle
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verl_mt.data.plain_objects import pack, unpack
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
 from verl_mt.rollout.prompts import Prompt
@@ -42,7 +42,9 @@ class GroupSpool:
         self._folder = folder
         self._ready: dict[str, _Kept] = {}
         self._cannot = False
-        for path in sorted(folder.glob("*.pickle")):
+        for path in sorted(folder.glob("*.pickle")):  # of an earlier version, which nobody unpickles
+            path.unlink()
+        for path in sorted(folder.glob("*.pt")):
             kept = self._read(path)
             if kept is not None and version is not None and max(_versions(kept.group), default=0) <= version:
                 self._ready[kept.group.prompt_id] = kept
@@ -58,7 +60,7 @@ class GroupSpool:
         unfinished = path.with_suffix(".part")
         try:
             asked = _asked(plan, plan.prompt_of[group.prompt_id])
-            content = pickle.dumps(_Kept(group, asked), protocol=pickle.HIGHEST_PROTOCOL)
+            content = pack({"group": replace(group, sealed=None), "asked": asked})
             self._folder.mkdir(exist_ok=True)
             # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
             # wait for the disk: what cannot be read is sampled again.
@@ -77,7 +79,6 @@ class GroupSpool:
         for place, prompt in plan.placed:
             kept = self._ready.pop(plan.prompt_id(place), None)
             if kept is not None and kept.asked == _asked(plan, prompt):
-                kept.group.sealed = None
                 for trajectory in kept.group.trajectories:
                     trajectory.time_spans = []
                 found.append(kept.group)
@@ -95,15 +96,15 @@ class GroupSpool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, prompt_id: str) -> Path:
-        return self._folder / f"{prompt_id}.pickle"
+        return self._folder / f"{prompt_id}.pt"
 
     def _read(self, path: Path) -> _Kept | None:
         try:
-            kept = pickle.loads(path.read_bytes())
-            if not isinstance(kept, _Kept):
-                raise TypeError(f"it holds a {type(kept).__name__}")
+            kept = _Kept(**unpack(path.read_bytes()))
+            if not isinstance(kept.group, TrajectoryGroup):
+                raise TypeError(f"it holds a {type(kept.group).__name__}")
             return kept
-        except Exception as error:  # of an older version of the code
+        except Exception as error:  # damaged, or of another version
             log.warning("%s is sampled again: %s", path, error_text(error, named=True))
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from verl_mt.data.digests import HashingFile
 from verl_mt.data.run_files import disk_refused
@@ -26,6 +27,22 @@ from verl_mt.workers.state import copy_into, is_master, is_weight, live_tensors,
 
 SHARDS = "actor"
 """Where in a checkpoint's folder the actor's shards are; the critic's are in `critic`."""
+
+_FORMAT = "torch.distributed.checkpoint.metadata"
+_METADATA = {
+    *(
+        (_FORMAT, name)
+        for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}  # fmt: skip
+"""What `.metadata` names: module and name."""
 
 
 class _Hashing(FileSystem):
@@ -48,6 +65,26 @@ class _Hashing(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Reader(FileSystemReader):
+    """PyTorch's, which unpickles `.metadata` whatever it names: this one takes only classes of that format."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint does")
 
 
 def save_shards(tensors: Mapping[str, Tensor], folder: Path, name: str = SHARDS) -> dict[str, str]:
@@ -101,7 +138,7 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = 
     assert folder is not None
     try:
         with _quiet_alone() as alone:
-            dcp.load(dict(tensors), storage_reader=FileSystemReader(folder / name), no_dist=alone)
+            dcp.load(dict(tensors), storage_reader=_Reader(folder / name), no_dist=alone)
     except (CheckpointException, Exception) as error:  # a missing or torn file shows as anything
         raise CheckpointError(
             f"{folder / name} cannot be read: {_cause(error)}; delete this checkpoint to resume from an older one"
@@ -119,7 +156,10 @@ def stored_shapes(folder: Path | None, name: str = SHARDS) -> dict[str, tuple[in
             f"{folder}: no shards of the {name} ({name}/.metadata); is the checkpoint folder on a disk that all "
             "machines share?"
         )
-    stored = FileSystemReader(folder / name).read_metadata().state_dict_metadata
+    try:
+        stored = _Reader(folder / name).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged file shows as anything
+        raise CheckpointError(f"{folder / name / '.metadata'} cannot be read: {_cause(error)}") from error
     return {tensor: tuple(entry.size) for tensor, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 

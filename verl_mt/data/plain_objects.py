@@ -1,0 +1,179 @@
+"""Objects of a run as plain data, so that a file of it can be read without unpickling.
+
+`torch.load(weights_only=True)` reads tensors, numbers, texts and containers. `to_plain` turns everything else that a
+run keeps into these: numpy arrays, images, dates, and the dataclasses in `_CLASSES`. `from_plain` turns it back. A file
+can name no other class, so reading it runs no foreign code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import hashlib
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_mt.data.dataset import DataRow
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
+from verl_mt.data.media import MediaInput, from_wire, is_image, to_wire
+from verl_mt.data.slime_sample import PrefixCache, Sample, Speculation
+from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
+from verl_mt.errors import DataError
+
+_KIND, _VALUE = "__kind__", "value"
+_CLASSES: dict[str, type] = {
+    cls.__qualname__: cls
+    for cls in (
+        DataRow, MediaInput, PrefixCache, Sample, Sample.Status, Speculation, StopReason, TimeSpan, Trajectory,
+        TrajectoryGroup, TrajectoryRecord, TurnSpan,
+    )
+}  # fmt: skip
+_TEXTS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (lambda d: (d.days, d.seconds, d.microseconds), lambda v: datetime.timedelta(*v)),
+    decimal.Decimal: (str, decimal.Decimal),
+}
+"""Type -> how it is written and read: what cells of a parquet file are, besides numbers and texts."""
+_TEXT_READERS = {cls.__name__: read for cls, (_, read) in _TEXTS.items()}
+_PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+_LONG = 64
+"""Lists of so many numbers become a tensor: reading a tensor is about a hundred times faster."""
+
+
+def to_plain(value: Any, at: str = "") -> Any:
+    """Tensors, numbers, texts, bytes, dicts, lists and tuples only. Shares its tensors with `value`.
+
+    Args:
+        at: the place of `value` in what is written, for the error.
+
+    Raises:
+        DataError: an object that has no plain form; names its place and type.
+    """
+    if value is None or isinstance(value, bool | torch.Tensor | bytes):
+        return value
+    if (name := type(value).__qualname__) in _CLASSES and type(value) is _CLASSES[name]:
+        if isinstance(value, enum.Enum):
+            return {_KIND: name, _VALUE: value.value}
+        return {_KIND: name, _VALUE: {k: to_plain(v, f"{at}.{k}") for k, v in vars(value).items()}}
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float) and not isinstance(value, np.generic):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        if _KIND not in value and all(isinstance(key, str) for key in value):
+            return {str(key): to_plain(item, f"{at}.{key}") for key, item in value.items()}
+        pairs = [(to_plain(key, at), to_plain(item, f"{at}.{key}")) for key, item in value.items()]
+        return {_KIND: "dict", _VALUE: pairs}
+    if isinstance(value, list):
+        return _numbers(value) or [to_plain(item, f"{at}[{k}]") for k, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return tuple(to_plain(item, f"{at}[{k}]") for k, item in enumerate(value))
+    if isinstance(value, set | frozenset):
+        return {_KIND: type(value).__name__, _VALUE: [to_plain(item, at) for item in value]}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        array = np.array(value, dtype=value.dtype.newbyteorder("="))  # a copy, contiguous
+        return {_KIND: "numpy", _VALUE: torch.from_numpy(array)}
+    if is_image(value):
+        if value.mode in _PNG_MODES:
+            return {_KIND: "image", _VALUE: to_wire(value)}
+        return {_KIND: "raw image", _VALUE: (value.mode, value.size, value.tobytes())}
+    if type(value) in _TEXTS:
+        return {_KIND: type(value).__name__, _VALUE: _TEXTS[type(value)][0](value)}
+    raise DataError(f"{at.lstrip('.') or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def from_plain(value: Any) -> Any:
+    """Back from `to_plain`.
+
+    Raises:
+        DataError: not written by `to_plain`, or by a version that knows other classes.
+    """
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(from_plain(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: from_plain(item) for key, item in value.items()}
+    kind = value[_KIND]
+    try:
+        return _READERS[kind](value[_VALUE])
+    except Exception as error:  # what somebody else has written shows as anything
+        raise DataError(f"{kind!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def pack(value: Any) -> bytes:
+    """A file's content: the SHA-256 of the rest, and `to_plain(value)` as `torch.save` writes it.
+
+    Raises:
+        DataError: see `to_plain`.
+    """
+    stream = io.BytesIO()
+    torch.save(to_plain(value), stream)
+    content = stream.getvalue()
+    return hashlib.sha256(content).digest() + content
+
+
+def unpack(content: bytes) -> Any:
+    """Back from `pack`.
+
+    Raises:
+        DataError: damaged or of another version.
+    """
+    digest, content = content[:32], content[32:]
+    if hashlib.sha256(content).digest() != digest:
+        raise DataError("it is damaged: its SHA-256 differs")
+    return from_plain(torch.load(io.BytesIO(content), weights_only=True))
+
+
+def _numbers(values: list[Any]) -> dict[str, Any] | None:
+    """A long list of integers, or of floats, as a tensor."""
+    if len(values) < _LONG or type(values[0]) not in (int, float) or set(map(type, values)) != {type(values[0])}:
+        return None
+    if type(values[0]) is int and not (min(values) >= -(2**63) and max(values) < 2**63):
+        return None
+    dtype = torch.int64 if type(values[0]) is int else torch.float64
+    return {_KIND: "numbers", _VALUE: torch.tensor(values, dtype=dtype)}
+
+
+def _object(cls: type) -> Callable[[Any], Any]:
+    if issubclass(cls, enum.Enum):
+        return cls
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+    def read(attributes: dict[str, Any]) -> Any:
+        plain = {name: from_plain(item) for name, item in attributes.items()}
+        made = cls(**{name: item for name, item in plain.items() if name in names})
+        for name in plain.keys() - names:  # a Sample may have further ones
+            setattr(made, name, plain[name])
+        return made
+
+    return read
+
+
+def _raw_image(value: tuple[str, tuple[int, int], bytes]) -> Any:
+    from PIL import Image
+
+    return Image.frombytes(*value)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: _object(cls) for name, cls in _CLASSES.items()},
+    **_TEXT_READERS,
+    "dict": lambda pairs: {from_plain(key): from_plain(item) for key, item in pairs},
+    "set": lambda items: set(from_plain(items)),
+    "frozenset": lambda items: frozenset(from_plain(items)),
+    "numpy": lambda tensor: tensor.numpy()[()],
+    "numbers": lambda tensor: tensor.tolist(),
+    "image": from_wire,
+    "raw image": _raw_image,
+}
