@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_mt.errors import CheckpointError, ConfigError
@@ -50,6 +53,24 @@ def test_an_empty_model_is_the_loaded_one_without_its_numbers(tmp_path, tied):
         assert all(tensor.device.type == "cpu" for tensor in other.values())
     assert (empty.lm_head.weight is empty.get_input_embeddings().weight) == tied
     assert empty_causal_lm(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_disk_that_the_tokenizer_fills_is_named_and_the_older_export_stays(tmp_path):
+    """The tokenizers library raises a bare Exception."""
+    rust = Tokenizer(WordLevel({"a": 0}))
+    rust.add_tokens([str(n) for n in range(20_000)])
+
+    class Full:
+        def save_pretrained(self, folder):
+            Path(folder, "tokenizer.json").symlink_to("/dev/full")
+            rust.save(f"{folder}/tokenizer.json")
+
+    export_hf(tiny(), None, tmp_path / "export")
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"cannot write .*export: the tokenizer: .*bytes free"):
+        export_hf(tiny(), Full(), tmp_path / "export")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
 def test_an_export_replaces_an_older_one_and_leaves_nothing_else_behind(tmp_path):

@@ -141,10 +141,13 @@ def test_a_damaged_newest_checkpoint_is_refused_with_the_way_to_the_one_before(s
     start(*keys, run="beside")
 
 
-def test_what_a_kill_left_in_the_checkpoints_goes_at_the_next_start(start, tmp_path):
+def test_what_a_kill_left_goes_at_the_next_start(start, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
+    for name in (".hf.abc.tmp", "collapse/.step_000001.tmp", "rollouts/.step_000002.jsonl.abc.tmp"):
+        (tmp_path / "run" / name).mkdir(parents=True)
     for name in (".gone-step_000000", ".partial-step_000002"):
         (folder / name / "actor").mkdir(parents=True)
         (folder / name / "actor" / "__0_0.distcp").write_bytes(b"half")
     start()
     assert [p.name for p in folder.iterdir()] == ["step_000001"]
+    assert not list((tmp_path / "run").rglob(".*.tmp"))

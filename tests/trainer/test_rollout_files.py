@@ -26,6 +26,7 @@ from verl_mt.data import batch as col
 from verl_mt.data.columnar_rows import seal
 from verl_mt.data.row_files import read_rows, row_files, rows_of_step
 from verl_mt.data.run_files import read_token_texts
+from verl_mt.data.temporary_files import sweep
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer import rollout_files
 from verl_mt.trainer.rollout_files import RolloutFiles
@@ -108,6 +109,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_file_that_counts(tmp
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert [p.suffix for p in (tmp_path / "rollouts").iterdir()] == [".tmp"] and row_files(tmp_path) == []
+    sweep(tmp_path)
     written(tmp_path, "parquet", groups(), None)
     assert [p.name for p in sorted((tmp_path / "rollouts").iterdir())] == [
         "step_000003.parquet", "val_greedy_000003.parquet",

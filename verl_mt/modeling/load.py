@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 from verl_mt.config.actor import ModelConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import disk_refused
+from verl_mt.data.temporary_files import new_folder, put_in_place, sweep_beside
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.exact import remember_all
 from verl_mt.modeling.lora import Adapter, without_adapters
@@ -244,21 +243,30 @@ def export_hf(model: Any, tokenizer: Any, folder: str | Path, *, adapter: Adapte
 
 def _export(model: Any, tokenizer: Any, target: Path, adapter: Adapter | None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    sweep_beside(target)
+    with new_folder(target) as staging:
         model.save_pretrained(staging)
         if tokenizer is not None:
-            tokenizer.save_pretrained(staging)
+            _save_tokenizer(tokenizer, staging)
         if adapter is not None:
             adapter.save(staging / "adapter")
         _check_loads_back(model, staging)
         for file in staging.rglob("*"):
             _sync(file)
+        staging.chmod(0o755)
         _sync(staging)
-        _replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        put_in_place(staging, target)
+        _sync(target.parent)
     return target
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(None, f"the tokenizer: {error}") from error  # the tokenizers library has no error of its own
 
 
 def _is_export(folder: Path) -> bool:
@@ -294,19 +302,6 @@ def _check_loads_back(model: Any, folder: Path) -> None:
     changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name].to(tensor.device))]
     if changed:
         raise CheckpointError(f"export to {folder}: {len(changed)} tensors changed on the way, among them {changed[0]}")
-
-
-def _replace(staging: Path, target: Path) -> None:
-    """Put `staging` in the place of `target`; a reader sees the old folder or the new one."""
-    staging.chmod(0o755)
-    if not target.exists():
-        os.rename(staging, target)
-    else:
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        os.rename(target, old)
-        os.rename(staging, target)
-        shutil.rmtree(old)
-    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:

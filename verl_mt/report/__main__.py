@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_mt.data.temporary_files import temporary
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.report.collect import collect
 from verl_mt.report.html_page import build_page, charting_library, serve
@@ -58,7 +59,7 @@ def write(runs: Sequence[str], out: str | None = None, max_rollouts: int = MAX_R
     """
     contents = collect(runs, max_rollouts=max_rollouts)
     path = Path(out).expanduser() if out else Path(runs[0]).expanduser() / "report.html"
-    partial = path.with_name(f".{path.name}.tmp")
+    partial = temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
@@ -105,7 +104,6 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
         undo.callback(run.abandon)
         model = _describe_model(config)
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
-        checkpoints.sweep()
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
         trainer = PPOTrainer(
             config=config.trainer,
@@ -218,9 +216,7 @@ def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
 
 
 def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
-    """Write the Hugging Face folder `hf/` of a run, which holds its lock: half an export is of a killed process."""
-    for leftover in run.path.glob(".hf.*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Write the Hugging Face folder `hf/` of a run."""
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 

@@ -14,6 +14,7 @@ from verl_mt.config.options import read_thresholds
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import row_to_trajectory, write_rows, writing
+from verl_mt.data.temporary_files import temporary
 from verl_mt.data.trajectory import Status
 from verl_mt.diagnostics.collapse_guard import CollapseGuard, Verdict
 from verl_mt.diagnostics.step_metrics import tool_runs
@@ -147,7 +148,7 @@ class CollapseResponse:
     def _write_bundle(self, step: int, verdict: Verdict, target: Path | None) -> Path:
         """`collapse/step_<number>/`: `finding.json`, `config.yaml`, `metrics.jsonl`, `worst_rollouts.jsonl`."""
         folder = self._run / "collapse" / f"step_{step:06d}"
-        partial = folder.with_name(f".partial-{folder.name}")
+        partial = temporary(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name in ("config.yaml", "metrics.jsonl"):

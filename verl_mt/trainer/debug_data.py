@@ -9,7 +9,6 @@ A run directory can be replayed as well: its rollout rows hold the same trajecto
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
 from verl_mt.data.row_files import read_rows, rows_of_step
-from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, writing
+from verl_mt.data.run_files import atomic_file, row_to_trajectory, trajectory_to_row, writing
 from verl_mt.data.slime_sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
@@ -59,15 +58,8 @@ class DebugData:
                 trajectory_to_row(t, step=rollout_id if isinstance(rollout_id, int) else 0) for t in trajectories
             ],
         }
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with unfinished.open("wb") as file:
-                    save_tensors(content, file)
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        with writing(path), atomic_file(path) as file:
+            save_tensors(content, file)
         return path
 
     def load(self, rollout_id: int) -> list[TrajectoryGroup]:

@@ -47,8 +47,6 @@ class RolloutFiles:
         self._known = set(read_token_texts(folder))
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[Any]] = deque()
-        for leftover in (folder / FOLDER).glob(".*.tmp"):  # of a process that was killed while it wrote
-            leftover.unlink(missing_ok=True)
 
     def training(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write `step_<number>`, with what the update computed for each token.

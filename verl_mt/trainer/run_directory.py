@@ -24,6 +24,7 @@ import yaml
 from verl_mt.config.schema import TrainerConfig, leaves, sections
 from verl_mt.data import run_origin
 from verl_mt.data.run_files import writing
+from verl_mt.data.temporary_files import sweep
 from verl_mt.errors import CheckpointError
 from verl_mt.trainer.checkpoint import CheckpointStore
 
@@ -123,7 +124,10 @@ class RunDirectory:
         run = cls(path, None, lock)
         try:
             _refuse_changed_config(path, config, trainer, way_out)
-            run.resume_from = CheckpointStore(path / "checkpoints").latest()
+            sweep(path)
+            checkpoints = CheckpointStore(path / "checkpoints")
+            checkpoints.sweep()
+            run.resume_from = checkpoints.latest()
         except CheckpointError:
             run.close()
             raise

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.data.plain_objects import pack, unpack
+from verl_mt.data.temporary_files import temporary
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
 from verl_mt.rollout.prompts import Prompt
@@ -57,7 +58,7 @@ class GroupSpool:
         if any(t.status not in (Status.COMPLETED, Status.TRUNCATED) for t in group.trajectories):
             return
         path = self._path(group.prompt_id)
-        unfinished = path.with_suffix(".part")
+        unfinished = temporary(path)
         try:
             asked = _asked(plan, plan.prompt_of[group.prompt_id])
             content = pack({"group": replace(group, sealed=None), "asked": asked})

@@ -99,7 +99,6 @@ def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
         if plan.out is not None and run.path != plan.out:
             raise CheckpointError(f"--out: {plan.out} is in use by another process; name a new folder")
         store = checkpoint.CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
-        store.sweep()
         state = None if run.resume_from is None else checkpoint.load(run.resume_from)
         tools = None if sampled is None else sampled.tools
         log = build.build_log(config, run, snapshot, total, tools, resumes=state, chat=chat)

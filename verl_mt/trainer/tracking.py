@@ -168,8 +168,6 @@ class JsonLines(Tracker):
         self._metrics, self._timings = folder / "metrics.jsonl", folder / "timings.jsonl"
         self._split_timings = split_timings
         for path in (self._metrics, self._timings):
-            for leftover in folder.glob(f".{path.name}.*.tmp"):  # of a process that was killed while it truncated
-                leftover.unlink(missing_ok=True)
             if path.exists():
                 truncate_metrics(path, after_step=-1 if resume_step is None else resume_step)
 
