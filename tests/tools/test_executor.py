@@ -425,6 +425,7 @@ def test_all_four_kinds_of_row_arguments_reach_the_tool_without_nulls():
         }
     }
     play(executor(tool), calls({}), row=row)
+    assert tool.kwargs["execute"].pop("agent_data").tools_kwargs == {}
     assert tool.kwargs == {
         "create": {"ground_truth": "72"},
         "execute": {"k": 3},

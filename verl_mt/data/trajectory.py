@@ -157,6 +157,9 @@ class Trajectory:
     """The traceback, where the status is FAILED or ABORTED."""
     info: dict[str, Any] = field(default_factory=dict)
     """What plug-ins attach (`rollout_infos`)."""
+    extra_fields: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What tools left in `agent_data.extra_fields`, for the reward's `extra_info`. Empty once it is scored: the entries
+    may be anything, and a trajectory is written and sent."""
     media: dict[str, list[Any]] = field(default_factory=dict)
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""

@@ -36,6 +36,7 @@ from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
+from verl_mt.tools.agent_data import AgentData
 from verl_mt.tools.executor import ToolExecutor, ToolSession
 from verl_mt.user_code import CallTimeout
 
@@ -194,6 +195,8 @@ class RolloutRunner:
             trajectory.ground_truth = row.ground_truth
         group = TrajectoryGroup(prompt_id, prompt_id, finished, row.data_source, row.index, row.source)
         await self._score(group, prompt, plan.run)
+        for trajectory in finished:
+            trajectory.extra_fields = {}
         if plan.greedy_too:
             set_aside(group, outcomes[-1])
         return group
@@ -255,7 +258,12 @@ class RolloutRunner:
             if prompt.problem is not None:
                 raise DataError(prompt.problem)
             if self.tools is not None and not prompt.one_turn:
-                tools = self.tools.open(trajectory.trajectory_id, extra.get("tools_kwargs"), tools=prompt.toolset)
+                tools = self.tools.open(
+                    trajectory.trajectory_id,
+                    extra.get("tools_kwargs"),
+                    tools=prompt.toolset,
+                    agent_data=AgentData(trajectory, extra),
+                )
                 await tools.start()
             if self.interactions and not prompt.one_turn:
                 interaction = InteractionSession.open(
@@ -301,6 +309,7 @@ class RolloutRunner:
             trajectory.tool_rewards, trajectory.tool_reward_turns = await tools.close(), tools.reward_turns
             trajectory.counters.update(tools.counters)
             trajectory.tool_calls += tools.calls
+            trajectory.extra_fields = tools.agent_data.extra_fields
             trajectory.time_spans += tools.time_spans
             self.progress.num_tool_calls += sum(int(v) for k, v in tools.counters.items() if k.endswith("/calls"))
         if interaction is not None:
@@ -442,6 +451,7 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
         ground_truth=row.ground_truth,
         extra_info={
             **row.extra_info,
+            **trajectory.extra_fields,
             "messages": trajectory.messages,
             "turn_scores": trajectory.turn_scores,
             "tool_rewards": trajectory.tool_rewards,

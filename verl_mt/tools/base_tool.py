@@ -75,7 +75,8 @@ class BaseTool:
         Args:
             instance_id: from `create`.
             parameters: the call's arguments, valid by the schema; a copy that the tool may change.
-            kwargs: the row's `execute_kwargs`.
+            kwargs: the row's `execute_kwargs`, and `agent_data`, the trajectory as verl's tools know it
+                (`verl_mt.tools.agent_data.AgentData`). An `execute` with neither that name nor `**kwargs` gets none.
 
         Returns:
             (response, step reward, metrics). The reward and the metrics may be left out or None; a response may also be

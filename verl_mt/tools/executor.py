@@ -21,6 +21,7 @@ from verl_mt.data.media import load_image, load_video
 from verl_mt.data.trajectory import TimeSpan
 from verl_mt.errors import DataError, EngineError, ToolCallError, UserCodeError, error_text, value_text
 from verl_mt.plugins import listing
+from verl_mt.tools.agent_data import AgentData, takes_agent_data
 from verl_mt.tools.base_tool import BaseTool, reads_nested_kwargs
 from verl_mt.tools.limits import ConcurrencyLimit, ToolLimits
 from verl_mt.tools.results import (
@@ -65,7 +66,12 @@ class ToolExecutor:
         self._said: set[tuple[str, str]] = set()
 
     def open(
-        self, trajectory_id: str, tools_kwargs: Mapping[str, Any] | None = None, *, tools: ToolSet | None = None
+        self,
+        trajectory_id: str,
+        tools_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tools: ToolSet | None = None,
+        agent_data: AgentData | None = None,
     ) -> ToolSession:
         """Begin a trajectory.
 
@@ -73,6 +79,7 @@ class ToolExecutor:
             trajectory_id: for instance ids and the log.
             tools_kwargs: the row's `extra_info.tools_kwargs`.
             tools: the tools this row may use (`ToolSet.for_row`); None = all.
+            agent_data: the trajectory as tools see it; None = there is none to see.
 
         Raises:
             DataError: `tools_kwargs` names an unknown tool or has another shape.
@@ -81,7 +88,8 @@ class ToolExecutor:
             row_kwargs = parse_row_kwargs(tools_kwargs, self.tools.names)
         except DataError as error:
             raise DataError(f"trajectory {trajectory_id}: {error}") from error
-        return ToolSession(self, trajectory_id, row_kwargs, self.tools if tools is None else tools)
+        allowed = self.tools if tools is None else tools
+        return ToolSession(self, trajectory_id, row_kwargs, allowed, agent_data or AgentData())
 
     def slot(self, name: str) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold one of the tool's slots."""
@@ -129,8 +137,17 @@ class _Answer:
 class ToolSession:
     """The tools of one trajectory: `start`, `run` once per assistant turn, `close` in a `finally`."""
 
-    def __init__(self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet):
+    def __init__(
+        self,
+        executor: ToolExecutor,
+        trajectory_id: str,
+        row_kwargs: RowKwargs,
+        tools: ToolSet,
+        agent_data: AgentData,
+    ):
         self.trajectory_id = trajectory_id
+        self.agent_data = agent_data
+        """What `execute` gets as `agent_data`, where it takes that."""
         self.counters: dict[str, float] = {}
         """`tools/<name>/calls|errors|timeouts|model_errors|over_budget|truncated|retries|media_dropped|latency_s`,
         `.../converted_arguments`, and the numbers that `execute` returned as metrics, summed (`numeric_metrics` says
@@ -172,6 +189,7 @@ class ToolSession:
         timed = await asyncio.gather(*(timed_call(self._one, k, before + k, c, turn) for k, c in enumerate(calls)))
         for call, (result, latency_s) in zip(calls, timed):
             self.calls.append(result.to_row(call, turn=turn, latency_s=latency_s))
+            self.agent_data.tool_rewards.append(result.step_reward)
             if result.failure is None:
                 self._instances[result.name].rewards.append(result.step_reward)
                 self.reward_turns.setdefault(result.name, []).append(turn)
@@ -333,6 +351,8 @@ class ToolSession:
         kwargs = copy.deepcopy(self._row_kwargs.get(name, {}).get(f"{method}_kwargs", {}))
         if method == "create" and reads_nested_kwargs(type(tool)):
             kwargs = {**kwargs, "create_kwargs": dict(kwargs)}
+        if method == "execute" and takes_agent_data(tool.execute):
+            kwargs = {"agent_data": self.agent_data, **kwargs}
         code = user_code_of(tool, BaseTool, f"tool {name}")
         return await code.call(method, args, kwargs, timeout_s=timeout_s, held_up=held_up)
 

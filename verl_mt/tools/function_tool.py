@@ -205,8 +205,10 @@ class FunctionTool(BaseTool):
         """The tool that one YAML entry declares."""
         return FunctionTool(self.function, config, tool_schema or self.tool_schema, converts=self._converts)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """`function(**parameters, **kwargs)`: text, a dict, or (response, step reward, metrics).
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any = None, **kwargs: Any
+    ) -> Any:
+        """`function(**parameters, **kwargs)`, without `agent_data`: text, a dict, or (response, step reward, metrics).
 
         Raises:
             ToolCallError: an argument that its type refuses.

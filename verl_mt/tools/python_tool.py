@@ -109,7 +109,7 @@ class PythonTool(BaseTool):
         return created
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+        self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any = None, **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run `parameters["code"]`.
 

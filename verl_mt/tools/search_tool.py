@@ -47,7 +47,7 @@ class SearchTool(BaseTool):
         )
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+        self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any = None, **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Search; `kwargs` are the row's settings.
 

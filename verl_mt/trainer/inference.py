@@ -49,6 +49,8 @@ from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.rollout.tool_loop import run_tool_loop
+from verl_mt.tools.agent_data import AgentData
+from verl_mt.tools.executor import ToolSession
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import build, build_data, build_rollout
 from verl_mt.trainer.display import terminal
@@ -428,7 +430,9 @@ class _Conversation:
         self._schemas = policy.tools.schemas() if runner.tools is not None and policy.tools is not None else []
         self._trajectory = Trajectory("chat", "chat", "chat", "chat")
         self._session = RolloutSession(runner.context, self._trajectory)
-        self._tools = runner.tools.open("chat", None) if runner.tools is not None else None
+        self._tools: ToolSession | None = None
+        if runner.tools is not None:
+            self._tools = runner.tools.open("chat", agent_data=AgentData(self._trajectory))
         self.stop_reason: str = ""
         self.over = False
         """A limit was hit: nothing more fits."""
