@@ -124,6 +124,9 @@ REWARD = {
         "by_length", "which function of a module", talk("answers"), ("reward.path=effect_parts",), base="constant"
     ),
     "kwargs": Effect("{value: 0.25}", "the reward", talk("answers"), ("reward.path=effect_parts:constant",)),
+    "solution_str": Effect(
+        "response", "tool results count", talk("calls once"), ("reward.path=effect_parts:by_length",)
+    ),
     "tool_reward_weight": Effect(
         "2.0", "a tool's reward enters", talk("calls once"), (tool("Long"), f"{RO}.response_length=400")
     ),

@@ -21,7 +21,7 @@ from verl_mt.tools.toolset import ToolSet
 
 
 class Tool(BaseTool):
-    """Shows what `behave(agent_data)` says, as tools of verl 0.8 and later are written."""
+    """Shows what `behave(agent_data)` says, as tools of verl 0.7 and later are written."""
 
     def __init__(self, behave, name: str = "tool"):
         self.behave = behave

@@ -106,7 +106,8 @@ class OverlongBufferConfig(Section):
 
 @dataclass
 class RewardConfig(Section):
-    """`reward`. `custom_reward_function.path` and `.name` are aliases of `path` and `name`."""
+    """`reward`. `custom_reward_function.path` and `.name` are aliases of `path` and `name`; the first also sets
+    `solution_str=response`."""
 
     path: str | None = knob(
         None,
@@ -116,6 +117,13 @@ class RewardConfig(Section):
         None, "Function name, where `path` is a bare file; null = compute_score.", when=given("reward.path")
     )
     kwargs: dict[str, Any] = knob({}, "Extra arguments of every call.")
+    solution_str: str = knob(
+        "model",
+        "What solution_str of a function with verl's parameters holds: model = the model's own text; response = the "
+        "whole response with tool results and user turns, as in verl.",
+        choices=("model", "response"),
+        when=given("reward.path"),
+    )
     tool_reward_weight: float = knob(0.0, "Weight of the tools' step rewards and calc_reward in the reward.")
     turn_score_weight: float = knob(0.0, "Weight of the interaction's turn scores in the reward.")
     turn_cost: float = knob(

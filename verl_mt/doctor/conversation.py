@@ -120,7 +120,9 @@ def interactions(subject: Subject) -> Iterator[Finding]:
 def reward(subject: Subject) -> Iterator[Finding]:
     """The reward loads."""
     wanted = subject.config.reward
-    subject.reward = load_reward(wanted.path, name=wanted.name, kwargs=wanted.kwargs, timeout_s=wanted.timeout_s)
+    subject.reward = load_reward(
+        wanted.path, wanted.name, wanted.kwargs, wanted.timeout_s, solution_str=wanted.solution_str
+    )
     yield ok(wanted.path or "by the rows' data_source")
 
 

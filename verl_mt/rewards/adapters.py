@@ -173,6 +173,9 @@ def signature_of(function: Callable[..., Any], label: str) -> Signature:
 
 
 class _FunctionReward(Reward):
+    reads_response: bool = False
+    """`solution_str` is the whole response (`reward.solution_str`)."""
+
     def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
         self.function = function
         self.label = label
@@ -197,6 +200,9 @@ class _FunctionReward(Reward):
         return await call_with_deadline(
             self._code, self.function, args, {**taken, **self.kwargs}, timeout_s=self.timeout_s
         )
+
+    def _text(self, item: RewardInput) -> str:
+        return item.response_text if self.reads_response else item.solution_str
 
     async def _score_one(self, item: RewardInput) -> Scores | RewardFailure:
         raise NotImplementedError
@@ -277,7 +283,7 @@ class VerlReward(_FunctionReward):
         try:
             value = await self._call(
                 data_source=item.data_source,
-                solution_str=item.solution_str,
+                solution_str=self._text(item),
                 ground_truth=item.ground_truth,
                 extra_info=_verl_info(item),
             )
@@ -336,7 +342,7 @@ class VerlBatchReward(_BatchReward):
     async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
         values = await self._call(
             data_sources=[item.data_source for item in items],
-            solution_strs=[item.solution_str for item in items],
+            solution_strs=[self._text(item) for item in items],
             ground_truths=[item.ground_truth for item in items],
             extra_infos=[_verl_info(item) for item in items],
         )
@@ -514,8 +520,10 @@ def _of_verl(value: Any) -> Any:
 
 
 def _verl_info(item: RewardInput) -> dict[str, Any]:
-    """`extra_info` as verl's functions know it: `num_turns` counts the prompt and the answers too."""
-    info = {**item.extra_info, "messages": _messages(item)}
+    """`extra_info` as verl's functions know it: `num_turns` counts the prompt and the answers too. It holds both texts
+    that `solution_str` may be."""
+    texts = {"model_text": item.solution_str, "response_text": item.response_text}
+    info = {**item.extra_info, "messages": _messages(item), **texts}
     return info if item.conversation_turns is None else info | {"num_turns": item.conversation_turns}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
 from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
-from verl_mt.rewards.adapters import ORM, AsyncORM, OrmArguments, adapt
+from verl_mt.rewards.adapters import ORM, AsyncORM, OrmArguments, VerlBatchReward, VerlReward, adapt
 from verl_mt.rewards.contract import (
     InvalidScore,
     Reward,
@@ -77,6 +77,8 @@ def load_reward(
     name: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout_s: float = 60.0,
+    *,
+    solution_str: str = "model",
 ) -> Reward:
     """The reward that the config names.
 
@@ -85,11 +87,26 @@ def load_reward(
         name: the function in a bare file or module; None = `compute_score`.
         kwargs: a function gets them with every call, a class when it is made.
         timeout_s: deadline of one call in seconds.
+        solution_str: what a function with verl's parameters gets there: `model`, the model's own text, or `response`,
+            the whole response as verl decodes it.
 
     Raises:
         PluginError: nothing there, or it is not a reward.
         ConfigError: `kwargs` that it does not take, or keys that contradict each other.
     """
+    reward = _load(path, name, kwargs, timeout_s)
+    if solution_str == "response":
+        if not isinstance(reward, VerlReward | VerlBatchReward):
+            label = f"{path}:{name}" if name else path
+            raise ConfigError(
+                f"reward.solution_str=response has no effect on {label}, which has no parameter solution_str. Remove "
+                "it, or set reward.path instead of custom_reward_function.path"
+            )
+        reward.reads_response = True
+    return reward
+
+
+def _load(path: str | None, name: str | None, kwargs: Mapping[str, Any] | None, timeout_s: float) -> Reward:
     if timeout_s <= 0:
         raise ConfigError(f"reward.timeout_s must be positive, got {timeout_s}")
     kwargs = dict(kwargs or {})

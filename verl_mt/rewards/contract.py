@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mt.data.slime_sample import Sample
@@ -49,7 +50,8 @@ class RewardInput:
     extra_info: dict[str, Any] = field(default_factory=dict)
     """The row's `extra_info`, with `messages`, `turn_scores`, `tool_rewards`, `num_turns` and `assistant_turns` (both
     the assistant turns; functions of verl's signature see `conversation_turns` as `num_turns`), `stop_reason`,
-    `rollout_infos` and `trajectory_id`; `trajectory_inputs` (a list) where a trajectory became several records."""
+    `rollout_infos` and `trajectory_id`; `trajectory_inputs` (a list) where a trajectory became several records.
+    Functions of verl's signatures also find `model_text` (`solution_str`) and `response_text` there."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data set's row, all columns."""
     completion: str = ""
@@ -67,6 +69,14 @@ class RewardInput:
     several_turns: bool = False
     """Conversations of its run may have several assistant turns."""
     run: RunState = RunState()
+    decode_response: Callable[[], str] = str
+    """Makes `response_text`."""
+
+    @cached_property
+    def response_text(self) -> str:
+        """The whole response without special tokens: assistant turns, tool results, what an interaction said, and the
+        template's words between them. It is what verl decodes for its reward functions."""
+        return self.decode_response()
 
     @property
     def where(self) -> str:

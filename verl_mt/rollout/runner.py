@@ -381,7 +381,12 @@ class RolloutRunner:
 
     def _reward_input(self, trajectory: Trajectory, prompt: Prompt, run: RunState) -> RewardInput:
         one_turn = isinstance(self.door, ToolLoopDoor) and self.tools is None and not self.interactions
-        item = replace(_reward_input(trajectory, prompt), run=run, several_turns=not one_turn)
+        item = replace(
+            _reward_input(trajectory, prompt),
+            run=run,
+            several_turns=not one_turn,
+            decode_response=partial(_response_text, trajectory, self.context.chat.tokenizer),
+        )
         if not self.reward.needs_samples:
             return item
         decode, row = self.context.chat.decode, prompt.row
@@ -467,6 +472,12 @@ def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
         prompt_id=trajectory.prompt_id,
         message_ids=list(message_ids(trajectory).values()),
     )
+
+
+def _response_text(trajectory: Trajectory, tokenizer: Any) -> str:
+    """Everything after the prompt, as verl decodes it; of several records one after the other."""
+    responses = [record.token_ids[record.num_prompt_tokens :] for record in trajectory.records]
+    return "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in responses)
 
 
 def message_ids(trajectory: Trajectory) -> dict[int, list[int]]:

@@ -268,6 +268,7 @@ def settle_verl(outcome: Outcome, where: str) -> None:
     _name_sampler(outcome)
     _compute_in_bfloat16(outcome, where)
     _hand_on_arguments(outcome, where)
+    _score_whole_responses(outcome, where)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
 
@@ -302,6 +303,17 @@ def _hand_on_arguments(outcome: Outcome, where: str) -> None:
     outcome.items.append(Item(key, "convert", named[0].spelling))
     why = "an argument of another simple type reaches the tool there"
     outcome.notes.append(f"{named[0].spelling} ({where}) -> also {key}=convert: {why}")
+
+
+def _score_whole_responses(outcome: Outcome, where: str) -> None:
+    """verl's functions, which stand in files, read tool results and user turns too."""
+    key = "reward.solution_str"
+    named = [item for item in outcome.items if item.spelling.endswith("custom_reward_function.path")]
+    named = [item for item in named if item.value is not None and not str(item.value).isidentifier()]
+    if not named or any(item.key == key for item in outcome.items):
+        return
+    outcome.items.append(Item(key, "response", named[0].spelling))
+    outcome.notes.append(f"{named[0].spelling} ({where}) -> also {key}=response: solution_str has tool results there")
 
 
 def _place_ranks_on_ray(outcome: Outcome, where: str, spelling: str) -> None:

@@ -136,7 +136,7 @@ def build_runner(
         count_tokens = partial(chat.encode_text, neutral=True)
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     scored = config.reward
-    reward = load_reward(scored.path, name=scored.name, kwargs=scored.kwargs, timeout_s=scored.timeout_s)
+    reward = load_reward(scored.path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
     schemas = executor.tools.schemas() if executor is not None else []
     args = load_object(SLIME_ARGS, what="the args of slime's functions")(config, chat, reward, schemas)
     reward.bind(args)

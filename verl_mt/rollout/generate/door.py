@@ -386,4 +386,5 @@ def _reward_input(sample: Sample, call: _Call) -> RewardInput:
         sample=sample,
         prompt_id=trajectory.prompt_id,
         run=call.episode.place.run,
+        decode_response=lambda: sample.response,
     )
