@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ import warm_start
 
 import verl_mt
 from verl_mt.config.compose import compose
-from verl_mt.errors import CheckpointError, ConfigError, PluginError, UnknownKeyError, VerlMTError
+from verl_mt.errors import CheckpointError, ConfigError, DataError, PluginError, UnknownKeyError, VerlMTError
 from verl_mt.trainer.build import build_trainer
 
 SMALL = {
@@ -181,6 +182,20 @@ def test_the_doctor_looks_at_the_arguments_of_a_call(tmp_path, monkeypatch):
     assert any("no such thing" in text for text in bad.errors)
     assert "error(s)" in str(bad) and not bad.ok
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_doctor_plays_demonstrations_that_are_rows_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (one,) = rows(1)
+    answer = {"role": "assistant", "content": f"#### {one['ground_truth']}"}
+    demo = {"messages": [{"role": "user", "content": one["prompt"]}, answer]}
+    (tmp_path / "demos.jsonl").write_text(json.dumps(demo))
+    for demos in ([demo], "demos.jsonl"):
+        found = verl_mt.examine("verl_mt://tiny", rows(), tools=[], reward=score, demos=demos, **SMALL)
+        assert found.ok and "1 read, 1 played" in [f.text for f in found.findings if f.check == "demonstrations"], found
+    with pytest.raises(DataError, match=r"demos, row 1: expected a mapping"):
+        verl_mt.examine("verl_mt://tiny", rows(), tools=[], reward=score, demos=["hello"], **SMALL)
 
 
 @pytest.mark.slow

@@ -333,3 +333,54 @@ def _echo(text: str) -> str:
         text: what to say
     """
     return text
+
+
+COUNT = {
+    "type": "function",
+    "function": {"name": "count", "description": "Count.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def test_a_schema_may_be_a_dict_wherever_python_code_gives_one():
+    class Given(BaseTool):
+        """Its constructor gets the schema."""
+
+    class Own(BaseTool):
+        def get_openai_tool_schema(self):
+            return COUNT
+
+    class Late(Own):
+        def __init__(self):
+            self.name = "count"
+
+    for tool in (Given({}, COUNT), Own({}), Late(), function_tool(tool_schema=COUNT)(len)):
+        tools = ToolSet([tool])
+        assert tools.names == ["count"] and tools.schemas() == [COUNT], tool
+
+
+def test_what_is_no_schema_is_named_with_its_tool():
+    class Tool(BaseTool):
+        """Its constructor gets the schema."""
+
+    class Own(Tool):
+        def __init__(self):
+            self.name = "own"
+
+        def get_openai_tool_schema(self):
+            return {"name": "own"}
+
+    class Nothing(Tool):
+        def __init__(self):
+            self.name = "nothing"
+
+    says = "is not an OpenAI tool schema: function: Field required. Write {type: function"
+    for make, where in (
+        (lambda: Tool({}, {"name": "x"}), "tool_schema of Tool "),
+        (lambda: ToolSet([Own()]), "Own: what get_openai_tool_schema() returns "),
+        (lambda: function_tool(tool_schema={"name": "x"})(len), "tool_schema of @function_tool builtins.len "),
+    ):
+        with pytest.raises(PluginError) as caught:
+            make()
+        assert str(caught.value).startswith(where + says), caught.value
+    with pytest.raises(PluginError, match=r"Nothing: get_openai_tool_schema\(\) raised ValueError: .* no tool schema"):
+        ToolSet([Nothing()])

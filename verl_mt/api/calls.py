@@ -80,17 +80,23 @@ def examine(
 ) -> Examination:
     """What is wrong with a run, before it begins: `python -m verl_mt.doctor`, for the arguments of `train`.
 
+    Args:
+        keys: as `train` takes them; and `demos=`, finished conversations to play and score, as the command's flag: rows
+            with `messages`, a `datasets.Dataset` or a data frame of them, or a file.
+
     Returns:
         The findings; `print` shows the list.
 
     Raises:
         VerlMTError: a configuration that does not compose.
     """
-    plugins = (tools, reward, interaction)
-    with _composed(Given(), keys, model=model, data=data, validation=validation, plugins=plugins) as config:
+    given, keys, plugins = Given(), dict(keys), (tools, reward, interaction)
+    demos = keys.pop("demos", None)
+    named = None if demos is None else given.conversations(demos, "demos")
+    with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
         from verl_mt.doctor.checks import examine as find
 
-        return Examination(find(config))
+        return Examination(find(config, demos=named))
 
 
 def evaluate_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, as_tool_schema
 
 
 class BaseTool:
@@ -24,7 +24,11 @@ class BaseTool:
 
     Args:
         config: the entry's `config`.
-        tool_schema: the entry's `tool_schema`; None = what `get_openai_tool_schema` of the class returns.
+        tool_schema: the entry's `tool_schema`, or a dict of that form; None = what the class's
+            `get_openai_tool_schema` returns.
+
+    Raises:
+        PluginError: the schema is no OpenAI tool schema.
     """
 
     runs_inline: bool = False
@@ -36,13 +40,15 @@ class BaseTool:
     """Calls that run at once; None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
     when it has its slot."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None):
         self.config = config
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        given = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = as_tool_schema(given, f"tool_schema of {type(self).__name__}")
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema that chat templates show to the model. Override it to give the tool a schema of its own.
+        """The schema that chat templates show to the model. Override it to give the tool a schema of its own; a dict
+        will do.
 
         Raises:
             ValueError: neither the YAML entry nor the class has one.
@@ -50,7 +56,7 @@ class BaseTool:
         schema = getattr(self, "tool_schema", None)
         if schema is None:
             raise ValueError(
-                f"{type(self).__name__} has no tool schema: give the YAML entry a tool_schema, "
+                f"{type(self).__name__} has no tool schema: give the YAML entry, or the constructor, a tool_schema, "
                 "or override get_openai_tool_schema()"
             )
         return schema

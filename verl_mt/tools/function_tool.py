@@ -17,7 +17,7 @@ from pydantic.errors import PydanticUserError
 from verl_mt.errors import PluginError, ToolCallError
 from verl_mt.plugins import code_place
 from verl_mt.tools.base_tool import BaseTool
-from verl_mt.tools.schemas import OpenAIFunctionToolSchema
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema, as_tool_schema
 from verl_mt.user_code import in_daemon_thread
 
 _PLAIN = (str, int, float, bool, type(None), Any, list, dict, Literal, Union, types.UnionType)
@@ -257,11 +257,16 @@ def function_tool(
             the JSON that they are.
 
     Raises:
-        PluginError: a type hint or a docstring is missing; names the function and the argument.
+        PluginError: a type hint or a docstring is missing, or `tool_schema` is none; names the function and the
+            argument.
     """
 
     def make(target: Callable[..., Any]) -> FunctionTool:
-        schema = OpenAIFunctionToolSchema.model_validate(tool_schema) if tool_schema else schema_of(target)
+        schema = (
+            as_tool_schema(tool_schema, f"tool_schema of @function_tool {code_place(target)}")
+            if tool_schema
+            else schema_of(target)
+        )
         if name:
             schema = schema.model_copy(update={"function": schema.function.model_copy(update={"name": name})})
         return FunctionTool(target, tool_schema=schema, converts=tool_schema is None)

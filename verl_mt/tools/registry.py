@@ -6,13 +6,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from verl_mt.config.declarations import Declaration, load_declarations
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool
-from verl_mt.tools.schemas import OpenAIFunctionToolSchema
+from verl_mt.tools.schemas import OpenAIFunctionToolSchema, as_tool_schema
 from verl_mt.tools.toolset import ToolEntry, ToolSet
 
 __all__ = ["ToolSet", "load_tools"]
@@ -101,13 +99,9 @@ def _schema(declaration: Declaration) -> tuple[dict[str, Any] | None, OpenAIFunc
     if not raw:
         return None, None
     try:
-        schema = OpenAIFunctionToolSchema.model_validate(raw)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'tool_schema'}: {e['msg']}" for e in error.errors()[:3])
-        raise ConfigError(
-            f"{declaration.where}: tool_schema is not an OpenAI tool schema: {problems}. Write "
-            "{type: function, function: {name: ..., description: ..., parameters: {type: object, properties: {...}}}}"
-        ) from error
+        schema = as_tool_schema(raw, f"{declaration.where}: tool_schema")
+    except PluginError as error:
+        raise ConfigError(str(error)) from error
     if schema.type != "function" or not schema.function.name.strip():
         raise ConfigError(
             f"{declaration.where}: tool_schema needs type: function and a function.name, "

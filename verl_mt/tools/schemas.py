@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, ValidationError, field_validator
 
 from verl_mt.data.conversation import (
     OpenAIFunctionParametersSchema,
@@ -14,6 +14,7 @@ from verl_mt.data.conversation import (
     OpenAIFunctionToolSchema,
     ToolSchema,
 )
+from verl_mt.errors import PluginError
 
 __all__ = [
     "OpenAIFunctionCallSchema",
@@ -25,7 +26,27 @@ __all__ = [
     "OpenAIFunctionToolSchema",
     "ToolResponse",
     "ToolSchema",
+    "as_tool_schema",
 ]
+
+
+def as_tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
+    """A tool schema from the dict that an author wrote; a schema as it is.
+
+    Args:
+        where: what to call it in errors.
+
+    Raises:
+        PluginError: it is no OpenAI tool schema; says which fields are wrong.
+    """
+    try:
+        return OpenAIFunctionToolSchema.model_validate(given)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'schema'}: {e['msg']}" for e in error.errors()[:3])
+        raise PluginError(
+            f"{where} is not an OpenAI tool schema: {problems}. Write "
+            "{type: function, function: {name: ..., description: ..., parameters: {type: object, properties: {...}}}}"
+        ) from error
 
 
 class ToolResponse(BaseModel):

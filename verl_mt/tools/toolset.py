@@ -15,10 +15,10 @@ from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from verl_mt.errors import DataError, PluginError, ToolCallError, value_text
+from verl_mt.errors import DataError, PluginError, ToolCallError, error_text, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.base_tool import BaseTool
-from verl_mt.tools.schemas import OpenAIFunctionToolSchema
+from verl_mt.tools.schemas import as_tool_schema
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(?P<rest>(\.[0-9]+)?([eE][+-]?[0-9]+)?)")
 """JSON's grammar."""
@@ -51,17 +51,18 @@ class ToolEntry:
         Raises:
             PluginError: the name is missing, or the parameters are no JSON Schema of type object.
         """
-        if schema is None:
-            given = tool.get_openai_tool_schema()
-            if not isinstance(given, OpenAIFunctionToolSchema):
-                raise PluginError(
-                    f"{where}: get_openai_tool_schema() must return an OpenAIFunctionToolSchema, got {given!r}"
-                )
-            schema = given.to_template()
         if not isinstance(getattr(tool, "name", None), str) or not tool.name:
             raise PluginError(
                 f"{where}: the tool has no name; does its __init__ call super().__init__(config, tool_schema)?"
             )
+        if schema is None:
+            try:
+                given = tool.get_openai_tool_schema()
+            except Exception as error:
+                raise PluginError(
+                    f"{where}: get_openai_tool_schema() raised {error_text(error, named=True)}"
+                ) from error
+            schema = as_tool_schema(given, f"{where}: what get_openai_tool_schema() returns").to_template()
         parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
         return cls(tool, schema, _validator(parameters, f"{where}: tool_schema of {tool.name!r}"), where)
 
