@@ -9,9 +9,14 @@ import torch
 from command_lab import FEW, NO_VALIDATION, VARIED, fit
 
 from verl_mt.algorithms.advantages import grpo
-from verl_mt.config.schema import AlgorithmConfig
+from verl_mt.config.actor import ActorConfig
+from verl_mt.config.schema import AlgorithmConfig, Config, DataConfig
+from verl_mt.doctor.checks import CHECKS
+from verl_mt.doctor.findings import Subject, run_checks
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
-from verl_mt.trainer.advantage_step import own_estimator
+from verl_mt.trainer import build
+from verl_mt.trainer.advantage_step import own_estimator, try_own_estimator
+from verl_mt.workers.loss import try_own_loss
 
 SOURCE = """
 import torch
@@ -28,8 +33,21 @@ def short(rewards, groups): return rewards[:-1]
 def infinite(rewards, groups): return rewards / 0
 def raises(rewards, groups): return rewards.absent
 def text(rewards, groups): return "high"
+def both(rewards, mask, groups): return rewards
+def per_turn(rewards, groups, turns): return rewards
+def tokens_of_groups(rewards, groups): return rewards[:, None].expand(-1, 7)
+def by_rewards(rewards, mask): return rewards.sum(1)
+def from_batch(rewards, groups, batch): return rewards + batch["a column of the rows"]
+def as_a_table(rewards, groups): return (rewards.view(2, 3) + torch.rand(2, 3)).flatten()
+class Mean:
+    def __call__(self, rewards, groups): raise RuntimeError("called")
+stateful = Mean()
+def one_number(log_probs, old, advantages, mask): return -(log_probs * advantages).sum()
+def detached(log_probs, old, advantages, mask): return (log_probs * advantages).detach()
+def needs_more(log_probs, old, advantages, mask, values): return log_probs
 constant = 1.0
 """
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture
@@ -87,6 +105,64 @@ def test_the_name_of_its_second_parameter_says_which_form_it_is(file):
 def test_one_that_cannot_be_an_estimator_is_named_with_what_is_wrong(file, name, error, text):
     with pytest.raises(error, match=text):
         estimate(file, name)
+
+
+def config_with(**algorithm) -> Config:
+    """Of steps of 2 prompts x 3 samples."""
+    config = Config(algorithm=AlgorithmConfig(**algorithm), data=DataConfig(train_batch_size=2))
+    config.actor_rollout_ref.rollout.n = 3
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("both", ConfigError, r"takes rewards, mask, groups, and nothing fills in groups: .* may take gamma, lam"),
+        ("per_turn", ConfigError, r"nothing fills in turns: .* may take norm_by_std, tokens, batch besides"),
+        ("tokens_of_groups", UserCodeError, r"returned shape \(6, 7\); expected .* \(6,\) \(tried at start on made-up"),
+        ("by_rewards", UserCodeError, r"returned shape \(6,\); expected advantages of shape \(6, 8\)"),
+        ("raises", UserCodeError, r"raised AttributeError: .* rewards of 2 prompts x 3 samples; expected \(rewards, g"),
+        ("short", UserCodeError, r"returned shape \(5,\)"),
+        ("infinite", UserCodeError, r"returned (nan|inf)"),
+    ],
+)
+def test_an_estimator_of_a_wrong_form_is_found_on_made_up_rewards(file, name, error, text):
+    with pytest.raises(error, match=text):
+        try_own_estimator(config_with(adv_estimator=f"{file}:{name}"))
+
+
+@pytest.mark.parametrize("name", ["mine", "by_token", "from_batch", "stateful", "as_a_table"])
+def test_one_that_works_is_not_refused_and_none_with_a_state_is_called(file, name):
+    before = torch.random.get_rng_state()
+    try_own_estimator(config_with(adv_estimator=f"{file}:{name}"))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one_number", r"returned shape \(\); expected a loss for each token, \(2, 4\).* \(tried at start on made-up"),
+        ("detached", "returned a loss without gradient"),
+        ("needs_more", r"raised TypeError: .*missing 1 required positional argument: 'values'"),
+    ],
+)
+def test_a_loss_of_a_wrong_form_is_found_on_made_up_log_probs(file, name, text):
+    with pytest.raises(UserCodeError, match=text):
+        try_own_loss(ActorConfig(policy_loss={"loss_mode": f"{file}:{name}"}))
+    try_own_loss(ActorConfig(policy_loss={"loss_mode": f"{file}:loss"}))
+
+
+def test_both_are_tried_before_anything_is_loaded_and_by_the_doctor(file):
+    estimator = config_with(adv_estimator=f"{file}:short")
+    with pytest.raises(UserCodeError, match=r"returned shape \(5,\)"):
+        build._before_anything_slow(estimator, None)
+    loss = config_with()
+    loss.actor_rollout_ref.actor.policy_loss = {"loss_mode": f"{file}:one_number"}
+    with pytest.raises(UserCodeError, match=r"returned shape \(\)"):
+        build.build_workers(loss, total_steps=1)
+    for config, text in ((estimator, "returned shape (5,)"), (loss, "returned shape ()")):
+        (found,) = run_checks([c for c in CHECKS if c.name == "advantages and loss"], Subject(config))
+        assert found.status == "error" and text in found.text
 
 
 @pytest.mark.slow

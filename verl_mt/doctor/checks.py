@@ -16,6 +16,7 @@ from verl_mt.trainer import build
 CHECKS: tuple[Check, ...] = (
     Check("keys", settings.keys),
     Check("plug-ins and trackers", settings.plugins),
+    Check("advantages and loss", settings.algorithm, ("plug-ins and trackers",)),
     Check("forgotten keys", oversights.forgotten),
     Check("model", resources.model),
     Check("chat template", conversation.template, ("model",)),

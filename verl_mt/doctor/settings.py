@@ -17,8 +17,10 @@ from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.schema import correction_of, given_keys
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
+from verl_mt.trainer.advantage_step import try_own_estimator
 from verl_mt.trainer.run_directory import preview
 from verl_mt.trainer.tracking import require_trackers
+from verl_mt.workers.loss import try_own_loss
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -50,6 +52,14 @@ def plugins(subject: Subject) -> Iterator[Finding]:
         yield warning(
             "trainer.logger names wandb, and there is no key for it", "run wandb login, or set WANDB_MODE=offline"
         )
+
+
+def algorithm(subject: Subject) -> Iterator[Finding]:
+    """A custom estimator and a custom loss return the right form for made-up numbers."""
+    try_own_estimator(subject.config)
+    try_own_loss(subject.config.actor_rollout_ref.actor)
+    loss = read_policy_loss(subject.config.actor_rollout_ref.actor.policy_loss)
+    yield ok(f"advantages by {subject.config.algorithm.adv_estimator}, loss {loss.name}")
 
 
 def engine(subject: Subject) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from verl_mt.algorithms.kl import KLControl, kl_penalty
 from verl_mt.algorithms.masked import masked_fill_zero
 from verl_mt.algorithms.streams import Streams
 from verl_mt.config.options import read_kl_control
-from verl_mt.config.schema import AlgorithmConfig
+from verl_mt.config.schema import AlgorithmConfig, Config
 from verl_mt.data import batch as columns
 from verl_mt.errors import ConfigError, DataError, UserCodeError, error_text
 from verl_mt.plugins import load_object, names_code
@@ -34,6 +34,9 @@ from verl_mt.workers.worker_group import WorkerGroup
 
 _KEY = "algorithm.adv_estimator"
 _FORMS = "expected (rewards, groups, ...) or (rewards, mask, ...)"
+_OFFERED = {"groups": ("norm_by_std", "tokens", "batch"), "mask": ("gamma", "lam")}
+"""Second parameter of a form -> the further ones that are filled in by name."""
+_MADE_UP_TOKENS = 8
 
 TrajectoryEstimator = Callable[[TensorDict, Tensor], Tensor]
 """(batch, rewards_N) -> advantages_N."""
@@ -223,6 +226,45 @@ def _gdpo(weights: dict[str, float], batch: TensorDict, rewards_N: Tensor) -> Te
     return gdpo(parts_NK, columns.trajectory_rewards(batch)[1], weights_K=torch.tensor(list(weights.values())))
 
 
+def try_own_estimator(config: Config) -> None:
+    """Call a function of the user's once, on made-up rewards of one step, before anything is sampled.
+
+    A function that takes `batch` is not called, because that holds columns of the user's rows and reward. Nor is an
+    object, because the call could change its state.
+
+    Raises:
+        ConfigError: the name leads to no function, or to one with other parameters.
+        UserCodeError: it raised, or returned something else than finite advantages.
+    """
+    path = config.algorithm.adv_estimator
+    if not names_code(path):
+        return
+    per_trajectory, per_token = own_estimator(config.algorithm)
+    function = load_object(path, what=_KEY)
+    if not inspect.isfunction(function) or "batch" in inspect.signature(function).parameters:
+        return
+    n, num_prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    rewards_N = (torch.arange(num_prompts * n) % n).float() / n
+    length_N = torch.arange(num_prompts * n) % _MADE_UP_TOKENS + 1
+    mask_NM = torch.arange(_MADE_UP_TOKENS) < length_N[:, None]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            if per_trajectory is not None:
+                index_N = torch.arange(len(rewards_N))
+                made_up = {
+                    columns.LOSS_MASK: mask_NM, columns.TRAJECTORY_INDEX: index_N, columns.GROUP_INDEX: index_N // n,
+                    columns.REWARDS: rewards_N,
+                }  # fmt: skip
+                per_trajectory(TensorDict(made_up, batch_size=[len(rewards_N)]), rewards_N)
+            if per_token is not None:
+                rewards_NM = torch.zeros(mask_NM.shape, dtype=torch.float64)
+                rewards_NM[torch.arange(len(length_N)), length_N - 1] = rewards_N.double()
+                per_token(rewards_NM, torch.zeros_like(rewards_NM), mask_NM)
+    except UserCodeError as error:
+        text = f"{error} (tried at start on made-up rewards of {num_prompts} prompts x {n} samples; {_FORMS})"
+        raise UserCodeError(text) from error.__cause__
+
+
 def own_estimator(config: AlgorithmConfig) -> Estimators:
     """A function of the user's as the trainer calls it; it gets those of the offered keyword arguments that it takes.
 
@@ -233,9 +275,21 @@ def own_estimator(config: AlgorithmConfig) -> Estimators:
     function = load_object(path, what=_KEY)
     if not callable(function):
         raise ConfigError(f"{_KEY}={path} is a {type(function).__name__}, expected a function")
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
     if len(names) < 2:
         raise ConfigError(f"{_KEY}={path} takes {', '.join(names) or 'nothing'}; {_FORMS}")
+    second = "mask" if names[1].startswith("mask") else "groups"
+    unfilled = [
+        p.name
+        for p in list(parameters.values())[2:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _OFFERED[second]
+    ]
+    if unfilled:
+        raise ConfigError(
+            f"{_KEY}={path} takes {', '.join(names)}, and nothing fills in {', '.join(unfilled)}: an estimator of "
+            f"(rewards, {second}, ...) may take {', '.join(_OFFERED[second])} besides"
+        )
 
     discounts: dict[str, Any] = {name: getattr(config, name) for name in ("gamma", "lam") if name in names}
 
@@ -254,7 +308,7 @@ def own_estimator(config: AlgorithmConfig) -> Estimators:
         given = {name: value for name, value in offered.items() if name in names[2:]}
         return _call(path, function, (rewards_N, groups_N), given).float()
 
-    return (None, per_token) if names[1].startswith("mask") else (per_trajectory, None)
+    return (None, per_token) if second == "mask" else (per_trajectory, None)
 
 
 def _call(path: str, function: Callable[..., Any], tensors: tuple[Tensor, Tensor], offered: dict[str, Any]) -> Tensor:

@@ -39,7 +39,7 @@ from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer import checkpoint
-from verl_mt.trainer.advantage_step import advantage_estimator
+from verl_mt.trainer.advantage_step import advantage_estimator, try_own_estimator
 from verl_mt.trainer.build_data import RunData, load_data, notes, require_same_rows
 from verl_mt.trainer.build_rollout import (
     begin_workers,
@@ -65,7 +65,7 @@ from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.cores import idle_cores
-from verl_mt.workers.loss import token_loss
+from verl_mt.workers.loss import try_own_loss
 from verl_mt.workers.process import prepare_torch
 from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.trainable import updates_per_step
@@ -142,6 +142,7 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     if (words := other_directory(config.trainer)) is not None:
         Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(escape(words))
     import_plugins(config.external_plugins)
+    try_own_estimator(config)
     if engine is None and config.trainer.debug_mode != "train_only":
         engines.check(config.actor_rollout_ref, config.trainer)
         _require_copyable(config)
@@ -240,7 +241,7 @@ def prepare_process(config: Config) -> None:
 def build_workers(config: Config, *, total_steps: int) -> WorkerGroup:
     """The actor / ref worker group that the YAML declares."""
     trainer = config.trainer
-    token_loss(config.actor_rollout_ref.actor)  # a mistake in a user's loss is found before anything slow
+    try_own_loss(config.actor_rollout_ref.actor)
     return build_worker_group(
         config.actor_rollout_ref,
         train_batch_size=config.data.train_batch_size,

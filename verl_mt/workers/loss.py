@@ -313,6 +313,27 @@ def token_loss(config: ActorConfig, chosen: ChosenLoss | None = None) -> TokenLo
     return partial(_of_user, _filled_in(function, chosen, config), where)
 
 
+def try_own_loss(config: ActorConfig) -> None:
+    """Call a loss of the user's once, on made-up log-probs, before anything is sampled.
+
+    Raises:
+        PluginError: its path leads nowhere.
+        ConfigError: it has other parameters.
+        UserCodeError: it raised, or returned something else than a loss for each token.
+    """
+    chosen = read_policy_loss(config.policy_loss)
+    loss = token_loss(config, chosen)
+    if not chosen.loss.is_users or not inspect.isfunction(load_object(chosen.loss.function, what=f"{KEY}.loss_mode")):
+        return
+    old_BT = torch.full((2, 4), -1.0)
+    mask_BT = torch.tensor([[False, True, True, True], [True, True, False, False]])
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            loss((old_BT + 0.1).requires_grad_(), old_BT, torch.tensor([[1.0], [-1.0]]) * mask_BT, mask_BT)
+    except UserCodeError as error:
+        raise UserCodeError(f"{error} (tried at start on made-up log-probs)") from error.__cause__
+
+
 def _filled_in(function: Callable[..., Any], chosen: ChosenLoss, config: ActorConfig) -> Callable[..., Any]:
     """`function` with those options and clip ranges that it takes by name."""
     takes = inspect.signature(function).parameters
