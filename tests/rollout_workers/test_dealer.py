@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from verl_mt.data.dataset import DataRow
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout_workers.dealer import Dealer, Job, worn_out
+from verl_mt.rollout_workers.dealer import MAX_LOST, Dealer, Job, cause_of
 
 
 def job(position: int, *, plan: str = "s1", tokens: int = 10, conversations: int = 4) -> Job:
@@ -35,19 +35,58 @@ def test_with_a_limit_a_worker_gets_one_group_more_than_it_has_room_for():
     assert dealt(dealer) == [(0, 2)]
 
 
-def test_what_a_lost_worker_had_begins_again_elsewhere_before_anything_else():
+def test_what_a_lost_worker_had_begins_again_alone_before_anything_else():
     dealer = Dealer(capacity=4)
     dealer.join(0)
     dealer.join(1)
     dealer.add(map(job, range(6)))
     assert dealt(dealer) == [(0, 0), (1, 1), (0, 2), (1, 3)]
-    assert [lost.position for lost in dealer.leave(0)] == [0, 2]
+    again, failed = dealer.leave(0)
+    assert [lost.position for lost in again] == [0, 2] and failed == []
     assert dealt(dealer) == []
     dealer.finish(1, ("s1", 1))
+    assert dealt(dealer) == [], "a worker that has another group does not get a suspect, nor anything else"
+    dealer.finish(1, ("s1", 3))
     assert dealt(dealer) == [(1, 0)]
     assert dealer.finish(0, ("s1", 2)) is None, "it is nobody's any more"
     dealer.join(0)
-    assert dealt(dealer) == [(0, 2), (0, 4)]
+    assert dealt(dealer) == [(0, 2)]
+    dealer.finish(1, ("s1", 0))
+    assert dealt(dealer) == [(1, 4), (1, 5)]
+
+
+def test_other_groups_go_on_while_suspects_wait():
+    dealer = Dealer(capacity=4)
+    for worker in (0, 1, 2):
+        dealer.join(worker)
+    dealer.add(map(job, range(9)))
+    assert dealt(dealer) == [(0, 0), (1, 1), (2, 2), (0, 3), (1, 4), (2, 5)]
+    dealer.leave(2)
+    dealer.finish(0, ("s1", 0))
+    dealer.finish(1, ("s1", 1))
+    assert dealt(dealer) == [(1, 6)], "the worker with the least to do is kept free"
+    dealer.finish(0, ("s1", 3))
+    assert dealt(dealer) == [(0, 2)]
+    dealer.finish(1, ("s1", 4))
+    assert dealt(dealer) == []
+    dealer.finish(1, ("s1", 6))
+    assert dealt(dealer) == [(1, 5)]
+
+
+def test_a_group_that_ends_its_workers_fails_and_those_beside_it_do_not():
+    dealer, failed = Dealer(), []
+    dealer.add(map(job, range(5)))
+    for _ in range(20):
+        dealer.join(0)
+        for _ in range(20):
+            having = [position for _, position in dealt(dealer)] or [j.position for j in dealer._hands[0].jobs.values()]
+            if 3 in having:
+                failed += dealer.leave(0)[1]
+                break
+            for position in having:
+                dealer.finish(0, ("s1", position))
+    assert [(lost.position, lost.num_lost) for lost in failed] == [(3, MAX_LOST)]
+    assert not dealer._waiting and not dealer._hands[0].jobs
 
 
 def test_a_plan_that_is_over_leaves_nothing_behind():
@@ -57,7 +96,7 @@ def test_a_plan_that_is_over_leaves_nothing_behind():
     assert dealt(dealer) == [(0, 0), (0, 1)]
     dealer.forget("s1")
     assert dealt(dealer) == [(0, 0)] and dealer.finish(0, ("s1", 0)) is None
-    assert dealer.finish(0, ("s2", 0)) is not None and dealer.leave(0) == []
+    assert dealer.finish(0, ("s2", 0)) is not None and dealer.leave(0) == ([], [])
 
 
 @given(
@@ -81,7 +120,9 @@ def test_whatever_happens_each_group_is_finished_once(events, capacity):
             dealer.join(worker)
             there.add(worker)
         elif what == "leave" and worker in there:
-            assert {j.key for j in dealer.leave(worker)} == {j.key for j in having[worker]}
+            again, failed = dealer.leave(worker)
+            assert {j.key for j in again + failed} == {j.key for j in having[worker]}
+            finished += [j.position for j in failed]
             having[worker] = []
             there.discard(worker)
         elif what == "finish" and having[worker]:
@@ -126,7 +167,8 @@ def test_a_forgotten_plan_is_not_dealt_and_others_keep_their_order():
     assert dealt(dealer) == []
     dealer.join(3)
     assert dealt(dealer) == [(3, 0), (3, 1)]
-    assert dealer.leave(9) == [] and [(lost.plan, lost.num_lost) for lost in dealer.leave(3)] == [("s2", 1)] * 2
+    assert dealer.leave(9) == ([], [])
+    assert [(lost.plan, lost.num_lost) for lost in dealer.leave(3)[0]] == [("s2", 1)] * 2
 
 
 def test_lost_groups_come_first_in_the_order_of_their_plans_and_places():
@@ -134,19 +176,13 @@ def test_lost_groups_come_first_in_the_order_of_their_plans_and_places():
     dealer.join(0)
     dealer.add([job(1, plan="s2"), job(5), job(2), job(0, plan="s3")])
     assert dealt(dealer) == [(0, 1), (0, 5), (0, 2)]
-    assert [(lost.plan, lost.position) for lost in dealer.leave(0)] == [("s1", 2), ("s1", 5), ("s2", 1)]
-    dealer.join(0)
-    assert dealt(dealer) == [(0, 2), (0, 5), (0, 1)]
+    assert [(lost.plan, lost.position) for lost in dealer.leave(0)[0]] == [("s1", 2), ("s1", 5), ("s2", 1)]
+    order = []
+    for worker in range(3):
+        dealer.join(worker)
+        order += dealt(dealer)
+    assert order == [(0, 2), (1, 5), (2, 1)]
 
 
-def test_groups_with_which_three_workers_ended_are_named():
-    lost = [job(k) for k in range(8)]
-    for k, one in enumerate(lost):
-        one.num_lost = 2 if k == 0 else 3 if k < 6 else 2
-    assert worn_out([]) is None and worn_out(lost[:1]) is None
-    said = str(worn_out(lost))
-    assert said.startswith("3 rollout workers ended while they had s1.00001 (") and "and" not in said.partition(":")[0]
-    assert "s1.00005" in said and "s1.00000" not in said and "s1.00006" not in said
-    lost[6].num_lost = lost[7].num_lost = 4
-    said = str(worn_out(lost))
-    assert "s1.00005" in said and "s1.00006" not in said and " and 2 more:" in said
+def test_why_a_group_failed_names_it():
+    assert cause_of(job(1)).startswith("3 rollout workers ended while they had s1.00001 (")

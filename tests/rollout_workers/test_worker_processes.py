@@ -133,18 +133,43 @@ def wait_until(so) -> None:
         time.sleep(0.05)
 
 
+KILLER = """
+import os, signal
+def compute_score(solution_str, ground_truth, extra_info=None):
+    if CONDITION:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
+def with_killer(tmp_path, condition: str, num_rows: int):
+    (tmp_path / "killer.py").write_text(KILLER.replace("CONDITION", condition))
+    return compose([f"{RO}.num_workers=1", f"reward.path={tmp_path / 'killer.py'}", f"data.val_max_samples={num_rows}"])
+
+
 @pytest.mark.timeout(600)
-def test_a_group_that_ends_one_worker_after_the_other_stops_the_run_and_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv(deadly.FOLDER, str(tmp_path))
-    file = tmp_path / "killer.py"
-    file.write_text(
-        "import os, signal\n"
-        "def compute_score(solution_str, ground_truth, extra_info=None):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    config = compose([f"{RO}.num_workers=1", f"reward.path={file}", "data.val_max_samples=1"])
+def test_a_row_that_ends_its_workers_fails_alone(tmp_path, caplog):
+    config = with_killer(tmp_path, "extra_info['index'] == 2", 5)
+    with Inference(config, engine=ScriptedEngine(say)) as inference:
+        inference.stream.start(RolloutPlan(inference.prompts(), 2, "some", greedy_too=True))
+        groups = {g.prompt_id: g for g in inference.stream.collect("some", lambda: None)}
+        counts = inference.stream.metrics()
+    assert len(groups) == 5 and counts[COUNTS[0]] == 3
+    (failed,) = [g for g in groups.values() if any(t.status == "failed" for t in g.trajectories)]
+    assert [t.status for t in failed.trajectories] == ["failed"] * 2 and failed.row_index == 2
+    assert all(f"ended while they had {failed.prompt_id} (" in t.error for t in failed.trajectories)
+    assert caplog.text.count("The group counts as failed") == 1
+    others = [t for g in groups.values() if g is not failed for t in g.trajectories]
+    assert [t.reward for t in others] == [1.0] * 8
+
+
+@pytest.mark.timeout(600)
+def test_where_one_group_after_the_other_ends_its_workers_the_run_ends(tmp_path):
+    config = with_killer(tmp_path, "True", 4)
     with Inference(config, engine=ScriptedEngine(say)) as inference, pytest.raises(WorkerError) as raised:
         inference.roll_out(inference.prompts())
-    assert "3 rollout workers ended while they had inference.00000 (" in str(raised.value)
+    assert "3 rollout workers ended while they had inference.0000" in str(raised.value)
+    assert "3 groups in a row failed like this" in str(raised.value)
 
 
 @pytest.mark.timeout(600)

@@ -393,6 +393,27 @@ class RolloutRunner:
         return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
+def failed_group(plan: RolloutPlan, position: int, prompt: Prompt, error: str) -> TrajectoryGroup:
+    """The group of the prompt at `position` of a plan, none of whose conversations came to an end.
+
+    Args:
+        error: why, for all of them.
+    """
+    prompt_id, row = plan.prompt_id(position), prompt.row
+    names = [f"{prompt_id}.{sample:02d}" for sample in range(plan.episodes_per_prompt)]
+    failed = [
+        Trajectory(
+            name, prompt_id, prompt_id, name, row.data_source, row.index, list(row.prompt), source=row.source,
+            ground_truth=row.ground_truth, stop_reason=StopReason.ERROR, error=error,
+        )
+        for name in names
+    ]  # fmt: skip
+    group = TrajectoryGroup(prompt_id, prompt_id, failed, row.data_source, row.index, row.source)
+    if plan.greedy_too:
+        set_aside(group, failed[-1:])
+    return group
+
+
 class Gate:
     """Lets `limit` conversations live at once, by rank (older plans first, then by place in the plan); a conversation's
     engine session is opened as it is let in.

@@ -16,8 +16,8 @@ from verl_mt.chat.sanity import Finding
 from verl_mt.data.requests import GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.errors import WorkerError
-from verl_mt.rollout.runner import RolloutPlan, RolloutProgress, RolloutRunner
-from verl_mt.rollout_workers.dealer import MAX_LOST, Dealer, Job, worn_out
+from verl_mt.rollout.runner import RolloutPlan, RolloutProgress, RolloutRunner, failed_group
+from verl_mt.rollout_workers.dealer import MAX_LOST, Dealer, Job, cause_of
 from verl_mt.rollout_workers.links import Link, WorkerGone
 from verl_mt.rollout_workers.worker import WorkerSetup, sendable
 
@@ -81,7 +81,7 @@ class RolloutPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: Exception | None = None
         self._was_broken = asyncio.Event()
-        self._unready_deaths = 0
+        self._unready_deaths = self._failed_in_a_row = 0
         self._restarts = self._groups_restarted = 0
 
     async def start(self) -> None:
@@ -99,7 +99,7 @@ class RolloutPool:
         """See `RolloutRunner.run`.
 
         Raises:
-            WorkerError: groups were lost with one worker after the other.
+            WorkerError: workers end with one group after the other.
         """
         self.progress.begin(len(plan.prompts) * plan.episodes_per_prompt)
         running = self._plans[plan.name] = _Running(replace(plan, prompts=(), positions=None))
@@ -219,12 +219,25 @@ class RolloutPool:
         place.sessions.clear()
         for key in [key for key in self._leaving if key[0] == number]:
             self._leaving.pop(key).set()
-        lost = self._dealer.leave(number)
-        self._groups_restarted += len(lost)
-        if (worn := worn_out(lost)) is not None:
-            self._break(worn)
+        again, failed = self._dealer.leave(number)
+        self._groups_restarted += len(again)
+        for job in failed:
+            self._fail(job)
         self._deal()
         return was_ready
+
+    def _fail(self, job: Job) -> None:
+        """Its conversations failed. The run goes on, unless one group after the other does this."""
+        cause = cause_of(job)
+        log.warning("%s The group counts as failed", cause)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_LOST:
+            self._break(WorkerError(f"{cause} {MAX_LOST} groups in a row failed like this"))
+            return
+        running = self._plans[job.plan]
+        group = failed_group(running.plan, job.position, job.prompt, cause)
+        self._count(group)
+        running.arrived.put_nowait(group)
 
     def _break(self, error: Exception) -> None:
         """Nothing can be rolled out any more."""
@@ -264,6 +277,7 @@ class RolloutPool:
         if self._dealer.finish(number, (plan, position)) is None:
             return
         group: TrajectoryGroup = pickle.loads(packed)
+        self._failed_in_a_row = 0
         for finding in findings:
             self._sanity.observe(finding, plan)
         self._count(group)
