@@ -16,12 +16,13 @@ from typing import Any, TextIO, TypeVar
 import anyio
 import httpx2
 from mcp import Client, MCPError
-from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, CallToolResult, Tool
 
+from verl_mt.bounds import MAX_FRAME_BYTES
 from verl_mt.errors import ToolCallError
 from verl_mt.tools.mcp_client.servers import McpServer
+from verl_mt.tools.mcp_client.stdio import stdio_streams
 
 _TAIL = 2000
 
@@ -59,10 +60,15 @@ class StderrTail:
 
 @contextlib.asynccontextmanager
 async def open_transport(
-    server: McpServer, *, connect_timeout_s: float, stderr: StderrTail, at_end: Callable[[], None]
+    server: McpServer,
+    *,
+    connect_timeout_s: float,
+    stderr: StderrTail,
+    on_unread: Callable[[str], None],
+    at_end: Callable[[], None],
 ) -> AsyncIterator[tuple[Any, Any]]:
     """Start or reach a server. `at_end` is called when it hangs up, so that the next call need not find that out."""
-    inner = _http(server, connect_timeout_s) if server.url is not None else _stdio(server, stderr)
+    inner = _http(server, connect_timeout_s) if server.url is not None else _stdio(server, stderr, on_unread)
     async with inner as (read, write):
         yield _Watched(read, at_end), write
 
@@ -76,7 +82,9 @@ def _http(server: McpServer, connect_timeout_s: float) -> AbstractAsyncContextMa
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         assert server.url is not None
         async with (
-            httpx2.AsyncClient(headers=server.all_headers, timeout=timeout, limits=limits) as http,
+            httpx2.AsyncClient(
+                headers=server.all_headers, timeout=timeout, limits=limits, event_hooks={"response": [_bound]}
+            ) as http,
             streamable_http_client(server.url, http_client=http) as streams,
         ):
             yield streams
@@ -84,18 +92,38 @@ def _http(server: McpServer, connect_timeout_s: float) -> AbstractAsyncContextMa
     return transport()
 
 
-def _stdio(server: McpServer, stderr: StderrTail) -> AbstractAsyncContextManager[tuple[Any, Any]]:
-    @contextlib.asynccontextmanager
-    async def transport() -> AsyncIterator[tuple[Any, Any]]:
-        assert server.command is not None
-        parameters = StdioServerParameters(
-            command=server.command, args=server.args, env=server.env or None, cwd=server.cwd
-        )
-        with stderr.collecting() as file:
-            async with stdio_client(parameters, errlog=file) as streams:
-                yield streams
+@contextlib.asynccontextmanager
+async def _stdio(
+    server: McpServer, stderr: StderrTail, on_unread: Callable[[str], None]
+) -> AsyncIterator[tuple[Any, Any]]:
+    with stderr.collecting() as file:
+        async with stdio_streams(server, file, on_unread) as streams:
+            yield streams
 
-    return transport()
+
+async def _bound(response: httpx2.Response) -> None:
+    # The SDK bounds the events of a stream by itself, and a stream has no end.
+    if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Bounded(response.stream)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A body that ends with an error after `MAX_FRAME_BYTES`."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream):
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in self._stream:
+            size += len(part)
+            if size > MAX_FRAME_BYTES:
+                raise httpx2.StreamError(f"the answer has more than {MAX_FRAME_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 class _Watched:
@@ -166,11 +194,14 @@ class McpConnection:
         self.name, self.server = name, server
         self.num_connects = 0
         """How often a connection was made."""
+        self.num_unread = 0
+        """Lines of a started server that are no messages."""
         self._connect_timeout_s, self._calls_per_s = connect_timeout_s, calls_per_s
         self._next_call_s = 0.0
         self._lock = asyncio.Lock()
         self._client: Client | None = None
         self._owner: asyncio.Task[None] | None = None
+        self._check: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._why, self._pause_s, self._quiet_until_s = "", 0.0, 0.0
 
@@ -217,18 +248,48 @@ class McpConnection:
     async def _guarded(self, client: Client, request: Coroutine[Any, Any, T]) -> T:
         try:
             return await request
+        except asyncio.CancelledError:
+            self._check_later(client)
+            raise
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolCallError(str(error)) from error
             # A server that was started anew does not know our session.
             forgotten = error.code == INVALID_REQUEST and "session" in str(error).lower()
-            if error.code != CONNECTION_CLOSED and not forgotten:
+            # Servers use the code of a closed connection for errors of their own.
+            ended = error.code == CONNECTION_CLOSED and self._client is not client
+            if not ended and not forgotten:
                 raise
             self._drop(client)
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {error}") from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:
             self._drop(client)
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {_leaf(error)}") from error
+
+    def _check_later(self, client: Client) -> None:
+        """A call got no answer in time: find out whether the server answers anything at all."""
+        if client is self._client and (self._check is None or self._check.done()):
+            self._check = asyncio.create_task(self._check_alive(client), name=f"mcp {self.name} check")
+
+    async def _check_alive(self, client: Client) -> None:
+        with contextlib.suppress(MCPError, OSError, RuntimeError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            try:
+                async with asyncio.timeout(self._connect_timeout_s):
+                    await client.session.list_tools()  # newer versions of the protocol have no ping
+            except TimeoutError:
+                if client is self._client:
+                    logger.warning(
+                        "MCP server %r answered neither a call nor tools/list within %g s: connecting anew",
+                        self.name,
+                        self._connect_timeout_s,
+                    )
+                self._drop(client)
+
+    def _unread(self, reason: str) -> None:
+        """The server wrote a line that is no message."""
+        self.num_unread += 1
+        if self.num_unread == 1:
+            logger.warning("MCP server %r wrote %s. It is left out, as are all others like it", self.name, reason)
 
     async def _wait_for_turn(self) -> None:
         if self._calls_per_s is None:
@@ -276,7 +337,11 @@ class McpConnection:
                 self._drop(client)
 
         transport = open_transport(
-            self.server, connect_timeout_s=self._connect_timeout_s, stderr=stderr, at_end=hung_up
+            self.server,
+            connect_timeout_s=self._connect_timeout_s,
+            stderr=stderr,
+            on_unread=self._unread,
+            at_end=hung_up,
         )
         try:
             async with Client(transport) as client:
