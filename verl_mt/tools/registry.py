@@ -90,7 +90,8 @@ def _make_mcp(declaration: Declaration) -> list[ToolEntry]:
         schema = OpenAIFunctionToolSchema.model_validate(raw)
         tool = declaration.build(kind, config=config, tool_schema=schema)
         tool.connect(connection, name)
-        entries.append(ToolEntry.of(tool, where=f"{where} of MCP server {connection.name!r}", schema=raw))
+        named = f"{where} of MCP server {connection.name!r}"
+        entries.append(ToolEntry.of(tool, where=named, schema=raw, server_checks=True))
     return entries
 
 

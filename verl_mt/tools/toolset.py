@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema.exceptions import SchemaError, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
+from jsonschema.exceptions import ValidationError
 
 from verl_mt.errors import DataError, PluginError, ToolCallError, error_text, value_text
 from verl_mt.plugins import listing, suggest
+from verl_mt.tools.argument_schema import ArgumentSchema
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.schemas import as_tool_schema
 
@@ -37,16 +36,19 @@ class ToolEntry:
     tool: BaseTool
     schema: dict[str, Any]
     """What the chat template gets."""
-    validator: Validator
+    arguments: ArgumentSchema
     where: str
     """Where it was declared, for errors."""
 
     @classmethod
-    def of(cls, tool: BaseTool, *, where: str, schema: dict[str, Any] | None = None) -> ToolEntry:
+    def of(
+        cls, tool: BaseTool, *, where: str, schema: dict[str, Any] | None = None, server_checks: bool = False
+    ) -> ToolEntry:
         """Check the tool and its schema.
 
         Args:
             schema: the schema as its author wrote it; None = what `tool.get_openai_tool_schema()` returns.
+            server_checks: see `ArgumentSchema`.
 
         Raises:
             PluginError: the name is missing, or the parameters are no JSON Schema of type object.
@@ -64,7 +66,8 @@ class ToolEntry:
                 ) from error
             schema = as_tool_schema(given, f"{where}: what get_openai_tool_schema() returns").to_template()
         parameters = schema["function"].get("parameters") or {"type": "object", "properties": {}}
-        return cls(tool, schema, _validator(parameters, f"{where}: tool_schema of {tool.name!r}"), where)
+        named = f"{where}: tool_schema of {tool.name!r}"
+        return cls(tool, schema, ArgumentSchema(parameters, named, server_checks=server_checks), where)
 
 
 class ToolSet:
@@ -126,7 +129,7 @@ class ToolSet:
         if not isinstance(arguments, dict):
             raise ToolCallError(f"arguments of {name} must be a JSON object, got {_short(arguments)}")
         entry = self._entries[name]
-        errors = sorted(entry.validator.iter_errors(arguments), key=lambda e: [str(p) for p in e.absolute_path])
+        errors = sorted(entry.arguments.errors(name, arguments), key=lambda e: [str(p) for p in e.absolute_path])
         if errors:
             reasons = "; ".join(_explain(error) for error in errors[:3])
             raise ToolCallError(f"wrong arguments for {name}: {reasons}. Expected {_signature(entry.schema)}")
@@ -141,8 +144,10 @@ class ToolSet:
         """
         if name not in self._entries or not isinstance(arguments, dict):
             return arguments, 0
-        validator, changed, count = self._entries[name].validator, copy.deepcopy(arguments), 0
-        for error in list(validator.iter_errors(changed)):
+        schema, count = self._entries[name].arguments, 0
+        errors = schema.errors(name, arguments)
+        changed = copy.deepcopy(arguments)
+        for error in errors:
             kinds = error.validator_value if isinstance(error.validator_value, list) else [error.validator_value]
             if error.validator != "type" or not error.absolute_path:
                 return arguments, 0
@@ -155,7 +160,7 @@ class ToolSet:
                 place = place[part]
             place[last] = found
             count += 1
-        return (changed, count) if validator.is_valid(changed) else (arguments, 0)
+        return (arguments, 0) if not count or schema.errors(name, changed) else (changed, count)
 
     def for_row(
         self,
@@ -239,42 +244,6 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _validator(parameters: dict[str, Any], where: str) -> Validator:
-    kind = validator_for(parameters, default=Draft202012Validator)
-    try:
-        kind.check_schema(parameters)
-    except SchemaError as error:
-        path = ".".join(str(p) for p in error.absolute_path) or "parameters"
-        raise PluginError(f"{where}: parameters are not a JSON Schema: {path}: {error.message}") from error
-    if parameters.get("type", "object") != "object":
-        raise PluginError(f"{where}: parameters must have type 'object', got {parameters['type']!r}")
-    properties = parameters.get("properties")
-    if properties and not {"patternProperties", "additionalProperties"} & set(parameters):
-        for name in parameters.get("required") or []:
-            if name not in properties:
-                raise PluginError(
-                    f"{where}: required names {name!r}, which is not among properties{suggest(name, properties)} "
-                    f"({listing(properties)})"
-                )
-    return kind(_with_nulls(parameters))
-
-
-def _with_nulls(schema: Any) -> Any:
-    """With `nullable: true`, which transformers and OpenAPI write for Optional, in words that JSON Schema knows."""
-    if isinstance(schema, list):
-        return [_with_nulls(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    known = {key: _with_nulls(value) for key, value in schema.items()}
-    if schema.get("nullable") is not True:
-        return known
-    if isinstance(kinds := known.get("type"), str | list):
-        known["type"] = [*([kinds] if isinstance(kinds, str) else kinds), "null"]
-    if isinstance(known.get("enum"), list):
-        known["enum"] = [*known["enum"], None]
-    return known
-
-
 def _as_kind(value: Any, kind: str) -> Any:
     """A simple value as another simple JSON type; None where that would lose something."""
     if kind == "string" and isinstance(value, bool | int | float):
@@ -296,7 +265,7 @@ def _explain(error: ValidationError) -> str:
     if error.validator == "required":
         missing = next((n for n in error.validator_value if n not in error.instance), None)
         return f"missing argument {missing!r}" if not error.absolute_path else _short(error.message, 200)
-    path = ".".join(str(p) for p in error.absolute_path)
+    path = ".".join(str(p) for p in error.absolute_path)[:100]
     return (f"argument {path!r}: " if path else "") + error.message[:200]
 
 
