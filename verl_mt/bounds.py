@@ -6,6 +6,7 @@ or refused where it arrives, before anything slower than linear looks at it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,28 @@ MAX_ARGUMENT_CHARACTERS = 1_000_000
 """Of the arguments of one tool call."""
 MAX_CHECK_STEPS = 10_000
 """Keywords of a schema that are applied to values of one call: about half a second at most."""
+
+MAX_TEXT_CHARACTERS = 2_000
+"""Of the text of a foreign exception on its way to a log or a file."""
+MAX_PAGE_CHARACTERS = 20_000
+"""Of a traceback, of an error of ours (it may list many mistakes), of anything that is logged."""
+
+_UNPRINTABLE = re.compile(
+    # Control characters but tab and newline, lone surrogates, and what turns the direction of text.
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
+    """A text of others as it may reach a terminal or a file: cut in its middle, control characters escaped.
+
+    Args:
+        limit: characters that are kept of it.
+    """
+    if len(text) > limit:
+        head = limit * 3 // 4
+        text = f"{text[:head]} ... ({len(text) - limit} characters left out) ... {text[head - limit :]}"
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def excess(value: Any, *, max_values: int, max_characters: int) -> str:

@@ -20,7 +20,8 @@
 
 Error text = what was wrong, what was got, what to do. Plug-in authors raise plain Python exceptions;
 one boundary wraps them in `UserCodeError`, which names the tool or function, the row and the turn. What becomes text
-there goes through `error_text`, `traceback_text` and `value_text`, which never raise: foreign code's `__str__` may.
+there goes through `error_text`, `traceback_text` and `value_text`. They never raise (foreign code's `__str__` may), and
+cut and escape (`bounds.printable`). So does the text of every error of the tree.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from verl_mt.bounds import MAX_PAGE_CHARACTERS, MAX_TEXT_CHARACTERS, printable
+
 
 class VerlMTError(Exception):
     """Base of all errors that verl_mt raises on purpose."""
 
     exit_status: int = 2
     """Of a command that it ends."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), MAX_PAGE_CHARACTERS)
 
 
 class ConfigError(VerlMTError):
@@ -77,11 +83,14 @@ class CheckpointError(VerlMTError):
 class ToolCallError(VerlMTError):
     """The model's own mistake in a tool call (bad JSON, unknown tool, wrong arguments).
 
-    Its text is written for the model: it is fed back as the tool's answer.
+    Its text is written for the model: it is fed back as the tool's answer, and not cut or escaped before.
     """
 
     timed_out: bool = False
     """What the call asked for was stopped by the clock: counted as a timeout too."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class UserCodeError(VerlMTError):
@@ -122,12 +131,13 @@ LOSSES = (WorkerError, EngineGoneError)
 """Of processes that died or do not answer. All other errors would most likely come again."""
 
 
-def error_text(error: BaseException, *, named: bool = False) -> str:
+def error_text(error: BaseException, *, named: bool = False, whole: bool = False) -> str:
     """The text of any exception. Never raises, and can be written as UTF-8.
 
     Args:
         error: also one whose `__str__` raises; then the text says so.
         named: with the type's name before it, as in `ValueError: no such row`.
+        whole: neither cut nor escaped, for the model.
 
     Returns:
         `str(error)`; the type's name where that is empty.
@@ -137,14 +147,16 @@ def error_text(error: BaseException, *, named: bool = False) -> str:
         return f"{kind} (its text is unknown: __str__ raised {type(text).__name__})"
     if not text:
         return kind
+    if not whole:
+        text = printable(text, MAX_PAGE_CHARACTERS if isinstance(error, VerlMTError) else MAX_TEXT_CHARACTERS)
     return f"{kind}: {text}" if named else text
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback that Python would print. Never raises, and can be written as UTF-8."""
+    """The traceback that Python would print, cut in its middle. Never raises, and can be written as UTF-8."""
     text = _text(lambda: "".join(traceback.format_exception(error)))
     if isinstance(text, str):
-        return text
+        return printable(text, MAX_PAGE_CHARACTERS)
     where = "".join(traceback.format_tb(error.__traceback__))
     return f"Traceback (most recent call last):\n{where}{error_text(error, named=True)}\n"
 
@@ -154,7 +166,7 @@ def value_text(value: Any, limit: int = 200) -> str:
     text = _text(lambda: repr(value))
     if isinstance(text, BaseException):
         return f"a {type(value).__name__} whose __repr__ raised {type(text).__name__}"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return printable(text if len(text) <= limit else text[: limit - 3] + "...", limit)
 
 
 def key_text(key: Any) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
 import pty
 import struct
 import subprocess
 import sys
 import termios
+import time
 from typing import Any
 
 import pytest
@@ -114,3 +116,19 @@ def test_piped_output_is_as_wide_as_the_terminal_within_limits(columns, width):
 @pytest.mark.slow
 def test_columns_of_the_environment_decide():
     assert width_of(97, COLUMNS="200") == 200
+
+
+def test_a_log_line_of_any_length_costs_little_and_reaches_the_terminal_escaped():
+    screen, shown = display()
+    logger = logging.getLogger("verl_mt.test_run_display")
+    begun = time.process_time()
+    with screen:
+        logger.warning("a server says %s", "\x1b]0;pwn\x07" + "0123456789abcdef" * 100_000)
+        try:
+            raise RuntimeError("\x1b[2J" + "y" * 5_000_000)
+        except RuntimeError:
+            logger.exception("it failed")
+    assert time.process_time() - begun < 2.0, "rich's highlighter takes minutes"
+    text = "".join(shown.getvalue().split())  # without the line breaks
+    assert "\x1b" not in text and "\x07" not in text and len(text) < 50_000
+    assert r"aserversays\x1b]0;pwn\x07012" in text and r"RuntimeError:\x1b[2Jyy" in text

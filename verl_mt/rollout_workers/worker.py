@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from verl_mt.bounds import MAX_PAGE_CHARACTERS, printable
 from verl_mt.chat.sanity import Finding, SanityMonitor
 from verl_mt.config.schema import Config
 from verl_mt.data.columnar_rows import seal
@@ -299,7 +300,7 @@ class SaidLogs(logging.Handler):
         self._send_log = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send_log(("log", record.name, record.levelno, record.getMessage()))
+        self._send_log(("log", record.name, record.levelno, printable(record.getMessage(), MAX_PAGE_CHARACTERS)))
 
     @classmethod
     def instead(cls, send: Send) -> None:

@@ -228,7 +228,7 @@ class ToolSession:
             self._tools.check_call(name, arguments)
             answer = await self._execute(name, arguments, turn)
         except ToolCallError as error:
-            answer = _Answer(error_text(error), failure="model")
+            answer = _Answer(error_text(error, whole=True), failure="model")
             self._count(metric, "timeouts", float(error.timed_out))
         except EngineError as error:
             answer = _Answer(f"Tool failed: {error_text(error)}", failure="infrastructure")
@@ -237,7 +237,7 @@ class ToolSession:
             late = isinstance(error, CallTimeout)
             # The deadline as configured, not what was left of it: the text must not depend on the clock.
             limit_s = self._limits.timeout_of(self._tools[name])
-            reason = f"timed out after {limit_s:g} s" if late else error_text(error)
+            reason = f"timed out after {limit_s:g} s" if late else error_text(error, whole=True)
             answer = _Answer(f"Tool failed: {reason}", failure="tool")
             self._count(metric, "timeouts", float(late))
             self._log(name, turn, error)

@@ -11,11 +11,13 @@ from verl_mt.config.schema import Config
 
 def train(config: Config) -> None:
     """Build and run, or, with `trainer.dry_run`, look at what a run would be."""
-    from verl_mt.trainer.restarts import (
-        run_to_the_end,  # after the config is known to be right: torch takes seconds
-    )
+    # After the config is known to be right: torch takes seconds.
+    from verl_mt.trainer.display import PrintableFormatter
+    from verl_mt.trainer.restarts import run_to_the_end
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[terminal])
     if config.trainer.dry_run:
         from verl_mt.doctor.checks import report
 

@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from verl_mt.bounds import MAX_PAGE_CHARACTERS, printable
 from verl_mt.diagnostics.step_metrics import first_and_last
 from verl_mt.rollout.runner import RolloutProgress
 
@@ -129,6 +131,13 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (m - low) / (high - low)) if high > low else 0] for m in means)
 
 
+class PrintableFormatter(logging.Formatter):
+    """Log records as a terminal may get them: long ones cut, control characters escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), MAX_PAGE_CHARACTERS)
+
+
 class Display(AbstractContextManager["Display"]):
     """Prints to the console; `live` adds a progress bar that a pipe or a log file would not want."""
 
@@ -140,7 +149,10 @@ class Display(AbstractContextManager["Display"]):
         self._task = TaskID(0)
         # Warnings go through the same console, or they would tear the live line.
         self._log = logging.getLogger("verl_mt")
-        self._handler = RichHandler(console=self.console, show_path=False, show_time=False)
+        # rich's own highlighter takes minutes for a long word, on the thread that logs.
+        plain = NullHighlighter()
+        self._handler = RichHandler(console=self.console, show_path=False, show_time=False, highlighter=plain)
+        self._handler.setFormatter(PrintableFormatter())
         if live and enabled:
             self._progress = Progress(
                 SpinnerColumn(),
