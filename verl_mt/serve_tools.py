@@ -58,29 +58,43 @@ async def serve(tools: ToolSet, limits: ToolLimits) -> None:
 
 
 def _server(tools: ToolSet, session: ToolSession) -> Any:
-    import mcp_types as types
     from mcp.server import Server
 
-    async def list_tools(context: Any, parameters: Any) -> types.ListToolsResult:
-        functions = [schema["function"] for schema in tools.schemas()]
-        return types.ListToolsResult(
-            tools=[
-                types.Tool(
-                    name=function["name"],
-                    description=function.get("description") or "",
-                    input_schema=function.get("parameters") or {"type": "object", "properties": {}},
-                )
-                for function in functions
-            ]
-        )
+    from verl_mt.tools.mcp_client.sdk import IS_FIRST, types
 
-    async def call_tool(context: Any, parameters: Any) -> types.CallToolResult:
-        call = ToolCall(parameters.name, parameters.arguments or {}, id="")
-        (result,) = await session.run([call], turn=0)
+    listed = [
+        types.Tool.model_validate(
+            {
+                "name": schema["function"]["name"],
+                "description": schema["function"].get("description") or "",
+                "inputSchema": schema["function"].get("parameters") or {"type": "object", "properties": {}},
+            }
+        )
+        for schema in tools.schemas()
+    ]
+
+    async def call(name: str, arguments: dict[str, Any] | None) -> types.CallToolResult:
+        (result,) = await session.run([ToolCall(name, arguments or {}, id="")], turn=0)
         # The protocol has its own mark of an error.
         text = result.text.removeprefix("<error>").removesuffix("</error>") if result.failure else result.text
-        content = types.TextContent(type="text", text=text)
-        return types.CallToolResult(content=[content], is_error=result.failure is not None)
+        content = [{"type": "text", "text": text}]
+        return types.CallToolResult.model_validate({"content": content, "isError": result.failure is not None})
+
+    if IS_FIRST:
+        server: Any = Server("verl_mt")
+
+        @server.list_tools()
+        async def list_first() -> list[types.Tool]:
+            return listed
+
+        server.call_tool(validate_input=False)(call)
+        return server
+
+    async def list_tools(context: Any, parameters: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=listed)
+
+    async def call_tool(context: Any, parameters: Any) -> types.CallToolResult:
+        return await call(parameters.name, parameters.arguments)
 
     return Server("verl_mt", on_list_tools=list_tools, on_call_tool=call_tool)
 

@@ -72,9 +72,10 @@ class MCPBaseTool(BaseTool):
         """
         result = await self._connection.call(self._remote_name, parameters)
         text, metrics = self._parse_tool_result(result.content)
-        if not text and result.structured_content is not None:
-            text = json.dumps(result.structured_content, ensure_ascii=False)
-        if result.is_error:
+        structured = _field(result, "structured_content")
+        if not text and structured is not None:
+            text = json.dumps(structured, ensure_ascii=False)
+        if _field(result, "is_error"):
             raise ToolCallError(text or "the tool could not do this")
         images = [_image(part) for part in result.content if part.type == "image"]
         return ToolResponse(text=text, image=images or None), 0.0, metrics
@@ -173,7 +174,7 @@ async def _ask(connection: McpConnection, timeout_s: float) -> list[Offer]:
 
 
 def _openai_schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": _field(tool, "input_schema")}
     return {"type": "function", "function": function}
 
 
@@ -189,4 +190,11 @@ def _text(part: Any) -> str:
 
 def _image(part: Any) -> str:
     """A data URL, which image loaders read."""
-    return f"data:{part.mime_type};base64,{part.data}"
+    return f"data:{_field(part, 'mime_type')};base64,{part.data}"
+
+
+def _field(model: Any, name: str) -> Any:
+    """Of one of the protocol's models, whose package is loaded only where somebody declares a server."""
+    from verl_mt.tools.mcp_client.sdk import get
+
+    return get(model, name)

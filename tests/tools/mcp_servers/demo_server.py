@@ -6,12 +6,19 @@ import asyncio
 import os
 import sys
 
-from mcp.server import MCPServer
-from mcp.server.mcpserver import Image
-from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel
 
-server = MCPServer("demo", log_level="ERROR")
+try:
+    from mcp.server import MCPServer
+    from mcp.server.mcpserver import Image
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    server = MCPServer("demo", log_level="ERROR")
+except ImportError:  # version 1
+    from mcp.server.fastmcp import FastMCP, Image
+    from mcp.server.fastmcp.exceptions import ToolError
+
+    server = FastMCP("demo", log_level="ERROR")
 running, most = 0, 0
 
 
@@ -71,7 +78,10 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and hasattr(server.settings, "port"):  # version 1
+        server.settings.port = int(sys.argv[1])
+        server.run("streamable-http")
+    elif len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run()

@@ -126,6 +126,7 @@ MODES: dict[str, Callable[[Any], None]] = {
     "text is a number": result({"content": [{"type": "text", "text": 5}]}),
     "lone surrogate": lambda n: answer(n, "\ud800"),
     "escape sequences": lambda n: answer(n, "\x1b]0;pwn\x07\x1b[2J"),
+    "structured": result({"content": [], "structuredContent": {"a": "b"}}),
     "error of its own": result({"content": [{"type": "text", "text": "no"}], "isError": True}),
     "5,000 notifications": flood("notifications/message", 5000),
     "unknown notifications": flood("notifications/nothing", 500),
@@ -160,7 +161,12 @@ def main() -> None:
             send(id=number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info})
         elif method == "tools/list":
             schema = {"type": "object", "properties": {"mode": {"type": "string"}}}
-            send(id=number, result={"tools": [{"name": "act", "inputSchema": schema}]})
+            elsewhere = {
+                "type": "object",
+                "$ref": sys.argv[1] if len(sys.argv) > 1 else "#/$defs/any",
+                "$defs": {"any": {}},
+            }
+            send(id=number, result={"tools": [{"name": "act", "inputSchema": schema, "outputSchema": elsewhere}]})
         elif method == "tools/call":
             MODES[message["params"]["arguments"]["mode"]](number)
         elif method == "ping":

@@ -14,13 +14,11 @@ from functools import lru_cache
 from typing import Any, TextIO, TypeVar
 
 import anyio
-import httpx2
-from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, CallToolResult, Tool
 
 from verl_mt.bounds import MAX_FRAME_BYTES
 from verl_mt.errors import ToolCallError
+from verl_mt.tools.mcp_client.sdk import MCPError, SessionMessage, get, httpx, open_client, result_of, types
 from verl_mt.tools.mcp_client.servers import McpServer
 from verl_mt.tools.mcp_client.stdio import stdio_streams
 
@@ -78,16 +76,16 @@ def _http(server: McpServer, connect_timeout_s: float) -> AbstractAsyncContextMa
     async def transport() -> AsyncIterator[tuple[Any, Any]]:
         # A call's deadline is the executor's. One request that fails takes the whole connection down, so none may
         # fail for want of a slot in the pool.
-        timeout = httpx2.Timeout(connect_timeout_s, read=None, pool=None)
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(connect_timeout_s, read=None, pool=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         assert server.url is not None
         async with (
-            httpx2.AsyncClient(
+            httpx.AsyncClient(
                 headers=server.all_headers, timeout=timeout, limits=limits, event_hooks={"response": [_bound]}
             ) as http,
-            streamable_http_client(server.url, http_client=http) as streams,
+            streamable_http_client(server.url, http_client=http) as (read, write, *_),
         ):
-            yield streams
+            yield read, write
 
     return transport()
 
@@ -101,17 +99,17 @@ async def _stdio(
             yield streams
 
 
-async def _bound(response: httpx2.Response) -> None:
+async def _bound(response: httpx.Response) -> None:
     # The SDK bounds the events of a stream by itself, and a stream has no end.
     if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
         response.stream = _Bounded(response.stream)
 
 
-class _Bounded(httpx2.AsyncByteStream):
+class _Bounded(httpx.AsyncByteStream):
     """A body that ends with an error after `MAX_FRAME_BYTES`."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx.AsyncByteStream):
         self._stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -119,7 +117,7 @@ class _Bounded(httpx2.AsyncByteStream):
         async for part in self._stream:
             size += len(part)
             if size > MAX_FRAME_BYTES:
-                raise httpx2.StreamError(f"the answer has more than {MAX_FRAME_BYTES} bytes")
+                raise httpx.StreamError(f"the answer has more than {MAX_FRAME_BYTES} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -137,7 +135,7 @@ class _Watched:
 
     async def receive(self) -> Any:
         try:
-            return await self._stream.receive()
+            return _without_output_schemas(await self._stream.receive())
         except (anyio.EndOfStream, anyio.ClosedResourceError):
             self._at_end()
             raise
@@ -159,12 +157,23 @@ class _Watched:
         return await self._stream.__aexit__(*error)
 
 
+def _without_output_schemas(item: Any) -> Any:
+    """A message whose tools have none: the SDK would check each result by them, without a bound."""
+    result = result_of(item.message) if isinstance(item, SessionMessage) else None
+    if isinstance(result, dict) and isinstance(result.get("tools"), list):
+        for tool in result["tools"]:
+            if isinstance(tool, dict):
+                tool.pop("outputSchema", None)
+    return item
+
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _CLOSE_S = 10.0
+_ENDS_S = 0.1
 _MAX_PAGES = 100
 
 
@@ -199,13 +208,13 @@ class McpConnection:
         self._connect_timeout_s, self._calls_per_s = connect_timeout_s, calls_per_s
         self._next_call_s = 0.0
         self._lock = asyncio.Lock()
-        self._client: Client | None = None
+        self._client: Any = None
         self._owner: asyncio.Task[None] | None = None
         self._check: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._why, self._pause_s, self._quiet_until_s = "", 0.0, 0.0
 
-    async def list_tools(self) -> list[Tool]:
+    async def list_tools(self) -> list[types.Tool]:
         """All tools of the server.
 
         Raises:
@@ -214,7 +223,7 @@ class McpConnection:
         """
         return await _on_mcp_loop(self._list_tools())
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
         """Call a tool. Cancelling the caller cancels the request.
 
         Raises:
@@ -228,54 +237,73 @@ class McpConnection:
         """End the connection, and the server if it was started here. A later call would connect again."""
         await _on_mcp_loop(self._close())
 
-    async def _list_tools(self) -> list[Tool]:
+    async def _list_tools(self) -> list[types.Tool]:
         client = await self._connected()
-        tools: list[Tool] = []
+        tools: list[types.Tool] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
             page = await self._guarded(client, client.list_tools(cursor=cursor))
             tools += page.tools
-            cursor = page.next_cursor
+            cursor = get(page, "next_cursor")
             if not cursor:
                 return tools
         raise McpServerDown(f"MCP server {self.name!r} lists its tools on more than {_MAX_PAGES} pages")
 
-    async def _call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
         await self._wait_for_turn()
         client = await self._connected()
         return await self._guarded(client, client.call_tool(tool, arguments))
 
-    async def _guarded(self, client: Client, request: Coroutine[Any, Any, T]) -> T:
+    async def _guarded(self, client: Any, request: Coroutine[Any, Any, T]) -> T:
         try:
-            return await request
+            return await self._unless_it_ends(request)
         except asyncio.CancelledError:
             self._check_later(client)
             raise
         except MCPError as error:
-            if error.code == INVALID_PARAMS:
+            if error.error.code == types.INVALID_PARAMS:
                 raise ToolCallError(str(error)) from error
             # A server that was started anew does not know our session.
-            forgotten = error.code == INVALID_REQUEST and "session" in str(error).lower()
+            forgotten = error.error.code == types.INVALID_REQUEST and "session" in str(error).lower()
             # Servers use the code of a closed connection for errors of their own.
-            ended = error.code == CONNECTION_CLOSED and self._client is not client
+            ended = error.error.code == types.CONNECTION_CLOSED and await self._ends(client)
             if not ended and not forgotten:
                 raise
             self._drop(client)
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {error}") from error
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx.HTTPError, OSError) as error:
             self._drop(client)
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {_leaf(error)}") from error
 
-    def _check_later(self, client: Client) -> None:
+    async def _unless_it_ends(self, request: Coroutine[Any, Any, T]) -> T:
+        """The answer. Version 1 of the SDK leaves a call without one whose connection ended just before."""
+        call, ended = asyncio.ensure_future(request), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not (await asyncio.wait({call}, timeout=_ENDS_S))[0]:
+                raise BrokenPipeError("Connection closed")
+            return call.result()
+        finally:
+            call.cancel()
+            ended.cancel()
+
+    async def _ends(self, client: Any) -> bool:
+        """Whether the connection has ended, or is about to: some versions of the SDK tell the callers first."""
+        if client is self._client and self._owner is not None:
+            await asyncio.wait([self._owner], timeout=_ENDS_S)
+        return client is not self._client
+
+    def _check_later(self, client: Any) -> None:
         """A call got no answer in time: find out whether the server answers anything at all."""
         if client is self._client and (self._check is None or self._check.done()):
             self._check = asyncio.create_task(self._check_alive(client), name=f"mcp {self.name} check")
 
-    async def _check_alive(self, client: Client) -> None:
+    async def _check_alive(self, client: Any) -> None:
         with contextlib.suppress(MCPError, OSError, RuntimeError, anyio.ClosedResourceError, anyio.BrokenResourceError):
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
-                    await client.session.list_tools()  # newer versions of the protocol have no ping
+                    # Newer versions of the protocol have no ping. A session keeps no list, a client may.
+                    await getattr(client, "session", client).list_tools()
             except TimeoutError:
                 if client is self._client:
                     logger.warning(
@@ -299,13 +327,13 @@ class McpConnection:
         self._next_call_s = begin + 1.0 / self._calls_per_s
         await asyncio.sleep(begin - now)
 
-    async def _connected(self) -> Client:
+    async def _connected(self) -> Any:
         async with self._lock:
             if self._client is not None:
                 return self._client
             if time.monotonic() < self._quiet_until_s:
                 raise McpServerDown(f"MCP server {self.name!r} is down: {self._why}")
-            ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._stop = asyncio.Event()
             self._owner = owner = asyncio.create_task(self._own(ready, self._stop), name=f"mcp {self.name}")
             try:
@@ -326,9 +354,9 @@ class McpConnection:
         self._quiet_until_s, self._why = time.monotonic() + self._pause_s, why
         logger.warning("MCP server %r is down: %s; the next attempt is in %g s", self.name, why, self._pause_s)
 
-    async def _own(self, ready: asyncio.Future[Client], stop: asyncio.Event) -> None:
+    async def _own(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         """Holds the connection open. A task of its own: what a transport opens must be closed by the same task."""
-        client: Client | None = None
+        client: Any = None
         stderr = StderrTail()
 
         def hung_up() -> None:
@@ -344,7 +372,7 @@ class McpConnection:
             at_end=hung_up,
         )
         try:
-            async with Client(transport) as client:
+            async with open_client(transport) as client:
                 if not ready.done():
                     ready.set_result(client)
                 await stop.wait()
@@ -359,7 +387,7 @@ class McpConnection:
             if client is not None:
                 self._drop(client)
 
-    def _drop(self, client: Client) -> None:
+    def _drop(self, client: Any) -> None:
         if self._client is client:
             self._client = None
             self._stop.set()

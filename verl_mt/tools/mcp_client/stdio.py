@@ -16,10 +16,9 @@ from typing import Any, TextIO
 import anyio
 from anyio.abc import ByteReceiveStream, Process
 from mcp.client.stdio import get_default_environment
-from mcp.shared.message import SessionMessage
-from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from verl_mt.bounds import MAX_FRAME_BYTES
+from verl_mt.tools.mcp_client.sdk import SessionMessage, error_message, read_message
 from verl_mt.tools.mcp_client.servers import McpServer
 
 _GRACE_S = 2.0
@@ -105,16 +104,14 @@ def _message(line: bytes, is_whole: bool, on_unread: Callable[[str], None]) -> A
     reason = f"a message of more than {MAX_FRAME_BYTES} bytes"
     if is_whole:
         try:
-            return jsonrpc_message_adapter.validate_json(line.decode("utf-8", "replace"), by_name=False)
+            return read_message(line.decode("utf-8", "replace"))
         except ValueError:
             reason = f"a line that is no JSON-RPC message: {line[:100].decode('utf-8', 'replace')!r}"
     on_unread(reason)
     request = _ID.match(line)
     if request is None:
         return None
-    return JSONRPCError(
-        jsonrpc="2.0", id=int(request[1]), error=ErrorData(code=PARSE_ERROR, message=f"it sent {reason}")
-    )
+    return error_message(int(request[1]), f"it sent {reason}")
 
 
 async def _end(process: Process) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcp_types import CallToolResult
-
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import suggest
 from verl_mt.tools.mcp_client.connection import McpConnection
+from verl_mt.tools.mcp_client.sdk import types
 from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
 from verl_mt.tools.utils.mcp_clients.utils import mcp2openai
 
@@ -58,7 +57,9 @@ class MCPClientManager:
                     schemas.append(mcp2openai(tool))
         return schemas
 
-    async def call_tool(self, tool_name: str, parameters: dict[str, Any], timeout: float | None) -> CallToolResult:
+    async def call_tool(
+        self, tool_name: str, parameters: dict[str, Any], timeout: float | None
+    ) -> types.CallToolResult:
         """Call a tool of `fetch_tool_schemas`.
 
         Args:
