@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.tools.mcp_base_tool import discover, mcp_settings
@@ -95,6 +98,17 @@ def test_verls_settings_are_read_and_others_refused():
         mcp_settings({"type": "mcp", "num_workers": 3})
     with pytest.raises(ConfigError, match=r"config.rate_limit: Input should be greater than 0"):
         mcp_settings({"rate_limit": 0})
+    for wrong in ({"state": "argument"}, {"state_argument": "key"}, {"state": "none", "state_argument": "key"}):
+        with pytest.raises(ConfigError, match="state: argument and state_argument: NAME go together"):
+            mcp_settings(wrong)
+
+
+def test_both_versions_of_the_protocols_package_may_be_installed():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (mcp,) = project["optional-dependencies"]["mcp"]
+    allowed = Requirement(mcp).specifier
+    # openenv needs version 1, verifiers pins 2.0.0.
+    assert all(version in allowed for version in ("1.24.0", "1.30.0", "2.0.0", "2.3.0")) and "1.23.0" not in allowed
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,8 @@ def test_a_wrong_tools_file_names_file_and_entry(entry, says, tmp_path):
 
 def test_without_the_mcp_package_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    monkeypatch.delitem(sys.modules, "verl_mt.tools.mcp_client.connection", raising=False)
+    for name in ("connection", "sdk"):
+        monkeypatch.delitem(sys.modules, f"verl_mt.tools.mcp_client.{name}", raising=False)
     with pytest.raises(PluginError, match=r'pip install "verl_mt\[mcp\]"'):
         discover({"servers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}, {"type": "mcp"}, beside=tmp_path)
 

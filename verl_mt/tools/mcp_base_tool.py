@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from verl_mt.errors import ConfigError, PluginError, ToolCallError
+from verl_mt.errors import ConfigError, DataError, PluginError, ToolCallError
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.mcp_client.servers import McpEntry, McpServer, read_servers
@@ -19,10 +18,13 @@ from verl_mt.tools.settings import ToolSettings, parse_settings
 
 if TYPE_CHECKING:
     from verl_mt.tools.mcp_client.connection import McpConnection
+    from verl_mt.tools.mcp_client.states import TrajectoryStates
 
 
-Offer = tuple["McpConnection", str, dict[str, Any]]
-"""Connection, the tool's name there, its OpenAI schema."""
+Offer = tuple["TrajectoryStates", str, dict[str, Any]]
+"""Server, the tool's name there, its OpenAI schema as the model sees it."""
+Found = tuple["McpConnection", Any]
+"""Connection, tool as the server lists it."""
 
 
 class McpToolSettings(ToolSettings):
@@ -34,6 +36,17 @@ class McpToolSettings(ToolSettings):
     """Calls per second that one server gets; null = no limit."""
     connect_timeout_s: float = Field(10.0, gt=0)
     """For starting or reaching a server and agreeing on the protocol."""
+    state: Literal["none", "session", "argument"] | None = None
+    """What the servers remember between calls: nothing; something per connection (each trajectory gets one); something
+    per value of `state_argument` (each trajectory gets one). Needed where tools are not marked read-only."""
+    state_argument: str | None = None
+    """Filled with a key per trajectory; the model does not see it."""
+
+    @model_validator(mode="after")
+    def _argument_where_needed(self) -> McpToolSettings:
+        if (self.state == "argument") != (self.state_argument is not None):
+            raise ValueError("state: argument and state_argument: NAME go together")
+        return self
 
 
 class MCPBaseTool(BaseTool):
@@ -47,8 +60,10 @@ class MCPBaseTool(BaseTool):
     """
 
     runs_inline = True  # every wait is on the connection's own loop
+    state: str | None = None
+    """`state` of entries that do not say it."""
 
-    _connection: McpConnection
+    _states: TrajectoryStates
     _remote_name: str
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
@@ -56,21 +71,24 @@ class MCPBaseTool(BaseTool):
         self.settings = mcp_settings(config)
         self.call_timeout_s = self.settings.timeout
 
-    def connect(self, connection: McpConnection, remote_name: str) -> None:
+    def connect(self, states: TrajectoryStates, remote_name: str) -> None:
         """Say which tool of which server this is."""
-        self._connection, self._remote_name = connection, remote_name
+        self._states, self._remote_name = states, remote_name
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call the server's tool.
+        """Call the server's tool. The row's `execute_kwargs` are arguments, above those of the model.
 
         Raises:
+            DataError: the row names an argument that the tool does not have.
             ToolCallError: the server says that the call was wrong or could not be done.
             McpServerDown: it cannot be reached, or the connection broke.
             MCPError: it refused the request.
         """
-        result = await self._connection.call(self._remote_name, parameters)
+        self._check_row(kwargs)
+        connection, own = self._states.enter(self._trajectory(instance_id), instance_id)
+        result = await connection.call(self._remote_name, {**parameters, **kwargs, **own})
         text, metrics = self._parse_tool_result(result.content)
         structured = _field(result, "structured_content")
         if not text and structured is not None:
@@ -80,9 +98,27 @@ class MCPBaseTool(BaseTool):
         images = [_image(part) for part in result.content if part.type == "image"]
         return ToolResponse(text=text, image=images or None), 0.0, metrics
 
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End what the trajectory has of its own at the server."""
+        await self._states.leave(self._trajectory(instance_id), instance_id)
+
     async def close(self) -> None:
-        """End the connection to the server."""
-        await self._connection.close()
+        """End the connections to the server."""
+        await self._states.close()
+
+    def _check_row(self, kwargs: dict[str, Any]) -> None:
+        parameters = self.tool_schema.function.parameters
+        known = list(parameters.properties) if parameters is not None else []
+        for name in kwargs:
+            if name not in known:
+                raise DataError(
+                    f"extra_info.tools_kwargs.{self.name}.execute_kwargs: the tool has no argument {name!r}"
+                    f"{suggest(name, known)}. It has: {listing(known)}"
+                )
+
+    def _trajectory(self, instance_id: str) -> str:
+        """All tools of a server share a trajectory's state."""
+        return instance_id.removesuffix(f"/{self.name}")
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         """Text and metrics from the content parts of a result (`mcp_types`); images are taken separately."""
@@ -123,32 +159,74 @@ def discover(mcp: Any, config: dict[str, Any], *, beside: Path) -> list[Offer]:
     except ImportError as error:
         raise PluginError(f'MCP tools need the mcp package ({error}); pip install "verl_mt[mcp]"') from error
     found = wait_for(_ask_all(servers, settings))
+    connections = list({id(c): c for c, _ in found}.values())
     try:
-        return _select(found, entry.tool_selected_list)
+        chosen = _select(found, entry.tool_selected_list)
+        offers = _keep_apart(chosen, settings)
     except ConfigError:
-        wait_for(_close_all(list({id(c): c for c, _, _ in found}.values())))
+        wait_for(_close_all(connections))
         raise
+    if settings.state == "session":
+        wait_for(_close_all(connections))  # each trajectory makes its own
+    return offers
 
 
-def _select(found: list[Offer], wanted: list[str] | None) -> list[Offer]:
-    names = [name for _, name, _ in found]
+def _select(found: list[Found], wanted: list[str] | None) -> list[Found]:
+    names = [tool.name for _, tool in found]
     for name in wanted or []:
         if name not in names:
             raise ConfigError(
                 f"mcp.tool_selected_list: no server has a tool {name!r}{suggest(name, names)}. "
                 f"There are: {listing(names)}"
             )
-    chosen = [offer for offer in found if not wanted or offer[1] in wanted]
+    chosen = [(connection, tool) for connection, tool in found if not wanted or tool.name in wanted]
     if not chosen:
         raise ConfigError("the MCP servers offer no tools")
     return chosen
 
 
-async def _close_all(connections: Sequence[McpConnection]) -> None:
+def _keep_apart(chosen: list[Found], settings: McpToolSettings) -> list[Offer]:
+    """Raises:
+    ConfigError: nobody says how, or no tool has the argument.
+    """
+    from verl_mt.tools.mcp_client.states import TrajectoryStates
+
+    argument = settings.state_argument
+    writing = [tool.name for _, tool in chosen if not _is_read_only(tool)]
+    if settings.state is None and writing:
+        raise ConfigError(
+            f"config.state: the MCP servers may remember what a call did, and all conversations would share it: "
+            f"{listing(writing)} are not marked read-only. Set config.state: none (they remember nothing), session (a "
+            "connection for each conversation), or argument with config.state_argument: NAME (an argument that tells "
+            "conversations apart)"
+        )
+    keyed = [tool.name for _, tool in chosen if argument in (_field(tool, "input_schema").get("properties") or {})]
+    if argument is not None and (lost := [name for name in writing if name not in keyed] or not keyed):
+        raise ConfigError(
+            f"config.state_argument: {listing(lost) if isinstance(lost, list) else 'the tools'} have no argument "
+            f"{argument!r}. Name one that they have, or leave them out with mcp.tool_selected_list"
+        )
+    own = {id(c): TrajectoryStates(c, settings.state or "none", argument) for c, _ in chosen}
+    shared = {id(c): TrajectoryStates(c, "none") for c, _ in chosen}
+    return [
+        (
+            (shared if argument is not None and tool.name not in keyed else own)[id(connection)],
+            tool.name,
+            _openai_schema(tool, argument),
+        )
+        for connection, tool in chosen
+    ]
+
+
+def _is_read_only(tool: Any) -> bool:
+    return tool.annotations is not None and _field(tool.annotations, "read_only_hint") is True
+
+
+async def _close_all(connections: list[McpConnection]) -> None:
     await asyncio.gather(*(connection.close() for connection in connections))
 
 
-async def _ask_all(servers: dict[str, McpServer], settings: McpToolSettings) -> list[Offer]:
+async def _ask_all(servers: dict[str, McpServer], settings: McpToolSettings) -> list[Found]:
     from verl_mt.tools.mcp_client.connection import McpConnection
 
     connections = [
@@ -163,18 +241,22 @@ async def _ask_all(servers: dict[str, McpServer], settings: McpToolSettings) -> 
     return [item for answer in answers if not isinstance(answer, BaseException) for item in answer]
 
 
-async def _ask(connection: McpConnection, timeout_s: float) -> list[Offer]:
+async def _ask(connection: McpConnection, timeout_s: float) -> list[Found]:
     try:
         async with asyncio.timeout(2 * timeout_s):
             tools = await connection.list_tools()
     except Exception as error:
         reason = str(error) or f"no list of tools within {2 * timeout_s:g} s"
         raise PluginError(f"MCP server {connection.name!r} cannot be used: {reason}") from error
-    return [(connection, tool.name, _openai_schema(tool)) for tool in tools]
+    return [(connection, tool) for tool in tools]
 
 
-def _openai_schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": _field(tool, "input_schema")}
+def _openai_schema(tool: Any, hidden: str | None) -> dict[str, Any]:
+    parameters = dict(_field(tool, "input_schema"))
+    if hidden is not None and hidden in (parameters.get("properties") or {}):
+        parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k != hidden}
+        parameters["required"] = [k for k in parameters.get("required") or [] if k != hidden]
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}
 
 

@@ -8,7 +8,11 @@ from verl_mt.tools.mcp_base_tool import MCPBaseTool
 
 
 class MCPSearchTool(MCPBaseTool):
-    """`MCPBaseTool` that counts: metrics `query_count` and `total_results`, the number of the result's parts."""
+    """`MCPBaseTool` that counts: metrics `query_count` and `total_results`, the number of the result's parts.
+
+    Searching leaves nothing behind at the server."""
+
+    state = "none"
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         text, metrics = super()._parse_tool_result(content)

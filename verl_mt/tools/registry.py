@@ -76,21 +76,23 @@ def _make(declaration: Declaration) -> list[ToolEntry]:
 
 def _make_mcp(declaration: Declaration) -> list[ToolEntry]:
     # Only who declares a server loads the protocol's library.
-    mcp = importlib.import_module(_MCP)
+    mcp: Any = importlib.import_module(_MCP)
     where, config = declaration.where, declaration.config
-    kind = declaration.load_class(mcp.MCPBaseTool)
+    kind: Any = declaration.load_class(mcp.MCPBaseTool)
     if declaration.values.get("tool_schema"):
         raise ConfigError(f"{where}: an MCP server gives the schemas of its tools; leave tool_schema out")
+    if kind.state is not None:
+        config = {"state": kind.state, **config}
     try:
         found = mcp.discover(declaration.values.get("mcp"), config, beside=declaration.file.parent)
     except (ConfigError, PluginError) as error:
         raise type(error)(f"{where}: {error}") from error
     entries = []
-    for connection, name, raw in found:
+    for states, name, raw in found:
         schema = OpenAIFunctionToolSchema.model_validate(raw)
         tool = declaration.build(kind, config=config, tool_schema=schema)
-        tool.connect(connection, name)
-        named = f"{where} of MCP server {connection.name!r}"
+        tool.connect(states, name)
+        named = f"{where} of MCP server {states.shared.name!r}"
         entries.append(ToolEntry.of(tool, where=named, schema=raw, server_checks=True))
     return entries
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
+from typing import Any
 
 from pydantic import BaseModel
 
 try:
     from mcp.server import MCPServer
-    from mcp.server.mcpserver import Image
+    from mcp.server.mcpserver import Context, Image
     from mcp.server.mcpserver.exceptions import ToolError
+    from mcp_types import ToolAnnotations
 
     server = MCPServer("demo", log_level="ERROR")
 except ImportError:  # version 1
-    from mcp.server.fastmcp import FastMCP, Image
+    from mcp.server.fastmcp import Context, FastMCP, Image
     from mcp.server.fastmcp.exceptions import ToolError
+    from mcp.types import ToolAnnotations
 
     server = FastMCP("demo", log_level="ERROR")
 running, most = 0, 0
+counts: Counter[Any] = Counter()
 
 
 class Point(BaseModel):
@@ -58,7 +63,7 @@ def find(name: str) -> str:
     raise ToolError(f"there is no file {name}")
 
 
-@server.tool()
+@server.tool(annotations=ToolAnnotations.model_validate({"readOnlyHint": True}))
 def look() -> Image:
     """A picture."""
     return Image(data=b"\x89PNG", format="png")
@@ -68,6 +73,28 @@ def look() -> Image:
 def secret(name: str) -> str:
     """A variable of the server's environment."""
     return os.environ.get(name, "unset")
+
+
+@server.tool()
+def count() -> str:
+    """How often this process was asked."""
+    counts[""] += 1
+    return str(counts[""])
+
+
+@server.tool()
+def visits(context: Context) -> str:
+    """How often this session was asked."""
+    session = context.request_context.request.headers.get("mcp-session-id")
+    counts[session] += 1
+    return f"{counts[session]} {session is not None}"
+
+
+@server.tool()
+def order(key: str, item: str = "") -> str:
+    """How often this item was ordered under this key."""
+    counts[key, item] += 1
+    return f"{item} {counts[key, item]}"
 
 
 @server.tool()

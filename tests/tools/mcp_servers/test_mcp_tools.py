@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 SERVER = str(Path(__file__).with_name("demo_server.py"))
 MCP_TOOL = "verl_mt.tools.mcp_base_tool.MCPBaseTool"
-ALL = ["add", "norm", "wait", "find", "look", "secret", "die"]
+ALL = ["add", "norm", "wait", "find", "look", "secret", "count", "visits", "order", "die"]
 
 
 class Shouting(MCPBaseTool):
@@ -51,7 +51,7 @@ def stdio(**more) -> dict:
 def load(folder: Path, servers: dict, kind: str = MCP_TOOL, selected=None, **config) -> ToolSet:
     """The tools of a YAML entry in verl's form."""
     (folder / "servers.json").write_text(json.dumps({"mcpServers": servers}))
-    config = {"connect_timeout_s": 600.0, **config}
+    config = {"connect_timeout_s": 600.0, "state": "none", **config}
     mcp = {"mcp_servers_config_path": "servers.json", **({"tool_selected_list": selected} if selected else {})}
     entry = {"class_name": kind, "config": {"type": "mcp", **config}, "mcp": mcp}
     (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}))
@@ -119,7 +119,7 @@ def started_servers() -> set[int]:
 
 
 def connection(tools: ToolSet):
-    return tools[tools.names[0]]._connection
+    return tools[tools.names[0]]._states.shared
 
 
 @pytest.mark.cap("V2")
@@ -237,7 +237,7 @@ def test_tools_are_selected_and_a_wrong_name_lists_what_there_is(tmp_path):
     tools = load(tmp_path, stdio(), selected=["norm", "add"])
     assert tools.names == ["add", "norm"]
     asyncio.run(connection(tools).close())
-    with pytest.raises(ConfigError, match=r"no server has a tool 'ad'; did you mean 'add'\?\. There are: add, die"):
+    with pytest.raises(ConfigError, match=r"no server has a tool 'ad'; did you mean 'add'\?\. There are: add, count"):
         load(tmp_path, stdio(), selected=["ad"])
 
 
@@ -295,3 +295,78 @@ def test_a_server_that_dies_in_the_middle_of_a_batch_kills_no_trajectory(tmp_pat
     assert all(len(t) == 3 for t in texts) and all("broke" in t[1] or "is down" in t[1] for t in texts)
     assert not any(t.counters.get("tools/add/model_errors") for t in done)
     asyncio.run(connection(tools).close())
+
+
+def conversations(tools: ToolSet, *rounds: str, counted: str = "count", **kwargs) -> list[list[str]]:
+    """What `count` or `order` answers in two conversations, whose calls take turns as `rounds` says ("a", "b")."""
+
+    async def talk():
+        executor = ToolExecutor(tools, ToolLimits(), str.split)
+        sessions = {name: executor.open(name, kwargs or None) for name in ("a", "b")}
+        said = {"a": [], "b": []}
+        for name in rounds:
+            (result,) = await sessions[name].run([ToolCall(counted, {}, "0")], turn=1)
+            said[name].append(result.text)
+        for session in sessions.values():
+            await session.close()
+        await executor.close()
+        return list(said.values())
+
+    return asyncio.run(talk())
+
+
+def test_a_server_that_may_remember_is_refused_with_what_to_set(tmp_path):
+    before = started_servers()
+    said = (
+        r"config.state: .* all conversations would share it: add, .*Set config.state: none .*, session .*, or argument"
+    )
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path, stdio(), state=None)
+    with pytest.raises(ConfigError, match=r"config.state_argument: add have no argument 'key'"):
+        load(tmp_path, stdio(), selected=["add", "order"], state="argument", state_argument="key")
+    with pytest.raises(ConfigError, match=r"config.state_argument: the tools have no argument 'key'"):
+        load(tmp_path, stdio(), selected=["look"], state="argument", state_argument="key")
+    assert started_servers() == before
+    tools = load(tmp_path, stdio(), selected=["look"], state=None)  # it is marked read-only
+    asyncio.run(connection(tools).close())
+
+
+def test_conversations_share_what_a_server_remembers_only_where_you_say_so(tmp_path):
+    assert conversations(load(tmp_path, stdio()), *"aab") == [["1", "2"], ["3"]]
+    assert conversations(load(tmp_path, stdio(), state="session"), *"abab") == [["1", "2"], ["1", "2"]]
+
+
+def test_an_argument_tells_conversations_apart_and_the_model_does_not_see_it(tmp_path):
+    tools = load(tmp_path, stdio(), selected=["order"], state="argument", state_argument="key")
+    assert list(tools.schemas()[0]["function"]["parameters"]["properties"]) == ["item"]
+    row = {"order": {"execute_kwargs": {"item": "tea"}}}
+    assert conversations(tools, *"aabb", counted="order", **row) == [["tea 1", "tea 2"], ["tea 1", "tea 2"]]
+    wrong = {"order": {"execute_kwargs": {"itme": "tea"}}}
+    tools = load(tmp_path, stdio(), selected=["order"], state="argument", state_argument="key")
+    ((text,), _) = conversations(tools, "a", counted="order", **wrong)
+    assert "execute_kwargs: the tool has no argument 'itme'; did you mean 'item'?" in text
+
+
+def test_each_conversation_has_its_session_over_http(tmp_path):
+    with kept_port() as port, http_server(port):
+        tools = load(tmp_path, {"demo": {"url": f"http://127.0.0.1:{port}/mcp"}}, selected=["visits"], state="session")
+        assert conversations(tools, *"abab", counted="visits") == [["1 True", "2 True"]] * 2
+
+
+def test_a_conversation_that_lost_its_session_gets_no_other_one(tmp_path):
+    before = started_servers()
+    tools = load(tmp_path, stdio(), state="session")
+    assert started_servers() == before, "each conversation starts its own"
+
+    async def talk():
+        executor = ToolExecutor(tools, ToolLimits(), str.split)
+        a, b = executor.open("a"), executor.open("b")
+        calls = [(a, "count"), (b, "count"), (a, "die"), (a, "count"), (b, "count")]
+        said = [(await session.run([ToolCall(name, {}, "0")], turn=1))[0].text for session, name in calls]
+        await a.close()
+        await b.close()
+        return said
+
+    said = asyncio.run(talk())
+    assert said[:2] == ["1", "1"] and "broke" in said[2] and "with it went its state" in said[3] and said[4] == "2"
+    assert started_servers() == before

@@ -207,12 +207,22 @@ class McpConnection:
         """Lines of a started server that are no messages."""
         self._connect_timeout_s, self._calls_per_s = connect_timeout_s, calls_per_s
         self._next_call_s = 0.0
+        self._is_private, self._paced_by = False, self
         self._lock = asyncio.Lock()
         self._client: Any = None
         self._owner: asyncio.Task[None] | None = None
         self._check: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._why, self._pause_s, self._quiet_until_s = "", 0.0, 0.0
+
+    def private(self) -> McpConnection:
+        """Another connection to the same server, within the same limit of calls per second.
+
+        The server may keep a state for it, so it is made once: when it is lost, all later calls fail.
+        """
+        other = McpConnection(self.name, self.server, connect_timeout_s=self._connect_timeout_s)
+        other._is_private, other._paced_by = True, self
+        return other
 
     async def list_tools(self) -> list[types.Tool]:
         """All tools of the server.
@@ -250,7 +260,7 @@ class McpConnection:
         raise McpServerDown(f"MCP server {self.name!r} lists its tools on more than {_MAX_PAGES} pages")
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
-        await self._wait_for_turn()
+        await self._paced_by._wait_for_turn()
         client = await self._connected()
         return await self._guarded(client, client.call_tool(tool, arguments))
 
@@ -331,6 +341,8 @@ class McpConnection:
         async with self._lock:
             if self._client is not None:
                 return self._client
+            if self._is_private and self.num_connects:
+                raise McpServerDown(f"the connection to MCP server {self.name!r} broke, and with it went its state")
             if time.monotonic() < self._quiet_until_s:
                 raise McpServerDown(f"MCP server {self.name!r} is down: {self._why}")
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -372,7 +384,7 @@ class McpConnection:
             at_end=hung_up,
         )
         try:
-            async with open_client(transport) as client:
+            async with open_client(transport, has_session=self._is_private) as client:
                 if not ready.done():
                     ready.set_result(client)
                 await stop.wait()
