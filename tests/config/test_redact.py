@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_keys
@@ -11,6 +13,7 @@ from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_key
     "name",
     ["api_key", "apiKey", "X-API-KEY", "hf_token", "token", "password", "db_password", "client_secret", "Authorization",
      "wandb_api_key", "access_key", "secret_key", "bearer", "private_key", "auth", "X-Auth", "Cookie", "Set-Cookie",
+     "wandb_key", "serper_key", "SERPAPI_KEY", "pat", "pass", "db_pass", "passcode", "pw", "account_sid", "webhook_url",
      "basic_auth", "oauth", "passphrase", "ssh_key", "api_keys", "auth_key", "cookies", "aws_secret_access_key"],
 )  # fmt: skip
 def test_a_secrets_name_is_known(name):
@@ -21,7 +24,8 @@ def test_a_secrets_name_is_known(name):
     "name",
     ["max_tokens", "token_ids", "num_tokens", "eos_token", "pad_token", "prompt_key", "key", "tokenizer_path",
      "max_new_tokens", "stop_token_ids", "ppo_max_token_len", "loss_agg_mode", "token_usage", "author", "authors_file",
-     "tokenizer", "public_key", "answer_key", "api_key_file", "keys", "authority", "cookie_policy", "tokens", "bypass"],
+     "tokenizer", "public_key", "answer_key", "api_key_file", "keys", "authority", "cookie_policy", "tokens", "bypass",
+     "forward_pass", "path", "pattern", "sort_key", "reward_key", "passes"],
 )  # fmt: skip
 def test_what_only_sounds_like_a_secret_stays(name):
     assert not is_secret_name(name)
@@ -65,6 +69,18 @@ def test_the_password_of_a_url_is_hidden_in_any_value(text, shown):
     assert redact({"url": [text]}) == {"url": [shown]}
 
 
+def test_bytes_and_long_numbers_under_a_secrets_name_are_hidden():
+    given = {"api_key": b"abc", "password": 12345678, "pw": 7, "token": True, "seed": 12345678, "data": b"abc"}
+    assert redact(given) == {**given, "api_key": REDACTED, "password": REDACTED}
+
+
+def test_a_long_text_takes_linear_time():
+    begun = time.process_time()
+    for part in ("a", "eyJ", "x: 1\n", "curl ", '"a":', "-----BEGIN ", "12345678"):
+        redact({"x": part * (30_000 // len(part))})
+    assert time.process_time() - begun < 2.0
+
+
 def test_what_was_redacted_is_found_again_and_nothing_else():
     given = {"a": [{"api_key": ["k", "l"]}], "stop": ["***"], "url": "http://u:p@h", "token": {"name": "***"}}
     assert redacted_keys(given) == []
@@ -103,6 +119,30 @@ SECRET = "Zx81Qk77vW23pL90"
         (f"host=db user=me password={SECRET} port=5", "host=db user=me password=*** port=5"),
         (f"https://h/v1?key={SECRET}", "https://h/v1?key=***"),
         ({"git": f"ghp_{SECRET}"}, {"git": "ghp_***"}),
+        (f'{{"api_key": "{SECRET}", "n": 1}}', '{"api_key": "***", "n": 1}'),
+        (f"model: x\n  api_key: {SECRET}\nn: 1", "model: x\n  api_key: ***\nn: 1"),
+        (f"curl -u me:{SECRET} https://h", "curl -u me:*** https://h"),
+        (f"see AKIA{SECRET.upper()}", "see AKIA***"),
+        (f"AIza{SECRET * 2}", "AIza***"),
+        (f"github_pat_{SECRET}_{SECRET}", "github_pat_***"),
+        (f"eyJ{SECRET}.eyJ{SECRET}.{SECRET}", "eyJ***"),
+        (f"post to https://hooks.slack.com/services/T0/B0/{SECRET}", "post to https://hooks.slack.com/services/***"),
+        (f"https://discord.com/api/webhooks/123/{SECRET}abcd", "https://discord.com/api/webhooks/***"),
+        (f"https://h/x?X-Amz-Date=1&X-Amz-Signature={SECRET}", "https://h/x?X-Amz-Date=1&X-Amz-Signature=***"),
+        (f"nvapi-{SECRET}-{SECRET}", "nvapi-***"),
+        (f"xai-{SECRET}", "xai-***"),
+        (f"gsk_{SECRET}", "gsk_***"),
+        (f"r8_{SECRET}", "r8_***"),
+        (f"tvly-{SECRET}", "tvly-***"),
+        (f"sk_live_{SECRET}", "sk_live_***"),
+        (f"npm_{SECRET * 2}", "npm_***"),
+        (f"pypi-{SECRET * 2}", "pypi-***"),
+        (f"SG.{SECRET}.{SECRET}", "SG.***"),
+        (f"12345678:AA{SECRET * 2}x", "12345678:***"),
+        (
+            f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+            "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----",
+        ),
         ("sk-abcdefghijklmnopqrst", "sk-***"),
         ("sk-abc123", "sk-***"),
         ("hf_abc123", "hf_***"),
@@ -133,6 +173,9 @@ def test_a_secret_is_hidden_wherever_it_stands(given, shown):
         {"custom_chat_template": "{% set image_token=x1 %}{{ bos_token }}{%- set auth='abc' %} --token abc"},
         {"api_key": "${oc.env:KEY}", "url": "https://h?token=${oc.env:T}", "words": ["--token=${oc.env:T}"]},
         {"words": ["--tokenizer=a/b", "--max-tokens", "5", "--token", "--fast", "tokens=3", "--author", "Ada"]},
+        {"prompt": "eyJust a word, npm_install, xai-grok, gsk_model, SG.x, AKIA", "class": "pypi-server", "r8_rank": 2},
+        {"schema": '{"token_count": "many", "author": "Ada"}', "text": "Note: password\nToken: none\nkey: value12345"},
+        {"command": "docker run -u 1000:1000x/y --user me", "time": "12345678:30", "pass_k": "a", "pattern": "x"},
         {"stop": ["***", "a: ***", "x=***"], "rule": "***", "token": 7, "auth": None, "cookie": True, "secret": ""},
     ],
 )

@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 REDACTED = "***"
+_LONG_NUMBER = 100_000
+"""From here on a number under a secret's name is a secret, below it a limit or a switch."""
 _SECRET_NAME = re.compile(
-    r"(?:^|[_\-.])(?:(?:api|access|secret|private|auth|ssh|signing|encryption|account|subscription|master)_?keys?|"
-    r"secrets?|passwords?|passwd|passphrase|pwd|token|(?:api|access|auth)_?tokens|authorization|o?auth|credentials?|"
+    r"(?:^|[_\-.])(?:(?:api|access|secret|private|auth|ssh|signing|encryption|account|subscription|master|service|"
+    r"license|wandb|swanlab|comet|neptune|serper|serpapi|tavily|brave|bing|exa|jina|firecrawl|openai|anthropic|gemini|"
+    r"google|azure|aws|gcp|mistral|groq|cohere|deepseek|together|fireworks|e2b|modal|hf|huggingface|langsmith|langfuse|"
+    r"github|gitlab|slack|discord|telegram|stripe|twilio|sendgrid)_?keys?|"
+    r"secrets?|passwords?|passwd|passcode|passphrase|pwd|pw|pat|(?:^|db_|user_|smtp_|redis_|mysql_|pg_)pass|"
+    r"account_sid|webhook(?:_?url)?|token|(?:api|access|auth)_?tokens|authorization|o?auth|credentials?|"
     r"bearer|cookies?|jwt)$",
     re.IGNORECASE,
 )
@@ -30,12 +36,44 @@ _HIDDEN = re.escape(REDACTED)
 _IN_URL = (
     re.compile(r"(?<=://)[^\s/?#:@]*:(?P<secret>(?:\$\{[^}]*\}|[^\s/?#])+)@"),
     re.compile(rf"(?<=[?&])(?:key|sig|signature)=(?P<secret>{_HIDDEN}|[\w\-.~%+/]{{16,}})"),
+    re.compile(r"\bcurl\b[^\n]{0,200}?\s(?:-u|--user)[ =]+[^\s:'\"/]+:(?P<secret>[^\s'\"$/][^\s'\"]*)"),
 )
 _NAMED = (
     # token=..., --token=..., ?token=..., a.b.token=...
     re.compile(r"(?<![\w.\-])(?:--?)?(?P<name>[A-Za-z][\w.\-]*)=(?P<secret>[^\s&;,#'\"<>{}$()\[\]]+)"),
     re.compile(r"(?<!\S)--?(?P<name>[A-Za-z][\w.\-]*)\s+(?P<secret>[^\s\-$'\"<{]\S*)"),
     re.compile(r"\A(?P<name>[A-Za-z][\w\-]*):[ \t]+(?P<secret>[^\s$<{].*)\Z"),
+    # JSON, and lines of YAML, in a text
+    re.compile(r"(?P<quote>[\"'])(?P<name>[A-Za-z][\w.\-]*)(?P=quote)\s*:\s*[\"'](?P<secret>[^\"'\n$]+)[\"']"),
+    re.compile(
+        rf"^[ \t\-]*(?P<name>[A-Za-z][\w\-]*):[ \t]+(?P<secret>{_HIDDEN}|(?=\S*\d)[^\s$<{{\"'][^\s\"']{{7,}})[ \t]*$",
+        re.MULTILINE,
+    ),
+)
+_TOKENS = (
+    # what a service's tokens begin with, and the rest of them
+    (r"A[KSBC][IC]A", r"[A-Z\d]{16}"),  # AWS
+    (r"AIza", r"[\w\-]{30,}"),  # Google
+    (r"ya29\.", r"[\w\-]{20,}"),
+    (r"github_pat_", r"\w{20,}"),
+    (r"eyJ", r"[\w\-]{8,}\.eyJ[\w\-]{8,}(?:\.[\w\-]*)?"),  # JSON web token
+    (r"https://hooks\.slack\.com/(?:services|workflows)/", r"[\w/+\-]{20,}"),
+    (r"https://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/", r"\d+/[\w\-]{20,}"),
+    (r"xapp-|xox[a-z]-", r"[\w\-]{10,}"),
+    (r"X-Amz-(?:Signature|Security-Token)=", r"[\w%+/=\-]{16,}"),
+    (r"nvapi-|tvly-", r"[\w\-]{16,}"),
+    (r"xai-|gsk_|r8_|pplx-|jina_|lsv2_\w\w_|whsec_", r"\w{16,}"),
+    (r"[srp]k_(?:live|test|prod)_", r"\w{10,}"),
+    (r"npm_", r"[A-Za-z\d]{30,}"),
+    (r"pypi-", r"[\w\-]{30,}"),
+    (r"SG\.", r"[\w\-]{16,}\.[\w\-]{16,}"),
+    (r"\d{8,10}:(?=AA|\*\*\*)", r"[\w\-]{35}"),  # Telegram
+    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----", r"(?:(?!-----END)[\s\S])+"),
+)
+_SERVICES = re.compile(
+    r"(?<![\w/.\-])(?:"
+    + "|".join(rf"(?:{head})(?P<t{k}>{_HIDDEN}|{rest})" for k, (head, rest) in enumerate(_TOKENS))
+    + r")(?![\w/])"
 )
 _SHAPED = re.compile(
     r"(?<![\w/.\-])(?:"
@@ -61,7 +99,7 @@ def redact(value: Any, name: str = "") -> Any:
     any string of a URL's password, of what follows a secret's name (`?token=`, `--token=`, `api_key=`, `X-Auth: `), and
     of what looks as tokens do (`sk-`, `hf_`, `Bearer `). In a list, also of the word after `--token`.
 
-    Numbers, booleans and null stay: a limit is not a secret. An interpolation of the environment
+    Short numbers, booleans and null stay: a limit is not a secret. An interpolation of the environment
     (`${oc.env:WANDB_API_KEY}`) stays too: it names the secret and does not hold it.
 
     Args:
@@ -71,6 +109,10 @@ def redact(value: Any, name: str = "") -> Any:
         return {k: redact(v, str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [redact(v, n) for v, n in _names_in_list(value, name)]
+    if isinstance(value, bytes) and value and is_secret_name(name):
+        return REDACTED
+    if isinstance(value, int) and abs(value) >= _LONG_NUMBER and is_secret_name(name):
+        return REDACTED
     if not isinstance(value, str):
         return value
     shown, end = "", 0
@@ -113,6 +155,7 @@ def _secrets(text: str, name: str) -> list[tuple[int, int]]:
     found = [match.span("secret") for rule in _IN_URL for match in rule.finditer(text)]
     if not _TEMPLATE.search(text):  # a chat template sets variables
         found += [m.span("secret") for rule in _NAMED for m in rule.finditer(text) if is_secret_name(m["name"])]
+    found += [match.span(match.lastgroup or 0) for match in _SERVICES.finditer(text)]
     shaped = [match.span(match.lastgroup or 0) for match in _SHAPED.finditer(text)]
     found += [s for s in shaped if s[1] - s[0] >= 20 or not _NAME_OF_A_THING.search(name)]
     apart: list[tuple[int, int]] = []
