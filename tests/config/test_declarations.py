@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_mt.config.declarations import load_declarations
-from verl_mt.errors import UnknownKeyError
+from verl_mt.errors import ConfigError, UnknownKeyError
 
 
 def test_entries_come_with_their_place_and_resolved_interpolations(tmp_path, monkeypatch):
@@ -22,3 +22,17 @@ def test_a_second_top_level_key_is_not_ignored(tmp_path):
     file.write_text("tools:\n  - class_name: a.B\nother: 1\n")
     with pytest.raises(UnknownKeyError, match="'other'"):
         load_declarations(file, key="tools", config_key="k", fields=())
+
+
+def test_a_file_that_is_a_bomb_is_refused_at_once(tmp_path):
+    file = tmp_path / "d.yaml"
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12))
+    for text, says in (
+        (bomb + "tools: []\n", "more than 100000 values"),
+        ("tools: " + "[" * 500 + "]" * 500, "more than 64 levels"),
+        ("tools: " + "[" * 100 + "]" * 100, "more than 64 levels"),
+        ("# " + "x" * 2_000_001, "more than 2000000 bytes"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"d.yaml: {says}"):
+            load_declarations(file, key="tools", config_key="k", fields=())

@@ -493,6 +493,7 @@ def test_nulls_are_removed_from_mappings_and_stay_in_lists(value, left):
         (b'{"a": ]', "a.jsonl, row 4: not JSON: Expecting value at column 7"),
         (b"\xff", "a.jsonl, row 4: not UTF-8: "),
         (b"[" * 100_000, "a.jsonl, row 4: lists or objects are nested too deep to be read"),
+        (b'{"x": ' + b"1" * 6000 + b"}", "a.jsonl, row 4: an integer of more than 4300 digits. Write it as a text"),
     ],
 )
 def test_a_line_that_is_no_json_is_an_error_of_its_row(tmp_path, line, said):
@@ -502,7 +503,12 @@ def test_a_line_that_is_no_json_is_an_error_of_its_row(tmp_path, line, said):
 
 
 def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
-    for content, said in ((b"\xff", "not UTF-8"), (b"[" * 100_000, "nested too deep"), (b"[1,]", "line 1: not JSON")):
+    for content, said in (
+        (b"\xff", "not UTF-8"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"1" * 6000, "4300 digits"),
+        (b"[1,]", "line 1: not JSON"),
+    ):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(DataError, match=said) as caught:
             load(str(tmp_path / "a.json"))

@@ -418,11 +418,14 @@ def test_a_refused_write_names_the_file_the_cause_and_the_room(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o111, 0o666)])
-def test_a_written_file_has_the_permissions_of_others_and_leaves_nothing_beside_it(tmp_path, mask, mode):
+def test_a_written_file_has_the_permissions_of_others_and_leaves_nothing_beside_it(tmp_path, monkeypatch, mask, mode):
     old = os.umask(mask)
     try:
+        # Another thread's file that is made meanwhile must not be writable for all.
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask of the process was changed"))
         assert write_rows(tmp_path / "new" / "a.jsonl", [{"x": 1}, {"y": 2}]) == 2
     finally:
+        monkeypatch.undo()
         assert os.umask(old) == mask
     assert (tmp_path / "new" / "a.jsonl").stat().st_mode & 0o777 == mode
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.jsonl"]

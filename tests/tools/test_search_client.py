@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 
 import pytest
 from search_service import SearchService, answered, found
 
+from verl_mt.bounds import MAX_BODY_BYTES
 from verl_mt.tools.search_client import (
     KEY_VARIABLE,
     NO_RESULTS,
@@ -278,6 +280,8 @@ def test_a_service_that_is_down_is_an_error_at_once():
     ("content", "part"),
     [
         (b"<html>", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b" " * (MAX_BODY_BYTES + 1), f"more than {MAX_BODY_BYTES} bytes"),
         ({"results": []}, "another form"),
         ({"result": []}, "another form"),
         ({"result": [[{"text": "x"}]]}, "another form"),
@@ -288,3 +292,10 @@ def test_an_answer_of_another_form_is_said(content, part):
     with SearchService(lambda body: (200, content)) as service:
         (error,) = search(service, "q")
     assert isinstance(error, SearchError) and part in str(error)
+
+
+def test_a_packed_answer_is_bounded_unpacked():
+    bomb = gzip.compress(b" " * (4 * MAX_BODY_BYTES))
+    with SearchService(lambda body: (200, bomb, {"content-encoding": "gzip"})) as service:
+        (error,) = search(service.url, "q", retries=0)
+    assert len(bomb) < 100_000 and f"more than {MAX_BODY_BYTES} bytes" in str(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.tools.results import ToolResult, encodable, media_note, normalize, truncate
+from verl_mt.tools.results import ToolResult, encodable, media_note, normalize, numeric_metrics, truncate
 from verl_mt.tools.schemas import (
     OpenAIFunctionCallSchema,
     OpenAIFunctionParsedSchema,
@@ -145,3 +147,14 @@ def test_every_json_schema_keyword_reaches_the_template():
         },
     }
     assert OpenAIFunctionToolSchema.model_validate(schema).to_template() == schema
+
+
+def test_a_number_or_a_text_of_the_tools_own_raises_nothing():
+    class Moody(numbers.Real):
+        def __float__(self):
+            raise RuntimeError("not today")
+
+    Moody.__abstractmethods__ = frozenset()
+    assert numeric_metrics({"moody": Moody(), "fine": 1}) == {"fine": 1.0}
+    response, _, _ = normalize(ToolResponse.model_construct(text=5, image=None, video=None))
+    assert response.text == "5"

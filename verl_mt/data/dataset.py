@@ -27,6 +27,7 @@ from verl_mt.plugins import listing, load_object, suggest
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _INSTRUCTS = ("system", "developer")
 """Roles of a first message that takes the place of a system message."""
+_TOO_LONG = "an integer of more than 4300 digits. Write it as a text, or leave it out"
 _TOO_DEEP = "lists or objects are nested too deep to be read; flatten them, or keep them as text"
 
 
@@ -375,6 +376,8 @@ def read_line(line: bytes, file: Path, position: int) -> Any:
         return DataError(f"{_place(str(file), position)}: not JSON: {error.msg} at column {error.colno}")
     except UnicodeDecodeError as error:
         return DataError(f"{_place(str(file), position)}: not UTF-8: {error}")
+    except ValueError:
+        return DataError(f"{_place(str(file), position)}: {_TOO_LONG}")
     except RecursionError:
         return DataError(f"{_place(str(file), position)}: {_TOO_DEEP}")
 
@@ -387,6 +390,8 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{file}, line {error.lineno}: not JSON: {error.msg}{hint}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{file}: {_TOO_LONG}") from error
     except RecursionError as error:
         raise DataError(f"{file}: {_TOO_DEEP}") from error
     if not isinstance(content, list):

@@ -26,6 +26,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -383,6 +384,16 @@ def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _umask() -> int:
+    """Read, where Linux shows it: setting it for a moment would make another thread's new file writable for all."""
+    try:
+        return int(re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
+    except (OSError, TypeError):
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return umask
+
+
 class atomic_file:
     """A file that appears under its name when the block ends well, and not otherwise."""
 
@@ -394,9 +405,7 @@ class atomic_file:
         number, name = tempfile.mkstemp(prefix=f".{self._path.name}.", suffix=".tmp", dir=self._path.parent)
         self._temporary = Path(name)
         # mkstemp's files are private; a run's files have the permissions that everything else of it has.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.fchmod(number, 0o666 & ~umask)
+        os.fchmod(number, 0o666 & ~_umask())
         self._file = os.fdopen(number, "wb")
         return self._file
 

@@ -88,7 +88,9 @@ def normalize(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
 
 def _as_response(response: Any) -> ToolResponse:
     if isinstance(response, ToolResponse):
-        return response
+        if response.text is None or isinstance(response.text, str):
+            return response
+        return ToolResponse(text=_shown(response.text), image=response.image, video=response.video)
     if isinstance(response, dict | list):
         response = json.dumps(response, ensure_ascii=False, default=_shown)
     return ToolResponse(text=response if isinstance(response, str) else _shown(response))
@@ -134,7 +136,7 @@ def numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _as_number(value: Any) -> float | None:
     try:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
+    except Exception:  # a number of the tool's own, or one too large
         return None
     return number if math.isfinite(number) else None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from verl_mt.bounds import MAX_BODY_BYTES
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.limits import ConcurrencyLimit
 
@@ -342,10 +344,12 @@ class SearchClient:
             wait_s = 0.0
             try:
                 async with asyncio.timeout(share_s):
-                    response = await self._http(settings).post(_url(settings), json=body, headers=headers)
+                    request = self._http(settings).stream("POST", _url(settings), json=body, headers=headers)
+                    async with request as response:
+                        content = await _content(response)
                 if response.status_code == 200:
-                    return _json(response)
-                problem = f"the search service answered {response.status_code}{_detail(response)}"
+                    return _json(content)
+                problem = f"the search service answered {response.status_code}{_detail(content)}"
                 if response.status_code < 500 and response.status_code not in _RETRIED_STATUS:
                     raise RefusedSearch(problem)
                 wait_s = _retry_after_s(response)
@@ -429,10 +433,19 @@ def _url(settings: SearchSettings) -> str:
     return settings.serper_url if settings.backend == "google" else settings.retrieval_service_url
 
 
-def _json(response: httpx.Response) -> Any:
+async def _content(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise RefusedSearch(f"the search service's answer has more than {MAX_BODY_BYTES} bytes")
+    return bytes(content)
+
+
+def _json(content: bytes) -> Any:
     try:
-        return response.json()
-    except ValueError as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise RefusedSearch("the search service's answer is not JSON") from error
 
 
@@ -459,8 +472,8 @@ def _google_documents(answer: Any) -> list[str]:
     return [f'"{item.get("title", "")}"\n{item.get("snippet", "")}' for item in organic]
 
 
-def _detail(response: httpx.Response) -> str:
-    text = " ".join(response.text.split())
+def _detail(content: bytes) -> str:
+    text = " ".join(content[:2000].decode("utf-8", "replace").split())
     return f": {text[:200]}" if text else ""
 
 

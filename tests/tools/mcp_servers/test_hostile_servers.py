@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import logging
 import socket
 import sys
@@ -148,6 +149,9 @@ def test_an_answer_over_http_is_bounded_and_fails_its_call_only():
             data = json.dumps({"jsonrpc": "2.0", "id": message.get("id"), **body}).encode()
             self.send_response(200 if "id" in message else 202)
             self.send_header("content-type", "application/json")
+            if message["method"] == "tools/call" and message["params"]["arguments"].get("packed"):
+                data = gzip.compress(data)
+                self.send_header("content-encoding", "gzip")
             self.send_header("content-length", str(len(data) if "id" in message else 0))
             self.end_headers()
             if "id" in message:
@@ -165,6 +169,9 @@ def test_an_answer_over_http_is_bounded_and_fails_its_call_only():
                 async with asyncio.timeout(10):
                     await connection.call("get", {"size": MAX_FRAME_BYTES + 1})
             # Version 1 of the SDK does not say which call an answer that it cannot read belongs to.
+            with pytest.raises((MCPError, TimeoutError)):  # unpacked it would have no bound
+                async with asyncio.timeout(10):
+                    await connection.call("get", {"size": 10, "packed": True})
             assert IS_FIRST or f"more than {MAX_FRAME_BYTES} bytes" in str(caught.value)
             return [r.content[0].text for r in await good], connection.num_connects
         finally:

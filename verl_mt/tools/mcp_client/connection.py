@@ -81,7 +81,10 @@ def _http(server: McpServer, connect_timeout_s: float) -> AbstractAsyncContextMa
         assert server.url is not None
         async with (
             httpx.AsyncClient(
-                headers=server.all_headers, timeout=timeout, limits=limits, event_hooks={"response": [_bound]}
+                headers={"accept-encoding": "identity", **server.all_headers},
+                timeout=timeout,
+                limits=limits,
+                event_hooks={"response": [_bound]},
             ) as http,
             streamable_http_client(server.url, http_client=http) as (read, write, *_),
         ):
@@ -100,6 +103,7 @@ async def _stdio(
 
 
 async def _bound(response: httpx.Response) -> None:
+    response.headers.pop("content-encoding", None)  # 16 MB may unpack to 16 GB, and nobody asked for packed answers
     # The SDK bounds the events of a stream by itself, and a stream has no end.
     if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
         assert isinstance(response.stream, httpx.AsyncByteStream)

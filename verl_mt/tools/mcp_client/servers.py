@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from verl_mt.config.declarations import check_size
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import suggest
 from verl_mt.tools.settings import ToolSettings, parse_settings
@@ -102,6 +103,7 @@ def _read_file(path: Path, beside: Path) -> Any:
             f"mcp.mcp_servers_config_path: no file {str(path)!r}; looked at {', '.join(map(str, candidates))}"
         )
     try:
+        check_size(file)  # JSON is YAML
         text = file.read_text(encoding="utf-8")
         content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
