@@ -19,6 +19,42 @@ from verl_mt.workers.setup import Placement, WorkerSetup
 OWN = {"Python": "3.11", "verl_mt": "0.1.0", "torch": "2.13.0+cpu", "sglang": "0.5.23"}
 
 
+@pytest.mark.parametrize(
+    ("variables", "note", "address"),
+    [
+        ({}, None, ("local", False)),
+        ({"RAY_ADDRESS": ""}, None, ("local", False)),
+        ({"RAY_ADDRESS": "auto"}, None, ("local", False)),
+        ({}, "10.0.0.1:6379", ("10.0.0.1:6379", False)),
+        ({"RAY_ADDRESS": "auto"}, "10.0.0.1:6379", ("10.0.0.1:6379", False)),
+        ({"RAY_ADDRESS": "local"}, "10.0.0.1:6379", ("local", True)),
+        ({"RAY_ADDRESS": "10.0.0.2:1"}, "10.0.0.1:6379", ("10.0.0.2:1", True)),
+    ],
+)
+def test_only_a_cluster_that_is_named_or_was_started_by_ray_start_is_joined(
+    variables, note, address, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    if note:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(note)
+    assert ray_cluster.cluster_address(variables) == address
+
+
+@pytest.mark.parametrize(
+    ("gpus", "clusters", "variables", "warned"),
+    [
+        (8, {"a:1", "a:2"}, {}, True),
+        (8, {"a:1"}, {}, False),
+        (4, {"a:1", "a:2"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),
+        (0, {"a:1", "a:2"}, {}, False),
+    ],
+)
+def test_two_clusters_that_hand_out_the_same_gpus_are_told(gpus, clusters, variables, warned, caplog):
+    ray_cluster.warn_of_shared_gpus(gpus, clusters, variables)
+    assert ("set CUDA_VISIBLE_DEVICES to different GPUs" in caplog.text) is warned
+
+
 def test_the_same_versions_differ_in_nothing_whatever_torch_was_built_for():
     assert differences(OWN, [("a", OWN), ("b", OWN | {"torch": "2.13.0+cu130"})]) == []
 

@@ -10,11 +10,12 @@ import inspect
 import logging
 import os
 import socket
-from collections.abc import Callable, ItemsView, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.services import find_gcs_addresses
 from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,7 +32,9 @@ _NAMED = 4
 
 
 def connect(placement: Placement, devices_apart: int = 0) -> bool:
-    """Join the cluster that RAY_ADDRESS names, else one that runs on this machine, else start one here.
+    """Join the cluster that RAY_ADDRESS names, else the one of `ray start` on this machine, else start one here.
+
+    A cluster that another run started for itself is never joined: it ends with that run.
 
     Args:
         placement: of the ranks.
@@ -45,11 +48,11 @@ def connect(placement: Placement, devices_apart: int = 0) -> bool:
     """
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address, named = cluster_address(os.environ)
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if (silent := silent_cluster(address)) is not None:
         # Ray would try for minutes, without a word.
-        if address != "auto":
+        if named:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and nobody listens at {silent}: start the cluster, or unset RAY_ADDRESS"
             )
@@ -62,17 +65,44 @@ def connect(placement: Placement, devices_apart: int = 0) -> bool:
             ray.init(address=address, **quiet)
             return True
         except (ConnectionError, ValueError) as error:
-            if address != "auto":
+            if named:
                 raise ConfigError(f"RAY_ADDRESS is {address!r}, and no Ray cluster answers there: {error}") from error
     if placement.nnodes > 1:
         raise ConfigError(
-            f"trainer.nnodes is {placement.nnodes}, but no Ray cluster runs here: `ray start --head` on one machine, "
-            "`ray start --address=...` on the others, then start the run on the first (docs/scaling.md)"
+            f"trainer.nnodes is {placement.nnodes}, but `ray start` has started no Ray cluster here: run "
+            "`ray start --head` on one machine and `ray start --address=...` on the others, then start the run on the "
+            "first, or set RAY_ADDRESS (docs/scaling.md)"
         )
     # CPUs are what Ray hands out, not cores: a small machine may run more ranks than it has cores.
     num_cpus = max(os.cpu_count() or 1, placement.num_ranks + devices_apart + 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    warn_of_shared_gpus(ray.cluster_resources().get("GPU", 0), find_gcs_addresses(), os.environ)
     return True
+
+
+def cluster_address(environment: Mapping[str, str]) -> tuple[str, bool]:
+    """(address for `ray.init`, whether RAY_ADDRESS names it). `local` = a new cluster.
+
+    RAY_ADDRESS=auto is the default. Ray itself would take any cluster that runs on this machine for it, also one that
+    another run started for itself.
+    """
+    named = environment.get("RAY_ADDRESS") or "auto"
+    return (named, True) if named != "auto" else (read_ray_address() or "local", False)
+
+
+def warn_of_shared_gpus(gpus: float, clusters: Collection[str], environment: Mapping[str, str]) -> None:
+    """Clusters know nothing of each other, so that two of them hand out the same GPUs.
+
+    Args:
+        gpus: of the cluster that this process started.
+        clusters: addresses of all that run on this machine, with this one.
+    """
+    if gpus and len(clusters) > 1 and "CUDA_VISIBLE_DEVICES" not in environment:
+        _log.warning(
+            "this run started a Ray cluster with all %g GPUs of this machine, where another Ray cluster runs too: set "
+            "CUDA_VISIBLE_DEVICES to different GPUs for each run",
+            gpus,
+        )
 
 
 def require_travel(objects: Mapping[str, Any]) -> None:
@@ -115,16 +145,14 @@ def _held(value: Any) -> ItemsView[str, Any]:
 
 
 def silent_cluster(address: str) -> str | None:
-    """Where nobody listens although a cluster should: `host:port` of RAY_ADDRESS, or for `auto` what the last
-    `ray start` on this machine left. None = somebody does, or there is nothing to ask."""
-    found = read_ray_address() if address == "auto" else address
-    host, _, port = (found or "").rpartition(":")
+    """`host:port` of `cluster_address` where nobody listens. None = somebody does, or there is nothing to ask."""
+    host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return None  # local, or an address that Ray resolves
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
     except OSError:
-        return found
+        return address
     return None
 
 

@@ -1,9 +1,10 @@
-"""Ray as it is found on a machine: clusters that are gone."""
+"""Ray as it is found on a machine: clusters that are gone, and those of other runs."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.ray
 CONNECT = (
     "import logging; logging.basicConfig();"
     "from verl_mt.workers.ray_cluster import connect; from verl_mt.workers.setup import Placement; import ray;"
-    "connect(Placement('ray')); print(len(ray.nodes()), 'node')"
+    "connect(Placement('ray')); print(len(ray.nodes()), 'node', flush=True);"
+    "print(ray.get_runtime_context().gcs_address, flush=True);"
 )
 
 
@@ -50,6 +52,22 @@ def test_a_named_cluster_where_nobody_listens_is_refused_at_once(closed_port, mo
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
     with pytest.raises(ConfigError, match=rf"RAY_ADDRESS is .*nobody listens at 127\.0\.0\.1:{closed_port}"):
         ray_cluster.connect(Placement("ray"))
+
+
+def test_a_second_run_on_a_machine_starts_a_cluster_of_its_own(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        first = warm_start.Popen(
+            [sys.executable, "-c", CONNECT + "input()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert first.stdout.readline() == "1 node\n"
+        address = first.stdout.readline()
+        second = warm_start.run([sys.executable, "-c", CONNECT], capture_output=True, text=True)
+        _, errors = first.communicate("\n")
+    assert (second.returncode, first.returncode) == (0, 0), second.stderr[-2000:] + errors[-2000:]
+    assert second.stdout.startswith("1 node\n") and address not in second.stdout
 
 
 def test_an_address_that_ray_resolves_itself_is_left_to_it():
