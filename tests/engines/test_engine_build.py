@@ -13,6 +13,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.engines import build, check
 from verl_mt.engines.base import EngineSetup, check_request
 from verl_mt.errors import ConfigError, EngineError
+from verl_mt.workers.ray_group import rank_environment
 
 
 def made(model, max_model_len=64, trainer=None, **config):
@@ -120,3 +121,26 @@ def test_an_engine_of_more_devices_than_it_can_have_is_refused_whoever_wrote_it(
         return
     with pytest.raises(ConfigError, match=message):
         check(config, TrainerConfig(**trainer))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cumem", "nvls"),
+    [
+        ({"nnodes": 1}, "0", "0"),
+        ({"servers": ["http://host:1"]}, "0", "0"),
+        ({"launch_servers": 2, "engine_kwargs": {"enable_nccl_nvls": True}}, "0", "1"),
+        ({"nnodes": 1, "engine_kwargs": {"enable_symm_mem": True}}, "1", "1"),
+        ({}, None, None),
+        ({"servers": ["http://host:1"], "weight_transport": "disk"}, None, None),
+    ],
+)
+def test_ranks_have_the_nccl_variables_of_engines_that_they_broadcast_to(rollout, cumem, nvls):
+    variables = rank_environment(RolloutConfig(name="sglang", **rollout), {"NCCL_DEBUG": "INFO", "SECRET": "x"})
+    assert (variables.get("NCCL_CUMEM_ENABLE"), variables.get("NCCL_NVLS_ENABLE")) == (cumem, nvls)
+    assert variables["NCCL_DEBUG"] == "INFO" and "SECRET" not in variables
+
+
+def test_the_users_nccl_variables_stay_and_other_engines_need_none():
+    rollout = RolloutConfig(name="sglang", nnodes=1)
+    assert rank_environment(rollout, {"NCCL_CUMEM_ENABLE": "1"})["NCCL_CUMEM_ENABLE"] == "1"
+    assert not [name for name in rank_environment(RolloutConfig(name="local"), {}) if name.startswith("NCCL_")]

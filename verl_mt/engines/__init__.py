@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from verl_mt.engines.base import MEDIA, TRANSPORTS, Capabilities, EngineSetup, I
 from verl_mt.errors import ConfigError, PluginError, VerlMTError, error_text, value_text
 from verl_mt.plugins import listing, load_object
 
-__all__ = ["build", "check", "check_overlap", "lives_beside_ranks", "packages_on_machines", "samples_from_policy"]
+__all__ = [
+    "build",
+    "check",
+    "check_overlap",
+    "lives_beside_ranks",
+    "packages_on_machines",
+    "rank_environment",
+    "samples_from_policy",
+]
 
 _KEY = "actor_rollout_ref.rollout.name"
 _INSTEAD = "use an engine that can (sglang, or local with a model of text)"
@@ -99,6 +108,13 @@ def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
     if rollout.placed == "servers" or not lives_beside_ranks(rollout.name):
         return ()
     return getattr(_find(rollout.name), "packages", ())
+
+
+def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
+    """See `InferenceEngine.rank_environment`."""
+    engine = _find(rollout.name)
+    is_class = isinstance(engine, type) and issubclass(engine, InferenceEngine)
+    return engine.rank_environment(rollout) if is_class else {}
 
 
 def build(setup: EngineSetup) -> InferenceEngine:

@@ -6,12 +6,13 @@ Log-probs everywhere (engines and trainer) are `log_softmax(logits / T)` over th
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.stop_strings import Decode
@@ -309,6 +310,12 @@ class InferenceEngine(abc.ABC):
         Raises:
             ConfigError: names the key, what was got and what to do.
         """
+
+    @classmethod
+    def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
+        """Variables that ranks and engines on Ray start with, unless the user has set them: those that must be alike in
+        an engine and in the ranks that send it weights."""
+        return {}
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from verl_mt import engines
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
@@ -197,7 +198,7 @@ class RayWorkerGroup(WorkerGroup):
                 self._apart, placement_group_bundle_index=number // (per_node // ranks_per_engine)
             )
             options = {
-                "runtime_env": {"env_vars": forwarded_environment(os.environ) | _OWN_GPUS_ALONE},
+                "runtime_env": {"env_vars": rank_environment(self._setup.config.rollout, os.environ)},
                 "scheduling_strategy": where,
                 "num_cpus": ranks_per_engine,
                 "num_gpus": ranks_per_engine if gpu else 0,
@@ -298,7 +299,7 @@ class RayWorkerGroup(WorkerGroup):
         assert self._group is not None
         bundle_index = rank // self._setup.placement.n_workers_per_node
         return {
-            "runtime_env": {"env_vars": forwarded_environment(os.environ) | _OWN_GPUS_ALONE},
+            "runtime_env": {"env_vars": rank_environment(self._setup.config.rollout, os.environ)},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle_index
             ),
@@ -461,6 +462,11 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What of this process's environment its workers get: all that torch, transformers and verl_mt read. Others
     come from `ray start` or from the runtime environment of the job."""
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED)}
+
+
+def rank_environment(rollout: RolloutConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a rank, and of an engine on Ray: those that both must have alike, then the forwarded ones."""
+    return {**engines.rank_environment(rollout), **forwarded_environment(environment), **_OWN_GPUS_ALONE}
 
 
 def with_engine_environment(options: dict[str, Any]) -> dict[str, Any]:

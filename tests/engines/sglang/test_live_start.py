@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 
 import pytest
 import warm_start
@@ -10,6 +13,7 @@ from live import ROUNDING, Lab, worst_difference
 
 from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.sglang import processes
+from verl_mt.engines.sglang.options import nccl_environment
 
 pytestmark = pytest.mark.sglang
 
@@ -30,6 +34,25 @@ def test_an_engine_starts_and_answers(lab: Lab, run, monkeypatch, start):
     assert [getattr(process, "why_real", "no fork") for process in started] == [
         "no fork" if start is subprocess.Popen else None
     ]
+
+
+SETS = """
+import json, os, sys
+from sglang.srt.entrypoints.engine import _set_envs_and_config
+from sglang.srt.server_args import ServerArgs
+_set_envs_and_config(ServerArgs(model_path="none", device="cpu", **json.loads(sys.argv[1])))
+print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("NCCL_")}))
+"""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("arguments", [{}, {"enable_nccl_nvls": True}])
+def test_ranks_get_the_nccl_variables_that_sglang_sets_for_itself(arguments):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    command = [sys.executable, "-W", "ignore", "-c", SETS, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == nccl_environment(arguments)
 
 
 def noting(original, seen):

@@ -39,15 +39,19 @@ def test_every_call_that_is_missing_is_named(kind, call):
             )
 
 
+def fake_sglang(folder: Path, body: str, without: str = "") -> None:
+    """A package `sglang` in `folder` with all calls but one."""
+    managers = folder / "sglang" / "srt" / "managers"
+    managers.mkdir(parents=True)
+    (folder / "sglang" / "__init__.py").write_text(body)
+    (managers / "io_struct.py").write_text("".join(f"class {name}: pass\n" for name in CLASSES if name != without))
+    methods = "".join(f"    {name} = None\n" for name in CALLS)
+    (managers / "tokenizer_manager.py").write_text(f"class TokenizerManager:\n{methods}")
+
+
 @pytest.mark.slow
 def test_an_old_sglang_is_one_clear_error_at_the_start(tmp_path, monkeypatch, run_async):
-    package = tmp_path / "sglang"
-    (package / "srt" / "managers").mkdir(parents=True)
-    (package / "__init__.py").write_text('__version__ = "0.4.9"\n')
-    structs = "".join(f"class {name}: pass\n" for name in CLASSES if name != "BeginWeightUpdateReqInput")
-    (package / "srt" / "managers" / "io_struct.py").write_text(structs)
-    methods = "".join(f"    {name} = None\n" for name in CALLS)
-    (package / "srt" / "managers" / "tokenizer_manager.py").write_text(f"class TokenizerManager:\n{methods}")
+    fake_sglang(tmp_path, '__version__ = "0.4.9"\n', without="BeginWeightUpdateReqInput")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def go():
@@ -65,6 +69,46 @@ def test_an_old_sglang_is_one_clear_error_at_the_start(tmp_path, monkeypatch, ru
     log = Path(text.rpartition("log ")[2])
     assert log.is_file(), "the error names it"
     log.unlink()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("expandable_segments:True", None),
+        ("expandable_segments : true", None),
+        ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
+        ("expandable_segments:True, roundup_power2_divisions:[256:1,512:2]", "roundup_power2_divisions:[256:1,512:2]"),
+        ("expandable_segments:False,max_split_size_mb:64", "max_split_size_mb:64"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_engine_that_gives_its_memory_back_has_no_expandable_segments(name, given, kept, monkeypatch):
+    monkeypatch.setenv(name, given)
+    assert processes._environment(memory_saver=True).get(name) == kept
+    assert processes._environment(memory_saver=False)[name] == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_colocated_engine_starts_without_expandable_segments(name, tmp_path, monkeypatch, run_async):
+    engine = f"def Engine(**arguments):\n    raise RuntimeError('allocator: ' + str(os.environ.get({name!r})))\n"
+    fake_sglang(tmp_path, f"import os\n__version__ = '0.5.23'\n{engine}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(name, "expandable_segments:True")
+
+    async def go(saves):
+        client = ColocatedClient({"tp_size": 1, "enable_memory_saver": saves})
+        try:
+            with pytest.raises(ConfigError) as caught:
+                await client.start(50.0)
+        finally:
+            await client.stop()
+        Path(str(caught.value).partition("log ")[2].partition(";")[0]).unlink()
+        return str(caught.value)
+
+    assert "allocator: None" in run_async(go(True))
+    assert "allocator: expandable_segments:True" in run_async(go(False))
 
 
 PROGRAM = """
@@ -164,9 +208,9 @@ def test_an_engine_begins_when_the_one_that_had_its_devices_is_gone(start, run_a
     left: list[int] = []
 
     class Begins(ChildProcess):
-        def __init__(self, *args):
+        def __init__(self, *args, **more):
             left.extend(processes_of_group(process.pid))
-            super().__init__(*args)
+            super().__init__(*args, **more)
 
     monkeypatch.setattr(clients, "ChildProcess", Begins)
 

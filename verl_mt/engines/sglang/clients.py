@@ -219,7 +219,9 @@ class ColocatedClient(Client):
             await asyncio.to_thread(earlier.end)
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = ChildProcess(_MODULE, theirs.fileno(), ["engine"], self._environment)
+            saves = bool(self._arguments.get("enable_memory_saver"))
+            number = theirs.fileno()
+            self._process = ChildProcess(_MODULE, number, ["engine"], self._environment, memory_saver=saves)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(encode(self._arguments))
         return ProcessGroup.of(self._process)
@@ -516,7 +518,8 @@ class LaunchedServer(HttpClient):
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
         reading, self._lifeline = os.pipe()
         try:
-            self._process = ChildProcess(_MODULE, reading, ["server", *words])
+            saves = "--enable-memory-saver" in words
+            self._process = ChildProcess(_MODULE, reading, ["server", *words], memory_saver=saves)
         finally:
             os.close(reading)
         try:

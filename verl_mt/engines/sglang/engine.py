@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.engines.base import (
@@ -34,6 +35,7 @@ from verl_mt.engines.sglang.options import (
     check_launched,
     check_rollout,
     is_local,
+    nccl_environment,
     require_sglang,
 )
 from verl_mt.engines.sglang.replica import Replica
@@ -112,6 +114,11 @@ class SGLangEngine(InferenceEngine):
             )
         if not rollout.servers:
             require_sglang()
+
+    @classmethod
+    def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
+        apart = rollout.placed != "colocated" and rollout.weight_transport != "disk"
+        return nccl_environment(rollout.engine_kwargs) if apart else {}
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:

@@ -7,6 +7,7 @@ so it is not run on an event loop.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from verl_mt.engines.base import Giver, Receiver
 from verl_mt.engines.sglang.buckets import Buckets, describe, payload
+from verl_mt.engines.sglang.options import nccl_environment
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
 
 _LEAVE_S = 10.0
@@ -138,6 +140,8 @@ class WeightBroadcaster(Giver):
         self._leave(threads, self._timeout_s)
         on_gpu = torch.cuda.is_available() and all(receiver.on_gpu for receiver in receivers)
         backend = "nccl" if on_gpu else "gloo"
+        if on_gpu:  # a rank has them from its start; in the trainer's own process this is NCCL's first group
+            os.environ.update({**nccl_environment({}), **os.environ})
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self._buckets = Buckets(self._expected, self._dtype, dense=True, device=device)
         store, self._name = _open_store(self._address, self._together_s), f"verl_mt-{uuid.uuid4().hex}"

@@ -6,7 +6,7 @@ import importlib.util
 import ipaddress
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -207,6 +207,14 @@ def check_launched(rollout: RolloutConfig, device: str) -> None:
             f"which has {gpus}; launch fewer, start servers on other machines and name them in {_KEY}.servers, or say "
             f"which they share: {_KEY}.engine_kwargs={{base_gpu_id: 0}}"
         )
+
+
+def nccl_environment(engine_kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """What SGLang sets for itself where the user has not: a broadcast of weights between processes that differ in these
+    may hang or crash."""
+    symmetric = bool(engine_kwargs.get("enable_symm_mem"))
+    multicast = symmetric or bool(engine_kwargs.get("enable_nccl_nvls"))
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def is_local(url: str) -> bool:

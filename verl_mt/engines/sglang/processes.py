@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -39,6 +40,8 @@ _DYING_S = 5.0
 """How long killed processes may take to disappear. Where nothing reaps orphans they never do."""
 _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*\w*\s*", re.IGNORECASE)
 _INPUT_CLASSES = {
     "begin_weight_update": "BeginWeightUpdateReqInput",
     "continue_generation": "ContinueGenerationReqInput",
@@ -63,9 +66,24 @@ class ChildProcess:
     """`python -m module descriptor *words` in a process group of its own, its output in a file.
 
     A terminal's Ctrl-C does not reach it.
+
+    Args:
+        module: to run.
+        descriptor: that the process inherits; its first argument.
+        words: further arguments.
+        environment: variables of the process, beside ours.
+        memory_saver: the engine gives its memory back while training runs (SGLang's `enable_memory_saver`).
     """
 
-    def __init__(self, module: str, descriptor: int, words: list[str], environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        module: str,
+        descriptor: int,
+        words: list[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        memory_saver: bool = False,
+    ):
         self._ending = threading.Lock()
         self._is_over = False
         with tempfile.NamedTemporaryFile(prefix="verl_mt-sglang-", suffix=".log", delete=False) as log:
@@ -77,7 +95,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment() | dict(environment or {}),
+                env=_environment(memory_saver) | dict(environment or {}),
             )
 
     @property
@@ -164,10 +182,18 @@ def _begun(pid: int) -> str | None:
         return None
 
 
-def _environment() -> dict[str, str]:
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables, without torch's option `expandable_segments`: SGLang's memory saver refuses to start with it
+    under its old name (PYTORCH_CUDA_ALLOC_CONF), and frees nothing with it under the new one (PYTORCH_ALLOC_CONF)."""
+    others = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
+    kept = {name: _EXPANDABLE.sub("", environment[name]).strip(", ") for name in _ALLOCATOR if name in environment}
+    return others | {name: value for name, value in kept.items() if value}
+
+
+def _environment(memory_saver: bool = False) -> dict[str, str]:
     paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
-        **os.environ,
+        **(without_expandable_segments(os.environ) if memory_saver else os.environ),
         "PYTHONPATH": os.pathsep.join(paths),
         "TOKENIZERS_PARALLELISM": "false",
         # The few positions beyond the model's own are never computed: a turn ends at max_model_len.
