@@ -77,6 +77,27 @@ def test_branches_ask_the_replicas_themselves_and_each_begins_with_another(run_a
     run_async(go())
 
 
+def test_a_branch_asks_the_replicas_that_serve_and_finds_one_that_comes_later(run_async):
+    async def go():
+        engine, _ = engine_of(2)
+        await engine.start()
+        version, endpoints = engine.news()
+        made = pickle.loads(pickle.dumps(engine.branch()))
+        branch = load_object(made.path, what="a branch")(*made.args, 1)
+        branch.say = engine.hear
+        branch.hear((version, (endpoints[0], None)))
+        await branch.start()
+        assert (await ask(branch, "a")).replica == "rank 0"
+        branch.hear(engine.news())
+        await until(lambda: all(replica.is_ready for replica in branch._replicas))
+        assert (await ask(branch, "b", (8, 9))).replica == "rank 1"
+        assert branch.metrics()["engine/restarts"] == 0
+        await branch.close()
+        await engine.close()
+
+    run_async(go())
+
+
 def test_a_branch_hears_of_new_weights_and_forgets_what_caches_held(run_async):
     async def go():
         engine, _ = engine_of(2)

@@ -124,3 +124,11 @@ def test_a_server_that_does_not_answer_is_named(run_async):
             await client.stop()
 
     run_async(go())
+
+
+def test_a_server_with_random_weights_is_refused_until_somebody_has_sent_it_others(tmp_path):
+    wanted = folder(tmp_path, "a")
+    dummy = {"context_length": 4096, "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=r"somewhere:30000 was started with --load-format dummy.*Start it without"):
+        ask(wanted, {"model_path": wanted, "weight_version": "default"}, dummy)
+    ask(wanted, {"model_path": wanted, "weight_version": "7"}, dummy)

@@ -11,6 +11,7 @@ from fake_client import FakeClient, FakeEngine, answer, until
 
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.sglang import engine as engine_module
+from verl_mt.engines.sglang import replica as replica_module
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import model_shape, named_weights
@@ -388,6 +389,53 @@ def test_an_engine_that_cannot_start_is_one_clear_error_and_is_cleaned_up(run_as
         await engine.close()
 
     run_async(go())
+
+
+def fails(*numbers):
+    """Clients of which these, counted in the order of their making, cannot start."""
+    made = []
+
+    def make(script, log):
+        made.append(None)
+        error = ConfigError(f"port taken, try {len(made)}") if len(made) in numbers else None
+        return FakeClient(script, log, start_error=error)
+
+    return make
+
+
+def test_one_of_several_engines_that_cannot_start_is_tried_again_while_the_others_sample(run_async, tiny, caplog):
+    async def go():
+        engine = FakeEngine(stop_at_once, num_replicas=3, make=fails(2))
+        await engine.start()
+        assert (await engine.generate(request([5]))).finish_reason == "stop"
+        await engine.apply(Disk(1, "somewhere"))
+        assert engine.metrics() == {"engine/restarts": 0, "rollout/replicas": 3}
+        assert all(replica.holds.version == 1 for replica in engine._replicas)
+        await engine.close()
+
+    run_async(go())
+    assert "engine 1 did not start, and 2 of 3 engines sample without it; it is started again: port" in caplog.text
+
+
+def test_an_engine_that_never_starts_is_given_up_and_the_others_go_on(run_async, tiny, caplog, monkeypatch):
+    monkeypatch.setattr(replica_module, "_RETRY_S", 0.01)
+
+    async def go():
+        engine = FakeEngine(stop_at_once, num_replicas=2, make=fails(2, *range(3, 9)))
+        await engine.start()
+        await engine.apply(Disk(1, "somewhere"))
+        assert engine.metrics() == {"engine/restarts": 0, "rollout/replicas": 1}
+        outputs = await asyncio.gather(*(engine.generate(request([5 + n])) for n in range(4)))
+        assert {output.replica for output in outputs} == {"engine 0"}
+        # The last one that is left comes back, and is waited for.
+        engine.make_client = FakeClient
+        engine.lives[0].give_up("killed")
+        assert (await engine.generate(request([5]))).replica == "engine 0"
+        assert engine.metrics() == {"engine/restarts": 1, "rollout/replicas": 1}
+        await engine.close()
+
+    run_async(go())
+    assert "engine 1 is given up: the SGLang engine ended 3 times" in caplog.text
 
 
 def test_a_session_stays_on_its_server_sessions_spread_and_move_when_their_server_is_away(run_async):

@@ -66,6 +66,12 @@ def test_data_parallelism_inside_sglang_is_refused_because_it_takes_no_weights()
     assert options_of(engine_kwargs={"dp_size": 1}).engine_arguments()["dp_size"] == 1
 
 
+def test_random_weights_are_refused():
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.load_format=dummy: .*random weights.*Remove load_format"):
+        options_of(engine_kwargs={"load_format": "dummy"})
+    assert options_of(engine_kwargs={"load_format": "safetensors"}).engine_arguments()["load_format"] == "safetensors"
+
+
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "True")
     with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):

@@ -130,6 +130,21 @@ class SGLangBranch(SGLangEngine):
     def _makers(self) -> Iterable[Callable[[], Client]]:
         return [partial(BorrowedClient, ways, self._options, self._tell_engine, [None]) for ways in self._ways]
 
+    async def _start_replicas(self) -> None:
+        """A replica that is away, or has never been there, is waited for while the others are asked."""
+        for replica in self._replicas:
+            replica.start_later("it has not served yet")
+        here = [replica for replica, ways in zip(self._replicas, self._ways) if ways.present is not None]
+        wanted, when = (here, asyncio.ALL_COMPLETED) if here else (self._replicas, asyncio.FIRST_COMPLETED)
+        waiting = [asyncio.ensure_future(replica.ready(self._options.timeout_s)) for replica in wanted]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=when)
+            done.pop().result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
     def _tell_engine(self, word: Any) -> None:
         if self.say is not None:
             self.say(word)

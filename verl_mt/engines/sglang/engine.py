@@ -42,7 +42,7 @@ from verl_mt.engines.sglang.replica import Replica
 from verl_mt.engines.sglang.routing import Router
 from verl_mt.engines.sglang.turn import SGLangTurn
 from verl_mt.engines.sglang.weight_sender import GivesHere, WeightSender, send_to_all
-from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.errors import ConfigError, EngineError, EngineGoneError, VerlMTError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
 _log = logging.getLogger(__name__)
@@ -373,11 +373,27 @@ class SGLangEngine(InferenceEngine):
                 "weights go to the engine by handles of this GPU's memory (CUDA IPC), which no test of verl_mt has run "
                 "yet; actor_rollout_ref.rollout.weight_transport=copy goes through main memory instead"
             )
+        await self._start_replicas()
+
+    async def _start_replicas(self) -> None:
+        """All at once. One that fails is started again while the others sample; a server of the user's that fails, or
+        all of them, is an error."""
         results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
+        failed = {r: error for r, error in zip(self._replicas, results) if isinstance(error, BaseException)}
+        again = len(failed) < len(self._replicas)
+        again = again and all(r.is_ours and isinstance(error, VerlMTError) for r, error in failed.items())
+        if failed and not again:
             await asyncio.gather(*(replica.close() for replica in self._replicas))
-            raise errors[0]
+            raise next(iter(failed.values()))
+        for replica, error in failed.items():
+            _log.warning(
+                "%s did not start, and %d of %d engines sample without it; it is started again: %s",
+                replica.name,
+                len(results) - len(failed),
+                len(results),
+                error,
+            )
+            replica.start_later(str(error))
 
     def _makers(self) -> Iterable[Callable[[], Client]]:
         options = self._options
@@ -426,7 +442,12 @@ class SGLangEngine(InferenceEngine):
         for tried in range(1, _NUM_LIVES + 1):
             if replica.holds is update:
                 return
-            client = await replica.ready(self._options.timeout_s)
+            try:
+                client = await replica.ready(self._options.timeout_s)
+            except EngineGoneError:
+                if replica.is_given_up and any(other.is_ready for other in self._replicas):
+                    return
+                raise
             async with replica.lock:
                 if replica.holds is update:
                     return
@@ -473,7 +494,8 @@ class SGLangEngine(InferenceEngine):
         chosen = self._router.choose(request.session_id, request.input_ids, len(request.input_ids) + live.turn.room)
         if chosen.is_ready:
             return chosen
-        waiting = [asyncio.ensure_future(replica.ready(live.left_s())) for replica in self._replicas]
+        left = [replica for replica in self._replicas if not replica.is_given_up] or [chosen]
+        waiting = [asyncio.ensure_future(replica.ready(live.left_s())) for replica in left]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -481,7 +503,7 @@ class SGLangEngine(InferenceEngine):
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         if not any(replica.is_ready for replica in self._replicas):
-            return chosen
+            return chosen if chosen in left else left[0]
         found = self._router.least_busy()
         self._router.move(request.session_id, found)
         return found

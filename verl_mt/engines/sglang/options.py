@@ -168,6 +168,11 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
             f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
         )
+    if rollout.engine_kwargs.get("load_format") == "dummy":
+        raise ConfigError(
+            f"{_KEY}.engine_kwargs.load_format=dummy: the engine would sample the first step from random weights. "
+            "Remove load_format"
+        )
     parallel = [name for name in _DATA_PARALLEL if rollout.engine_kwargs.get(name, 1) != 1]
     if parallel:
         raise ConfigError(

@@ -93,6 +93,19 @@ class Replica:
         await self._live()
         self._supervisor = asyncio.ensure_future(self._supervise())
 
+    def start_later(self, reason: str) -> None:
+        """The first life did not begin, or is not waited for: try again until one does.
+
+        Args:
+            reason: why not, for who asks a replica that is given up.
+        """
+        self._supervisor = asyncio.ensure_future(self._supervise(reason))
+
+    @property
+    def is_given_up(self) -> bool:
+        """It will not serve any more."""
+        return self._failure is not None
+
     async def ready(self, timeout_s: float | None) -> Client:
         """The engine, once it serves.
 
@@ -143,38 +156,43 @@ class Replica:
                 if self._settled is None or self._settled.is_set() or self.sender.current is None:
                     return await self.sender.refresh(client)
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, reason: str | None = None) -> None:
         try:
-            await self._watch()
+            await self._watch(reason)
         except Exception as error:
             log.exception("watching the SGLang engine failed")
             self._fail(f"the SGLang engine could not be started anew: {error!r}")
 
-    async def _watch(self) -> None:
-        deaths = 0
+    async def _watch(self, reason: str | None) -> None:
+        """`reason` = why no life has begun yet; None = it lives."""
+        deaths, lived = 0, reason is None
         while self._failure is None:
-            assert self._client is not None
-            reason = await self._client.wait_gone()
-            self._ready.clear()
-            await self._client.stop()
+            if reason is None:
+                assert self._client is not None
+                reason = await self._client.wait_gone()
+                self._ready.clear()
+                await self._client.stop()
+                log.warning("SGLang engine lost, starting it anew: %s", reason)
             # A life that finished a request was no failed start: an engine that dies once an hour is not given up.
             deaths = 1 if self.has_served else deaths + 1
-            log.warning("SGLang engine lost, starting it anew: %s", reason)
             while not self._ready.is_set():
                 if self.is_ours and deaths >= _MAX_DEATHS_IN_A_ROW:
-                    self._fail(f"the SGLang engine ended {deaths} times without finishing a request; last: {reason}")
+                    reason = f"the SGLang engine ended {deaths} times without finishing a request; last: {reason}"
+                    log.error("%s is given up: %s", self.name, reason)
+                    self._fail(reason)
                     return
                 if self._may_start is not None:
                     # It would take its whole share of the memory that training has now.
                     await self._may_start.wait()
                 try:
                     await self._live()
-                    self.num_restarts += 1
+                    self.num_restarts += lived
                 except VerlMTError as error:
                     deaths, reason = deaths + 1, str(error)
                     if isinstance(error, EngineError) and not isinstance(error, EngineGoneError):
                         log.warning("SGLang engine: the current weights could not be sent: %s", error)
                     await asyncio.sleep(_RETRY_S)
+            reason, lived = None, True
 
     def _look(self) -> None:
         """Who asks in the moment of a death is not to meet the dead: the supervisor may not have had its turn yet."""

@@ -65,6 +65,10 @@ async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions
         raise ConfigError(
             f"{_KEY}: {url} was started with --skip-tokenizer-init, so it cannot find stop strings; leave it out"
         )
+    if server.get("load_format") == "dummy" and info.get("weight_version") == "default":
+        raise ConfigError(
+            f"{_KEY}: {url} was started with --load-format dummy and has random weights. Start it without --load-format"
+        )
     return info | {key: server.get(key) for key in ("device", "tp_size")}
 
 
