@@ -56,7 +56,7 @@ ROLLOUT = {
     "gpu_memory_utilization": Effect("0.3", "memory of the server", sglang),
     "free_cache_engine": Effect("False", "the server keeps its memory", sglang),
     "dtype": Effect("bfloat16", "weights of the server", sglang),
-    "engine_kwargs": Effect("{quantization: fp8}", "its own arguments", sglang),
+    "engine_kwargs": Effect("{chunked_prefill_size: 64}", "its own arguments", sglang),
     "engine_timeout_s": Effect("0.1", "a server that is slow is given up", sglang, (late,)),
     "placement": Effect("separate", "where no devices are named for it", probes.placed, SGLANG, refused="nnodes is 0"),
     "nnodes": Effect("2", "machines of engines", hosts, ON_RAY),

@@ -200,9 +200,9 @@ FAULTS = {
         lambda folder: [f"reward.path={__name__}:raising_reward"], "rollout", "no digits in the answer"
     ),
     "engine that samples from rounded weights": Fault(
-        lambda folder: [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.engine_kwargs={{quantization: fp8}}"],
+        lambda folder: [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=bfloat16"],
         "sampling and ratios",
-        "quantization",
+        "dtype=bfloat16",
         status="warning",
     ),
     "key that means nothing": Fault(

@@ -24,14 +24,6 @@ from verl_mt.workers.loss import try_own_loss
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_CHANGES_THE_SAMPLER = (
-    "quantization",
-    "kv_cache_dtype",
-    "torchao_config",
-    "speculative_algorithm",
-    "json_model_override_args",
-)
-"""SGLang's options after which its log-probs are not those of the trainer's weights."""
 
 
 def keys(subject: Subject) -> Iterator[Finding]:
@@ -93,12 +85,10 @@ def ratios(subject: Subject) -> Iterator[Finding]:
     model = subject.config.actor_rollout_ref.model
     options = read_rollout_correction(correction_of(subject.config))
     corrected = options.rollout_is is not None or options.rollout_rs is not None
-    changed = [name for name in _CHANGES_THE_SAMPLER if rollout.engine_kwargs.get(name) not in (None, "auto")]
-    if rollout.dtype not in (None, model.dtype):
-        changed.append(f"dtype={rollout.dtype} (the actor has {model.dtype})")
+    changed = "" if rollout.dtype in (None, model.dtype) else f"dtype={rollout.dtype} (the actor has {model.dtype})"
     if changed and not corrected:
         yield warning(
-            f"the engine samples with {', '.join(changed)}: another policy than the one that is trained",
+            f"the engine samples with {changed}: another policy than the one that is trained",
             "add algorithm.rollout_correction.rollout_is=token, or leave it out",
         )
     prompts = subject.config.data.train_batch_size
@@ -106,7 +96,7 @@ def ratios(subject: Subject) -> Iterator[Finding]:
     of_sampler = {"always": "first", "interpolated": "second" if several else None}.get(actor.use_sampler_log_probs)
     if of_sampler and changed:
         yield error(
-            f"{_ACTOR}.use_sampler_log_probs={actor.use_sampler_log_probs} with {', '.join(changed)}: the ratios of "
+            f"{_ACTOR}.use_sampler_log_probs={actor.use_sampler_log_probs} with {changed}: the ratios of "
             f"the {of_sampler} update are the engine's error",
             "set use_sampler_log_probs=auto",
         )

@@ -244,6 +244,9 @@ def _engines(flags: Flags) -> None:
         flags.drop("rollout_num_gpus", "with --colocate engines have the actor's GPUs")
     flags.change("rollout_num_gpus", "the engine lives beside the actor here (colocated); what is sampled is the same")
     flags.change("deterministic_mode", "runs are repeated bit for bit with the engine local (trainer.deterministic)")
+    for key in [key for key in flags.left if key.startswith("sglang_speculative_")]:
+        flags.drop(key, "the engine samples without a draft model; only speed depends on it")
+    flags.change("sglang_enable_deterministic_inference", "samples are by chance: the engine's requests carry no seed")
     for key in [key for key in flags.left if key.startswith(("sglang_router_", "router_"))]:
         if key not in ("sglang_router_ip", "sglang_router_port"):
             flags.drop(key, "there is no router here")

@@ -61,6 +61,11 @@ class ModelShape:
     weights: dict[str, tuple[int, ...]]
     """Name -> shape of all that `named_weights` yields."""
 
+    @property
+    def has_experts(self) -> bool:
+        """It is a mixture of experts."""
+        return any(".experts." in name for name in self.weights)
+
 
 def model_shape(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
     """Of a model folder or hub name.

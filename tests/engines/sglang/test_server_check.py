@@ -126,9 +126,29 @@ def test_a_server_that_does_not_answer_is_named(run_async):
     run_async(go())
 
 
-def test_a_server_with_random_weights_is_refused_until_somebody_has_sent_it_others(tmp_path):
-    wanted = folder(tmp_path, "a")
-    dummy = {"context_length": 4096, "load_format": "dummy"}
-    with pytest.raises(ConfigError, match=r"somewhere:30000 was started with --load-format dummy.*Start it without"):
-        ask(wanted, {"model_path": wanted, "weight_version": "default"}, dummy)
-    ask(wanted, {"model_path": wanted, "weight_version": "7"}, dummy)
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        # Weights that somebody has sent it meanwhile do not help: it loads the model's files in the same format.
+        ("load_format", "dummy", "random weights"),
+        ("quantization", "fp8", "rounded weights"),
+        ("kv_cache_dtype", "fp8_e4m3", "rounded weights or caches"),
+        ("speculative_algorithm", "EAGLE", "draft model"),
+        ("enable_deterministic_inference", True, "the samples of a prompt would be alike"),
+        ("skip_tokenizer_init", True, "stop strings"),
+    ],
+)
+def test_a_server_that_samples_from_another_distribution_is_refused(name, value, reason, tmp_path):
+    wanted, flag = folder(tmp_path, "a"), "--" + name.replace("_", "-")
+    info = {"model_path": wanted, "weight_version": "7"}
+    with pytest.raises(
+        ConfigError, match=rf"30000 was started with {flag} {value}: .*{reason}.*Start it without {flag}"
+    ):
+        ask(wanted, info, {"context_length": 4096, name: value})
+    plain = {
+        "load_format": "auto",
+        "kv_cache_dtype": "bfloat16",
+        "quantization": None,
+        "json_model_override_args": "{}",
+    }
+    ask(wanted, info, {"context_length": 4096, **plain, "enable_deterministic_inference": False})

@@ -14,7 +14,7 @@ from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.engines.sglang import replica as replica_module
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.modeling.load import load_causal_lm
-from verl_mt.modeling.weights import model_shape, named_weights
+from verl_mt.modeling.weights import ModelShape, model_shape, named_weights
 from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
@@ -389,6 +389,22 @@ def test_an_engine_that_cannot_start_is_one_clear_error_and_is_cleaned_up(run_as
         await engine.close()
 
     run_async(go())
+
+
+def test_a_mixture_of_experts_is_warned_of_at_the_start(run_async, monkeypatch, caplog):
+    shape = model_shape("verl_mt://tiny")
+    experts = ModelShape(shape.vocab_size, {**shape.weights, "model.layers.0.mlp.experts.0.up_proj.weight": (4, 4)})
+
+    async def go(found):
+        monkeypatch.setattr(engine_module, "model_shape", lambda *args, **more: found)
+        engine = FakeEngine(stop_at_once)
+        await engine.start()
+        await engine.close()
+
+    run_async(go(shape))
+    assert "mixture of experts" not in caplog.text
+    run_async(go(experts))
+    assert "verl_mt://tiny is a mixture of experts: the trainer chooses experts again" in caplog.text
 
 
 def fails(*numbers):

@@ -66,10 +66,30 @@ def test_data_parallelism_inside_sglang_is_refused_because_it_takes_no_weights()
     assert options_of(engine_kwargs={"dp_size": 1}).engine_arguments()["dp_size"] == 1
 
 
-def test_random_weights_are_refused():
-    with pytest.raises(ConfigError, match=r"engine_kwargs\.load_format=dummy: .*random weights.*Remove load_format"):
-        options_of(engine_kwargs={"load_format": "dummy"})
-    assert options_of(engine_kwargs={"load_format": "safetensors"}).engine_arguments()["load_format"] == "safetensors"
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("load_format", "dummy", "random weights"),
+        ("load_format", "flash_rl", "rounded weights"),
+        ("quantization", "fp8", "rounded weights"),
+        ("kv_cache_dtype", "fp8_e5m2", "rounded weights or caches"),
+        ("speculative_algorithm", "NEXTN", "its draft model would get no new weights"),
+        ("enable_deterministic_inference", True, "the samples of a prompt would be alike"),
+        ("rl_on_policy_target", "fsdp", "the samples of a prompt would be alike"),
+        ("preferred_sampling_params", {"logit_bias": {"3": 1}}, "rules that the trainer does not know"),
+        ("json_model_override_args", {"num_hidden_layers": 1}, "another one than the trainer's"),
+        ("skip_tokenizer_init", True, "no stop strings"),
+    ],
+)
+def test_arguments_that_change_sampling_are_refused(name, value, reason):
+    with pytest.raises(ConfigError, match=rf"engine_kwargs\.{name}=.*: .*{reason}.*\. Remove {name}$"):
+        options_of(engine_kwargs={name: value})
+
+
+def test_arguments_at_their_defaults_and_those_of_speed_pass():
+    passed = {"load_format": "safetensors", "quantization": None, "kv_cache_dtype": "auto", "chunked_prefill_size": 64}
+    arguments = options_of(engine_kwargs={**passed, "enable_deterministic_inference": False}).engine_arguments()
+    assert arguments["load_format"] == "safetensors" and arguments["chunked_prefill_size"] == 64
 
 
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):

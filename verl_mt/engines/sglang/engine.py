@@ -378,21 +378,22 @@ class SGLangEngine(InferenceEngine):
     async def _start_replicas(self) -> None:
         """All at once. One that fails is started again while the others sample; a server of the user's that fails, or
         all of them, is an error."""
+        if self._shape is not None and self._shape.has_experts:
+            _log.warning(
+                "actor_rollout_ref.model.path=%s is a mixture of experts: the trainer chooses experts again, and for "
+                "some tokens others than the engine did (rollout/logprob_diff_max shows it). Set "
+                "algorithm.rollout_correction.rollout_is=token",
+                self._options.model_path,
+            )
         results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
         failed = {r: error for r, error in zip(self._replicas, results) if isinstance(error, BaseException)}
-        again = len(failed) < len(self._replicas)
-        again = again and all(r.is_ours and isinstance(error, VerlMTError) for r, error in failed.items())
-        if failed and not again:
+        known = all(replica.is_ours and isinstance(error, VerlMTError) for replica, error in failed.items())
+        if not known or len(failed) == len(results):
             await asyncio.gather(*(replica.close() for replica in self._replicas))
             raise next(iter(failed.values()))
         for replica, error in failed.items():
-            _log.warning(
-                "%s did not start, and %d of %d engines sample without it; it is started again: %s",
-                replica.name,
-                len(results) - len(failed),
-                len(results),
-                error,
-            )
+            serve, name = f"{len(results) - len(failed)} of {len(results)} engines sample without it", replica.name
+            _log.warning("%s did not start, and %s; it is started again: %s", name, serve, error)
             replica.start_later(str(error))
 
     def _makers(self) -> Iterable[Callable[[], Client]]:

@@ -6,7 +6,7 @@ import importlib.util
 import ipaddress
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,6 +24,25 @@ _KEY = "actor_rollout_ref.rollout"
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+_ROUNDED = "the engine would sample from rounded weights or caches, which no test of verl_mt has run"
+_QUANTIZED_FORMATS = ("bitsandbytes", "expert_pack", "flash_rl")
+_PLAIN_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32")
+_REFUSED = {
+    _ROUNDED: ("quantization", "quantize_and_serve", "rl_quant_profile", "modelopt_quant"),
+    "its draft model would get no new weights, and no test of verl_mt has run it": ("speculative_algorithm",),
+    "requests carry no seed, and SGLang gives all of them the same one: the samples of a prompt would be alike": (
+        "enable_deterministic_inference",
+        "rl_on_policy_target",
+    ),
+    "the engine would sample by rules that the trainer does not know": (
+        "preferred_sampling_params",
+        "enable_watermark",
+        "dllm_algorithm",
+    ),
+    "the engine's model would be another one than the trainer's": ("json_model_override_args",),
+    "the engine would find no stop strings": ("skip_tokenizer_init",),
+}
+"""What is wrong -> names of SGLang's arguments."""
 _SLACK = 8
 """SGLang cuts a turn one token before its context is full; with a few more positions `max_model_len` decides."""
 
@@ -159,8 +178,8 @@ class SGLangOptions:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
-    ConfigError: engine arguments that other keys decide or that take no weights, servers that cannot open this
-        machine's memory, or an environment with other log-probs.
+    ConfigError: engine arguments that other keys decide, that change sampling or that take no weights, servers that
+        cannot open this machine's memory, or an environment with other log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
@@ -168,11 +187,8 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
             f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
         )
-    if rollout.engine_kwargs.get("load_format") == "dummy":
-        raise ConfigError(
-            f"{_KEY}.engine_kwargs.load_format=dummy: the engine would sample the first step from random weights. "
-            "Remove load_format"
-        )
+    for name, reason in other_sampling(rollout.engine_kwargs):
+        raise ConfigError(f"{_KEY}.engine_kwargs.{name}={rollout.engine_kwargs[name]}: {reason}. Remove {name}")
     parallel = [name for name in _DATA_PARALLEL if rollout.engine_kwargs.get(name, 1) != 1]
     if parallel:
         raise ConfigError(
@@ -191,6 +207,23 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_KEY}.weight_transport={rollout.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
             "use broadcast or disk"
         )
+
+
+def other_sampling(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """SGLang's arguments with which it samples from another distribution than the one that is trained, or that no test
+    of verl_mt has run: (name, what is wrong).
+
+    Args:
+        arguments: of an engine that is to start, or what a server says of itself.
+    """
+    if arguments.get("load_format") == "dummy":
+        yield "load_format", "the engine would sample the first step from random weights"
+    if arguments.get("load_format") in _QUANTIZED_FORMATS:
+        yield "load_format", _ROUNDED
+    if str(arguments.get("kv_cache_dtype") or "auto") not in _PLAIN_CACHES:
+        yield "kv_cache_dtype", _ROUNDED
+    for reason, names in _REFUSED.items():
+        yield from ((name, reason) for name in names if arguments.get(name) not in (None, False, "", "{}", {}))
 
 
 def check_launched(rollout: RolloutConfig, device: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.options import SGLangOptions, other_sampling
 from verl_mt.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -61,14 +61,9 @@ async def check_server(http: httpx.AsyncClient, url: str, options: SGLangOptions
     await _check_calls(http, url)
     _check_model(url, info, options.model_path)
     _check_lengths(url, server, options.max_model_len)
-    if server.get("skip_tokenizer_init"):
-        raise ConfigError(
-            f"{_KEY}: {url} was started with --skip-tokenizer-init, so it cannot find stop strings; leave it out"
-        )
-    if server.get("load_format") == "dummy" and info.get("weight_version") == "default":
-        raise ConfigError(
-            f"{_KEY}: {url} was started with --load-format dummy and has random weights. Start it without --load-format"
-        )
+    for name, reason in other_sampling(server):
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{_KEY}: {url} was started with {flag} {server[name]}: {reason}. Start it without {flag}")
     return info | {key: server.get(key) for key in ("device", "tp_size")}
 
 
