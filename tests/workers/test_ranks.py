@@ -368,11 +368,11 @@ def test_givers_are_kept_until_their_groups_are_left(monkeypatch):
     ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.9"))
     monkeypatch.setitem(sys.modules, "ray", ray)
     worker, _ = rank_of(ALONE)
-    worker.leave_groups()  # there are none yet
+    worker.stop_giving()  # there are none yet
     asked = []
     worker._givers = SimpleNamespace(get=lambda *args: asked.append(args), close=lambda: asked.append("closed"))
     worker._giver(HandedOver(1, "collections.OrderedDict", ("float32",), 8))
-    worker.leave_groups()
+    worker.stop_giving()
     (kind, *rest), closed = asked
     assert kind.__name__ == "OrderedDict" and rest == [("float32",), "10.0.0.9"] and closed == "closed"
 

@@ -213,8 +213,9 @@ class RankWorker:
         """A rollout comes."""
         put_away(self.actor, self.critic)
 
-    def leave_groups(self) -> None:
-        """Of the engines that it gives weights to by broadcasts: servers outlive this process."""
+    def stop_giving(self) -> None:
+        """Leave the groups of engines that get weights by broadcasts, and give back what holds weights on their way:
+        servers, and names in /dev/shm, outlive this process."""
         self._givers.close()
 
     def _giver(self, update: HandedOver) -> Giver:

@@ -85,7 +85,8 @@ class RayWorkerGroup(WorkerGroup):
         """Of engines on devices of their own."""
         self._names: list[str] = []
         self._broken: str | None = None
-        self._broadcasts = False
+        self._gave = False
+        """Whether ranks have groups or buffers for giving weights to engines."""
         self._replica: Any = None
         self._stale = False
         self._order = threading.RLock()
@@ -209,7 +210,7 @@ class RayWorkerGroup(WorkerGroup):
         own: dict[int, list[Receiver]] = {}
         for receiver in receivers:
             own.setdefault(receiver.rank or 0, []).append(receiver)
-        self._broadcasts = self._broadcasts or any(receiver.rank is None for receiver in receivers)
+        self._gave = True
         told = self._call("hand_over", update, own, doing="giving the engines their weights")
         problems = {rank: iter(told[rank]) for rank in own}
         return [next(problems[receiver.rank or 0]) for receiver in receivers]
@@ -263,9 +264,9 @@ class RayWorkerGroup(WorkerGroup):
             host.resident = None  # it goes with the placement, or with the cluster
         if not ray.is_initialized():
             return
-        if workers and self._broadcasts and self._broken is None:
+        if workers and self._gave and self._broken is None:
             with contextlib.suppress(RayError, GetTimeoutError):
-                ray.get(workers[0].leave_groups.remote(), timeout=_GRACE_S)
+                ray.get([worker.stop_giving.remote() for worker in workers], timeout=_GRACE_S)
         for worker in workers:
             ray.kill(worker)
         for group in (self._group, self._apart):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import warm_start
@@ -14,8 +15,10 @@ from live import ROUNDING, Lab, worst_difference
 from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.sglang import processes
 from verl_mt.engines.sglang.options import nccl_environment
+from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.sglang
+SHARED = Path("/dev/shm")
 
 
 @pytest.mark.parametrize("start", [subprocess.Popen, warm_start.Popen], ids=["as a user's", "as all others here"])
@@ -29,8 +32,14 @@ def test_an_engine_starts_and_answers(lab: Lab, run, monkeypatch, start):
         asked = GenerationRequest(lab.prompts[0].ids, SamplingParams(max_new_tokens=8), "request", "session")
         said = run(engine.generate(asked))
         assert worst_difference(lab.module, lab.prompts[0].ids, said) < ROUNDING
+        update = weight_update_for(engine.capabilities, lab.module, 1)
+        run(engine.apply(update))
+        made = {path for path in SHARED.glob("verl_mt.*") if path.name.split(".")[2] in owners(engine)}
+        made |= {SHARED / path.name.split(".", 4)[4] for path in made}
+        assert {path.name.split("_")[0] for path in made} == {"verl", "torch", "sglang"}
     finally:
         run(engine.close())
+    assert not [path for path in made if path.exists()]
     assert [getattr(process, "why_real", "no fork") for process in started] == [
         "no fork" if start is subprocess.Popen else None
     ]
@@ -53,6 +62,10 @@ def test_ranks_get_the_nccl_variables_that_sglang_sets_for_itself(arguments):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == nccl_environment(arguments)
+
+
+def owners(engine):
+    return {str(pid) for pid in [os.getpid(), *engine.pids]}
 
 
 def noting(original, seen):

@@ -17,6 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from verl_mt.engines.sglang import shared_memory
 from verl_mt.errors import EngineError
 
 _ALIGNMENT = 16
@@ -150,6 +151,11 @@ class Buckets:
         if entries:
             yield self._full(turn, entries, size, is_last=True)
 
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        shared_memory.sweep(ending=os.getpid())
+
     def _reserve(self, turn: int, size: int, device: torch.device) -> Tensor:
         buffer = self._buffers[turn]
         if buffer.numel() < size or buffer.device != device:
@@ -197,7 +203,9 @@ def _allocate(size: int, device: torch.device) -> Tensor:
             return _empty_on(size, device)
     with _file_system_sharing(), _standard_error_of_our_own():
         # Not share_memory_(), which would copy, and so touch, every page of it.
-        return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+        storage = torch.UntypedStorage._new_shared(size)
+        shared_memory.mark(storage._share_filename_cpu_()[1].decode().lstrip("/"), os.getpid())
+        return torch.tensor([], dtype=torch.uint8).set_(storage)
 
 
 def _empty_on(size: int, device: torch.device) -> Tensor:

@@ -238,6 +238,7 @@ class ColocatedClient(Client):
             await asyncio.to_thread(self._process.end, _LAST_WORDS_S, keep_log=True)
             cause = "" if first is None else f": {first[2].strip()}"
             raise ConfigError(f"the SGLang engine could not be started{cause}\n{self._process.describe()}")
+        await asyncio.to_thread(self._process.mark_shared_memory)
         self._reading = asyncio.ensure_future(self._read(self._reader))
 
     async def end(self, lost: str | None) -> None:
@@ -532,6 +533,7 @@ class LaunchedServer(HttpClient):
             raise self._too_slow(timeout_s, self._process) from None
         finally:
             self._reserved.close()
+        await asyncio.to_thread(self._process.mark_shared_memory)
         await super().start(timeout_s)
         self.pristine = True
 

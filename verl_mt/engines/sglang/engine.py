@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from verl_mt.engines.base import (
     WeightUpdate,
     check_request,
 )
+from verl_mt.engines.sglang import shared_memory
 from verl_mt.engines.sglang.buckets import verify
 from verl_mt.engines.sglang.clients import Client, ColocatedClient, Endpoint, HostedClient, HttpClient, LaunchedServer
 from verl_mt.engines.sglang.options import (
@@ -358,6 +360,7 @@ class SGLangEngine(InferenceEngine):
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         waiting = [*self._background, *([self._starting] if self._starting is not None else [])]
         await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.to_thread(shared_memory.sweep, os.getpid())  # buffers that the engines had mapped till their end
 
     # Starting and weights
 

@@ -87,6 +87,10 @@ class WeightGiver(Giver):
             problems |= _failures(asked)
         return [problems.get(receiver) for receiver in receivers]
 
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        self._buckets.close()
+
 
 class WeightBroadcaster(Giver):
     """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
@@ -179,10 +183,11 @@ class WeightBroadcaster(Giver):
             dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the group, and give the buffers back. Idempotent."""
         if self._members:
             with ThreadPoolExecutor(len(self._members)) as threads:
                 self._leave(threads, _LEAVE_S)
+        self._buckets.close()
 
     def _ask(
         self, threads: ThreadPoolExecutor, name: str, bodies: Mapping[Receiver, dict[str, Any]]

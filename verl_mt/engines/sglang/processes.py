@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_mt.engines.sglang import shared_memory
 from verl_mt.errors import ConfigError
 
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -86,6 +87,7 @@ class ChildProcess:
     ):
         self._ending = threading.Lock()
         self._is_over = False
+        shared_memory.sweep()  # what killed runs left
         with tempfile.NamedTemporaryFile(prefix="verl_mt-sglang-", suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             self._popen = subprocess.Popen(
@@ -118,6 +120,10 @@ class ChildProcess:
         last = "\n  ".join(lines[starts[-1] :][-_TAIL_LINES:] if starts else errors[-1:])
         return f"process {self.pid}: {how}; log {self.log}" + (f"; the last error there:\n  {last}" if last else "")
 
+    def mark_shared_memory(self) -> None:
+        """What the group has in /dev/shm now is removed with it."""
+        shared_memory.mark_group(self.pid)
+
     def end(self, wait_s: float, *, keep_log: bool = False) -> None:
         """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent."""
         with self._ending:
@@ -133,6 +139,7 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
             _wait_for_group(self.pid)
+            shared_memory.sweep()
             if not keep_log:
                 self.log.unlink(missing_ok=True)
 
@@ -158,12 +165,12 @@ class ProcessGroup:
     @classmethod
     def of(cls, process: ChildProcess) -> ProcessGroup:
         """For who may outlive the process's parent."""
-        return cls(_machine(), process.pid, _begun(process.pid))
+        return cls(_machine(), process.pid, shared_memory.began(process.pid))
 
     def end(self) -> None:
         """Kill what is left of it, if it was on this machine, and wait until that is gone. Blocks."""
         # A number is not given anew while the group has a member, with or without its leader.
-        if self.machine != _machine() or _begun(self.pid) not in (None, self.begun):
+        if self.machine != _machine() or shared_memory.began(self.pid) not in (None, self.begun):
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -173,13 +180,6 @@ class ProcessGroup:
 def _machine() -> str:
     """Where process numbers mean the same: one boot of one kernel, and a container of its own."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-
-
-def _begun(pid: int) -> str | None:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
