@@ -9,6 +9,7 @@ numbers.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,13 @@ from verl_mt.trainer.rollout_files import COLUMNS_FROM_TOKENS
 from verl_mt.trainer.run_directory import wanted_directory
 
 GB = 1e9
-_ACTIVATIONS_PER_LAYER = 16
-"""Numbers of a layer that the backward pass needs, per token and unit of width."""
+_PER_WIDTH, _PER_INTERMEDIATE = 8, 4
+"""Numbers of a layer that the backward pass needs per token, of its width (norms, queries, keys, values, attention) and
+of its MLP's (gate, up, activation, product)."""
+_CONTEXT_BYTES = {"cpu": 0.0, "cuda": 1e9}
+"""Of a process on a device: kernels, workspaces, NCCL's buffers."""
+_ENGINE_BYTES = 3e9
+"""That SGLang does not give back while a colocated engine sleeps: its context, CUDA graphs and workspaces."""
 _LAYER_OVERHEAD_S = {"cpu": 1.5e-4, "cuda": 2.5e-5}
 """Of one layer in one forward pass: kernels, Python."""
 _TURN_OVERHEAD_S = 2e-3
@@ -112,17 +118,23 @@ def memory(subject: Subject) -> Iterator[Finding]:
     demand = Demand.of(subject)
     device = device_memory(subject)
     needed = demand.peak_bytes
-    words = (
-        f"about {needed / GB:,.1f} GB per rank (weights and optimizer {demand.state_bytes / GB:,.1f}, activations "
-        f"{demand.activation_bytes / GB:,.1f}, cache of the engine {demand.cache_bytes / GB:,.1f})"
-    )
+    parts = {
+        "weights and optimizer": demand.state_bytes,
+        "activations": demand.activation_bytes,
+        "gathered weights": demand.pass_bytes,
+        "cache of the engine": demand.cache_bytes,
+        "contexts and the engine's rest": demand.other_bytes,
+    }
+    told = ", ".join(f"{name} {size / GB:,.1f}" for name, size in parts.items() if size or name == "activations")
+    host = f"; {demand.host_bytes / GB:,.1f} GB of main memory" if demand.host_bytes else ""
+    words = f"about {needed / GB:,.1f} GB per rank ({told}{host})"
     if device is None:
         yield ok(f"{words}; the workers' devices are not here to compare with")
     elif needed > device:
         yield error(
             f"{words}; there are {device / GB:,.1f} GB",
-            "lower actor.ppo_max_token_len, set model.enable_gradient_checkpointing=True or model.lora_rank, or use "
-            "more ranks (trainer.n_workers_per_node)",
+            "lower actor.ppo_max_token_len, set model.enable_gradient_checkpointing=True, "
+            "actor.optimizer_offload=True or model.lora_rank, or use more ranks (trainer.n_workers_per_node)",
         )
     elif needed > 0.9 * device:
         yield warning(f"{words} of {device / GB:,.1f} GB", "lower actor.ppo_max_token_len to be safe")
@@ -237,15 +249,28 @@ class Demand:
     """Of the policy, whole."""
     checkpoint_bytes: float
     state_bytes: float
-    """Weights, gradients, optimizer, reference policy, critic: what a rank holds while it trains."""
+    """Weights, gradients, optimizer, reference policy, critic: what a rank holds while it trains, without what is
+    offloaded."""
     activation_bytes: float
     cache_bytes: float
     """Of the local engine: keys and values, and the weights of its own where it samples during training."""
+    pass_bytes: float = 0.0
+    """Whole weights that a pass gathers from the other ranks: the root (embeddings, head) and two layers, with the
+    gradients of one."""
+    reduce_bytes: float = 0.0
+    """At the end of a pass, when activations are gone: the root whole, its gradients and their sum in float32."""
+    step_bytes: float = 0.0
+    """Copies that AdamW makes of all tensors at once (`foreach`); of an offloaded state the one that visits."""
+    other_bytes: float = 0.0
+    """Of processes on the device: contexts, buckets of weights, what a sleeping engine keeps."""
+    host_bytes: float = 0.0
+    """In main memory: what `optimizer_offload`, `ref.offload` and, during rollouts, `param_offload` keep there."""
 
     @property
     def peak_bytes(self) -> float:
-        """Whatever comes when: the local engine keeps its cache during training."""
-        return self.state_bytes + self.cache_bytes + self.activation_bytes
+        """Of the most demanding moment of an update. The local engine keeps its cache during training."""
+        moments = self.activation_bytes + self.pass_bytes, self.reduce_bytes, self.step_bytes
+        return self.state_bytes + self.cache_bytes + self.other_bytes + max(moments)
 
     @classmethod
     def of(cls, subject: Subject) -> Demand:
@@ -255,20 +280,51 @@ class Demand:
         width = 2 if model.dtype == "bfloat16" else 4
         trained = size if not model.lora_rank else _adapter_parameters(subject)
         optimizer = 8 + (4 if width == 2 else 0)  # two moments; the exact weights where they are rounded
-        own = trained * (4 + optimizer) + size * width  # gradients are float32
-        needs_ref = actor.use_kl_loss or subject.config.algorithm.use_kl_in_reward
-        ref = size * width if needs_ref and not model.lora_rank and not config.ref.offload else 0
+        needs_ref = (actor.use_kl_loss or subject.config.algorithm.use_kl_in_reward) and not model.lora_rank
+        ref = size * width if needs_ref else 0
         has_critic = subject.config.algorithm.adv_estimator == "gae" and not subject.config.critic.share_trunk
-        critic = size * (4 + width + optimizer) if has_critic else 0
+        criticized = size if has_critic else 0
         copied = subject.config.trainer.steps_ahead and subject.samples_from_policy
         shards = min(actor.fsdp_size or subject.num_ranks, subject.num_ranks)
+        weights, learned = (size + criticized) * width, trained + criticized
+        here = 0 if actor.optimizer_offload else optimizer
+        state = weights + learned * (4 + here) + (0 if config.ref.offload else ref)  # gradients are float32
+        away = learned * (optimizer - here) + (ref if config.ref.offload else 0) + weights * actor.param_offload
+        root, layer = _root_and_layer(subject)
+        gathers = shards > 1
         return cls(
             weight_bytes=size * width,
-            checkpoint_bytes=size * width + trained * optimizer + (size * (width + optimizer) if has_critic else 0),
-            state_bytes=(own + ref + critic) / shards,
+            checkpoint_bytes=size * width + trained * optimizer + criticized * (width + optimizer),
+            state_bytes=state / shards,
             activation_bytes=_activations(subject, width),
             cache_bytes=_cache(subject, width) + (size * width if copied else 0),
+            pass_bytes=gathers * (root * width + layer * (2 * width + 8)),
+            reduce_bytes=gathers * root * (width + 8),
+            step_bytes=16 * root / 2 / shards if actor.optimizer_offload else 4 * trained / shards,
+            other_bytes=_others(subject),
+            host_bytes=away / shards,
         )
+
+
+def _root_and_layer(subject: Subject) -> tuple[int, int]:
+    """(parameters outside of decoder layers, of the largest decoder layer): the units in which weights are gathered."""
+    layers: dict[str, int] = {}
+    for name, parameter in subject.module.named_parameters():
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        unit = numbered[1] if numbered else ""
+        layers[unit] = layers.get(unit, 0) + parameter.numel()
+    root = layers.pop("", 0)
+    return root, max(layers.values(), default=0)
+
+
+def _others(subject: Subject) -> float:
+    """Bytes on a rank's device that are no tensor of its own."""
+    rollout = subject.rollout
+    on_gpu = subject.config.trainer.device != "cpu" and (torch.cuda.is_available() or not subject.samples_from_policy)
+    context = _CONTEXT_BYTES["cuda" if on_gpu else "cpu"]
+    if not on_gpu or subject.samples_from_policy or rollout.placed != "colocated":
+        return context
+    return context + _ENGINE_BYTES + 2 * rollout.update_weights_bucket_megabytes * 2**20
 
 
 def num_engines(subject: Subject) -> int:
@@ -306,11 +362,18 @@ def _activations(subject: Subject, width: int) -> float:
         tokens = min(
             actor.ppo_max_token_len, subject.config.data.train_batch_size * config.rollout.n * subject.max_model_len
         )
-    layer = tokens * sizes.hidden_size * _ACTIVATIONS_PER_LAYER * width
+    layer = tokens * (_PER_WIDTH * sizes.hidden_size + _PER_INTERMEDIATE * _intermediate(sizes)) * width
     kept = tokens * sizes.hidden_size * width * sizes.num_hidden_layers + layer
     whole = layer * sizes.num_hidden_layers
     logits = 3 * 4 * min(tokens * sizes.vocab_size, LOGITS_AT_ONCE)
     return (kept if config.model.enable_gradient_checkpointing else whole) + logits
+
+
+def _intermediate(sizes: Any) -> int:
+    """Numbers per token within an MLP; of a mixture those of the experts that a token is sent to."""
+    whole = getattr(sizes, "intermediate_size", None) or 4 * sizes.hidden_size
+    chosen, each = getattr(sizes, "num_experts_per_tok", None), getattr(sizes, "moe_intermediate_size", None)
+    return chosen * (each or whole) if chosen else whole
 
 
 def _cache(subject: Subject, width: int) -> float:
