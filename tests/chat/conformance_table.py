@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_mt.chat import ChatTemplate
 from verl_mt.chat.parser_fit import suggest_parser
+from verl_mt.chat.template import HARMONY
 from verl_mt.errors import TemplateError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -120,6 +121,8 @@ def generic_tokenizer(source: str, end: str = "", eos: str = "") -> PreTrainedTo
     backend.decoder = decoders.ByteLevel()
     eos = eos or (end if end and "user" not in end else "</s>")
     literals = sorted({*CONTROL.findall(source), eos, "<s>", *([end] if end else [])})
+    if "<|channel|>" in literals:
+        literals = sorted({*literals, *HARMONY})
     backend.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in literals if t not in NON_SPECIAL]
     )
@@ -147,6 +150,7 @@ PITFALLS = {
     "P23": "The tokenizer class gives other ids than the folder's `tokenizer.json`.",
     "P24": "The template cannot run here: the sandbox forbids it, it needs a tool list or a variable of its own.",
     "P25": "The template does not end: a loop in it is stopped after 3 seconds of processor time.",
+    "P26": "A turn is not recorded as the template writes it: the engine stops inside it, or other ids follow it.",
 }
 """The causes that a refusal can carry."""
 
@@ -197,6 +201,7 @@ def _row(file: Path) -> list[str]:
             (capabilities.merges_tool_messages, "merges tool messages"),
             (capabilities.uses_clock, "shows the date"),
             (capabilities.short_call_ids, "call ids of nine characters"),
+            *((key in capabilities.problems, f"sampled {key}s refused: P26") for key in ("answer", "call")),
         )
         if holds
     ]
@@ -211,6 +216,11 @@ What verl_mt finds when it probes published chat templates (transformers' Jinja 
 tokenizer that has its control tokens). `yes`: the shape is rendered, and its tokens are accounted for exactly.
 `refused`: it is not, for the cause given. A run that needs user turns, tool schemas or tool results (or a prompt
 without tools) on a template that refuses them stops before its first step and names the cause.
+
+At load, sampled turns are replayed: plain answers, answers with reasoning, an empty one, one and two calls, calls with
+reasoning or text, turns after a user turn and after a tool result. The template's own rendering minus the generation
+prompt is what the model would sample. The engine's stop tokens must not cut it, and what a rollout records behind it
+must be, id by id, what the template writes. A run that needs a shape that does not reproduce stops with P26.
 
 The three columns about calls concern full renderings only: in a rollout the model's own call is kept as it was sampled,
 so tool results follow it even where the template could not write the call again. *Arguments* is how call arguments

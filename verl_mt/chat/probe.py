@@ -30,9 +30,9 @@ REASONING = (
 """How templates open and close a reasoning block."""
 
 Reasoning = Literal["kept", "dropped_after_user", "ignored"]
-_THOUGHT = "Zqxjkvthought"
-_NAME = "zqxjkvname"
-_CALL_ID = "zqxjkv001"
+THOUGHT = "Zqxjkvthought"
+NAME = "zqxjkvname"
+CALL_ID = "zqxjkv001"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class TemplateCapabilities:
     """What one template, with one set of template kwargs, can do.
 
     `problems` holds the shapes that are refused: `prompt`, `system`, `user_turn`, `tools` (the schemas in the
-    prompt), `no_tools` (a prompt without any), `tool_call`, `parallel_calls`, `text_with_call`, `tool_result`.
+    prompt), `no_tools` (a prompt without any), `tool_call`, `parallel_calls`, `text_with_call`, `tool_result`; `answer`
+    and `call` where a sampled turn is not recorded as the template writes it (`verl_mt.chat.turn_replay`).
     """
 
     problems: Mapping[str, Problem] = field(default_factory=dict)
@@ -148,7 +149,7 @@ def call_shape(renderer: Renderer) -> tuple[CallShape, Problem | None]:
     first: Problem | None = None
     for flat, arguments, short in product((False, True), ("dict", "string"), (False, True)):
         shape = CallShape(arguments, short, flat)  # type: ignore[arg-type]
-        problem = _try_call(renderer, shape, _CALL_ID if short else "call_1")
+        problem = _try_call(renderer, shape, CALL_ID if short else "call_1")
         if problem is None:
             return shape, None
         if problem.cause == ENDLESS:
@@ -168,9 +169,9 @@ def _try_call(renderer: Renderer, shape: CallShape, call_id: str) -> Problem | N
             text = _render(renderer, messages[:2])
         except TemplateError:
             return Problem.of(error, "P13")
-    if _NAME + "0" not in text or SAID not in text:
+    if NAME + "0" not in text or SAID not in text:
         return Problem("P16", "tool calls of earlier turns are left out of the text")
-    around = text[max(0, text.index(_NAME + "0") - 40) : text.index(SAID) + 40]
+    around = text[max(0, text.index(NAME + "0") - 40) : text.index(SAID) + 40]
     if "&#34;" in around or "&quot;" in around:
         return Problem("P13", "the template writes the call with HTML escapes")
     if '\\"' in around:
@@ -218,7 +219,7 @@ def _probe_prompt(renderer: Renderer, problems: dict[str, Problem]) -> None:
     checks: list[tuple[str, list[Message], list[dict[str, Any]] | None, str]] = [
         ("no_tools", [user()], None, ASKED),
         ("system", [{"role": "system", "content": SAID}, user()], None, SAID),
-        ("tools", [user()], [schema()], _NAME),
+        ("tools", [user()], [schema()], NAME),
     ]
     for shape, messages, tools, wanted in checks:
         try:
@@ -250,10 +251,10 @@ def _probe_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Probl
     if "tool_call" in problems:
         problems["parallel_calls"] = problems["text_with_call"] = problems["tool_call"]
         return
-    answers = [result(SHOWN, _CALL_ID), result(SHOWN_AGAIN, _CALL_ID[:-1] + "2")]
+    answers = [result(SHOWN, CALL_ID), result(SHOWN_AGAIN, CALL_ID[:-1] + "2")]
     cases = {
-        "parallel_calls": ([caller(2), *answers], (_NAME + "0", _NAME + "1")),
-        "text_with_call": ([{**caller(1), "content": _THOUGHT}, answers[0]], (_NAME + "0", _THOUGHT)),
+        "parallel_calls": ([caller(2), *answers], (NAME + "0", NAME + "1")),
+        "text_with_call": ([{**caller(1), "content": THOUGHT}, answers[0]], (NAME + "0", THOUGHT)),
     }
     for name, (messages, wanted) in cases.items():
         try:
@@ -278,18 +279,18 @@ def _probe_reasoning(renderer: Renderer, shape: CallShape, problems: dict[str, P
 
     def seen(*turns: Message) -> bool:
         try:
-            return _THOUGHT in _render(renderer, normalise([user(), *turns], shape))
+            return THOUGHT in _render(renderer, normalise([user(), *turns], shape))
         except TemplateError:
             return False
 
-    inline: Message = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
+    inline: Message = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}
     vanishes = not seen(inline, user(SHOWN))
     with_calls = "tool_call" not in problems and "tool_result" not in problems
     for key in REASONING_KEYS:
-        plain: Message = {**said(), key: _THOUGHT}
+        plain: Message = {**said(), key: THOUGHT}
         if seen(plain, user(SHOWN)):
             return vanishes, key, "kept"
-        if seen(plain) or (with_calls and seen({**caller(1), key: _THOUGHT}, result(SHOWN, _CALL_ID))):
+        if seen(plain) or (with_calls and seen({**caller(1), key: THOUGHT}, result(SHOWN, CALL_ID))):
             return vanishes, key, "dropped_after_user"
         read = re.search(rf"\w\.{key}\b|get\(['\"]{key}['\"]|\[['\"]{key}['\"]\]", renderer.source(None))
         if read and _writes_empty_reasoning(renderer):
@@ -309,7 +310,7 @@ def _writes_empty_reasoning(renderer: Renderer) -> bool:
 def _rewrites_calls(renderer: Renderer, shape: CallShape, problems: dict[str, Problem]) -> bool:
     if "tool_call" in problems or "tool_result" in problems:
         return False
-    talk = normalise([user(), caller(1), result(SHOWN, _CALL_ID), said(), user(SHOWN)], shape)
+    talk = normalise([user(), caller(1), result(SHOWN, CALL_ID), said(), user(SHOWN)], shape)
     before = ""
     for end in range(2, len(talk) + 1):
         try:
@@ -327,7 +328,7 @@ def _merges(delta: DeltaRenderer | TemplateError, problems: dict[str, Problem]) 
     if isinstance(delta, TemplateError) or "tool_result" in problems:
         return False
     turn = caller(2)
-    first, second = result(SHOWN, _CALL_ID), result(SHOWN_AGAIN, _CALL_ID[:-1] + "2")
+    first, second = result(SHOWN, CALL_ID), result(SHOWN_AGAIN, CALL_ID[:-1] + "2")
     try:
         both = delta.render([first, second], turn, add_generation_prompt=False).body
         one = delta.render([first], caller(1), add_generation_prompt=False).body
@@ -346,7 +347,7 @@ def _rewrites_prompt(renderer: Renderer, problems: dict[str, Problem]) -> bool:
         long = renderer.text([user(), said(), user(SHOWN)], [schema()], add_generation_prompt=False)
     except TemplateError:
         return False
-    return _NAME in short and _NAME not in long[: long.find(SAID)]
+    return NAME in short and NAME not in long[: long.find(SAID)]
 
 
 def _render(renderer: Renderer, messages: list[Message]) -> str:
@@ -367,22 +368,22 @@ def said() -> Message:
     return {"role": "assistant", "content": SAID}
 
 
-def caller(count: int, call_id: str = _CALL_ID) -> Message:
+def caller(count: int, call_id: str = CALL_ID) -> Message:
     ids = [call_id if i == 0 else f"{call_id[:-1]}{i + 1}" for i in range(count)]
-    functions = [{"name": f"{_NAME}{i}", "arguments": {"query": SAID}} for i in range(count)]
+    functions = [{"name": f"{NAME}{i}", "arguments": {"query": SAID}} for i in range(count)]
     calls = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def result(content: str, call_id: str = _CALL_ID) -> Message:
-    return {"role": "tool", "content": content, "tool_call_id": call_id, "name": f"{_NAME}0"}
+def result(content: str, call_id: str = CALL_ID) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": call_id, "name": f"{NAME}0"}
 
 
 def schema() -> dict[str, Any]:
     """A tool schema with every key that templates look at."""
     query = {"type": "string", "description": "What to look for."}
     parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
-    function = {"name": _NAME, "description": "Looks something up.", "parameters": parameters}
+    function = {"name": NAME, "description": "Looks something up.", "parameters": parameters}
     return json.loads(json.dumps({"type": "function", "function": function}))
 
 

@@ -26,6 +26,7 @@ from verl_mt.chat.probe import (
 )
 from verl_mt.chat.render import CallShape, Renderer, normalise, probing
 from verl_mt.chat.text_delta import turn_ids
+from verl_mt.chat.turn_replay import turn_problems
 from verl_mt.data.conversation import Message
 from verl_mt.data.media import MediaInput, describe, parts_of
 from verl_mt.errors import DataError, TemplateError
@@ -153,7 +154,9 @@ class ChatTemplate:
     def capabilities(self) -> TemplateCapabilities:
         """What the template can render, probed once."""
         rewritten = self._rewritten_turns([schema()] if "no_tools" in self._probed.problems else None)
-        return replace(self._probed, append_only=not rewritten, rewritten=rewritten)
+        turns = {} if isinstance(self._delta, TemplateError) else self._turns_not_reproduced
+        problems = {**turns, **self._probed.problems}
+        return replace(self._probed, problems=problems, append_only=not rewritten, rewritten=rewritten)
 
     @cached_property
     def _probed(self) -> TemplateCapabilities:
@@ -165,7 +168,7 @@ class ChatTemplate:
         Raises:
             TemplateError: names the shapes that are refused, their causes, and what to do.
         """
-        needed = ["tools", "tool_result"] if tools else ["no_tools"]
+        needed = ["answer", *(["tools", "tool_result", "call"] if tools else ["no_tools"])]
         needed += ["user_turn"] if interaction else []
         problems = self.capabilities.problems
         found = [(shape, problems[shape]) for shape in needed if shape in problems]
@@ -407,7 +410,7 @@ class ChatTemplate:
             return DeltaRenderer(
                 self._renderer,
                 pattern,
-                starts=pattern.findall(prompt) if pattern else [],
+                starts=pattern.findall(prompt)[:1] if pattern else [],
                 known_ends=[t for t, i in self._encoder.added.items() if i in ids],
                 shape=self._shape,
             )
@@ -446,6 +449,11 @@ class ChatTemplate:
             return ""
         mine, theirs = (self.decode(ids[at : at + _SHOWN_TOKENS]) for ids in (recorded, rendered))
         return f"at token {at} recorded {mine!r}, rendered {theirs!r}"
+
+    @cached_property
+    @probing()
+    def _turns_not_reproduced(self) -> dict[str, Problem]:
+        return turn_problems(self, self._probed.reasoning_key)
 
     @cached_property
     def _turn_problems(self) -> dict[str, Problem]:
