@@ -82,3 +82,20 @@ def test_rows_in_both_of_two_files_are_said(tmp_path, capsys):
     files = [str(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", [ROW]), ("b", [{**ROW}]))]
     assert main(files) == 0
     assert f"note: {files[1]}, row 1: the prompt is in {files[0]}, too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "named"),
+    [
+        (None, "q<|im_end|>\n<|im_start|>assistant", "'<|im_end|>', '<|im_start|>'"),
+        (None, "q<end_of_turn> [INST]", "'<end_of_turn>', '[INST]'"),
+        ("verl_mt://tiny", "q<|im_end|>[INST]", "'<|im_end|>'"),
+        (None, "Is a <b>b</b> <| |> c [inst]?", None),
+    ],
+)
+def test_control_tokens_in_a_question_are_said(tmp_path, model, text, named):
+    found = check_data(jsonl(tmp_path / "a.jsonl", [ROW, ROW | {"prompt": text}]), model=model)
+    assert found
+    said = [remark for remark in found.remarks if "control tokens" in remark]
+    assert len(said) == (named is not None)
+    assert named is None or (f"row 2: a user's text holds control tokens ({named})" in said[0])

@@ -10,6 +10,7 @@ the text that the model reads), and every row that cannot be used. `docs/your_ow
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import DataConfig
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, user_texts
 from verl_mt.data.dataset import Columns, DataRow, examine_rows
 from verl_mt.errors import VerlMTError
+from verl_mt.plugins import listing
 
 if TYPE_CHECKING:
     from verl_mt.chat.template import ChatTemplate
@@ -39,6 +41,8 @@ _MEANINGS = {
 }
 _OTHER = "kept with the row: agents, schedulers and ms-swift's rewards are given it"
 _ROLES = ("system", "user", "assistant", "tool")
+_CONTROL = re.compile(r"<\|\w{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>|\[/?INST\]")
+"""Control tokens of published chat templates, where no model says which it has."""
 _NUM_SHOWN = 20
 """Problems and remarks that are printed; `DataCheck` holds all."""
 
@@ -113,9 +117,20 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
     raw, rows, problems = examine_rows(str(path), num_rows=data.train_max_samples, columns=columns)
     remarks = _remarks(rows, columns.prompt)
     rendered = longest = None
+    control = _likely_control
     if model is not None and rows:
-        rendered, longest, unshown = _rendered(rows, model)
+        from verl_mt.chat.loading import load_chat  # transformers: seconds that nobody else waits for
+
+        chat = load_chat(model)
+        control = chat.control_text
+        rendered, longest, unshown = _rendered(rows, chat)
         problems += unshown
+    having = [row for row in rows if control(row.prompt)]
+    if having:
+        remarks.append(
+            f"{_places(having)}: a user's text holds control tokens ({listing(map(repr, control(having[0].prompt)))}); "
+            "the model sees the end of a turn there. Take them out, or set actor_rollout_ref.model.trust_prompts=False"
+        )
     found = {name: _column_found(name, list(raw.values()), columns) for row in raw.values() for name in row}
     return DataCheck(str(path), len(raw), found, rows, rendered, longest, problems, remarks)
 
@@ -161,12 +176,15 @@ def _ends_in_answer(messages: list[Any]) -> bool:
     return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
 
 
-def _rendered(rows: Sequence[DataRow], model: str) -> tuple[str, tuple[int, str] | None, list[str]]:
+def _likely_control(messages: Sequence[Message]) -> list[str]:
+    """What most chat models take for control tokens."""
+    return list(dict.fromkeys(literal for text in user_texts(messages) for literal in _CONTROL.findall(text)))
+
+
+def _rendered(rows: Sequence[DataRow], chat: ChatTemplate) -> tuple[str, tuple[int, str] | None, list[str]]:
     """The first row's prompt as text; most tokens and the row that has them; what the template cannot show."""
-    from verl_mt.chat.loading import load_chat  # transformers: seconds that nobody else waits for
     from verl_mt.chat.prompt_messages import require_traces
 
-    chat: ChatTemplate = load_chat(model)
     problems, lengths = [], []
     for row in rows:
         try:

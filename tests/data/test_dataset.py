@@ -564,12 +564,63 @@ def test_a_number_is_a_prompt_only_for_a_function_that_reads_it_itself(tmp_path,
             "message 2: content must be",
         ),
         ({"prompt": [{"role": "user", "content": None, "tool_calls": []}]}, "message 1: content must be"),
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": '[{"id": 1}]'}]}, "tool_calls must be a list"),
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": ["f"]}]}, "tool_calls must be a list of calls"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_column(tmp_path, changes, said):
     with pytest.raises(DataError, match=r"a\.jsonl, row 1") as caught:
         load(jsonl(tmp_path / "a.jsonl", [ROW | changes]))
     assert said in str(caught.value)
+
+
+ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ASKED),
+        json.dumps([{"content": "Be brief.", "role": "system"}, *ASKED], indent=2) + "\n",
+        json.dumps(ASKED[0]),
+        json.dumps({"messages": ASKED}),
+        str(ASKED),
+        f"array([{ASKED[0]}], dtype=object)",
+    ],
+    ids=["json", "indented", "one", "mapping", "python", "numpy"],
+)
+def test_messages_written_as_text_are_no_prompt(tmp_path, text):
+    """A column that went through CSV or a data frame."""
+    file = jsonl(tmp_path / "a.jsonl", [ROW, ROW | {"prompt": text}])
+    with pytest.raises(DataError, match=r"a\.jsonl, row 2: column prompt holds messages written as text, ") as caught:
+        load(file)
+    assert "json.loads" in str(caught.value)
+    _, rows, problems = examine_rows(file)
+    assert len(rows) == 1 and problems == [str(caught.value)]
+    assert load(file, columns=Columns(as_it_is=True))[0].rows[1].prompt[0]["content"] == text
+
+
+@pytest.mark.parametrize("text", [" " * 20_000 + "x", "{" + " " * 20_000, '[{"role": ' + '"role"' * 10_000])
+def test_a_long_prompt_is_looked_at_in_a_moment(tmp_path, text):
+    began = time.process_time()
+    (row,) = load(jsonl(tmp_path / "a.jsonl", [ROW | {"prompt": text}]))[0].rows
+    assert row.prompt == [{"role": "user", "content": text}]
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "pens"}]',
+        f"What is wrong with {json.dumps(ASKED)}?",
+        json.dumps(ASKED) + " Answer it.",
+        "[1, 2]",
+        "{}",
+    ],
+)
+def test_a_question_may_hold_json(tmp_path, text):
+    (row,) = load(jsonl(tmp_path / "a.jsonl", [ROW | {"prompt": text}]))[0].rows
+    assert row.prompt == [{"role": "user", "content": text}]
 
 
 def test_where_nothing_is_wrong_a_column_may_be_empty(tmp_path):

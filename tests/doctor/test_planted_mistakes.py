@@ -144,6 +144,14 @@ MORE = {
         each_row("row['prompt'][1]['content'] += ' Answer: ' + row['reward_model']['ground_truth']"),
         "prompts' words", ("end with their own answer", "'Answer: 300'"),
     ),
+    "prompt column as JSON text": Mistake(
+        each_row("row['prompt'] = __import__('json').dumps(row['prompt'])"),
+        "rows", ("train.jsonl, row 1: column prompt holds messages written as text",), "error",
+    ),
+    "control tokens in questions": Mistake(
+        each_row("row['prompt'][1]['content'] += '<|im_end|><|im_start|>assistant'"),
+        "prompts' words", ("24 of 30 rows hold control tokens", "train.jsonl, row 1", "'<|im_end|>'"),
+    ),
     "some training rows in the validation file": Mistake(
         lambda project: project.rows(rows(0, 24) + rows(33, 34)), "validation rows", ("1 of 6", "val.parquet, row 4"),
     ),

@@ -82,7 +82,7 @@ def test_a_clip_range_that_the_loss_does_not_read_has_no_reader_and_is_said(mode
     with recording(config) as reads:
         found = readers(reads)
     assert [name for name in ("clip_ratio_c", "clip_ratio") if not found[f"{actor}.{name}"]] == idle
-    prompts = SimpleNamespace(num_filtered=0, num_truncated=0, num_bad=0, num_unseen=0, rows=list)
+    prompts = SimpleNamespace(num_filtered=0, num_truncated=0, num_bad=0, num_unseen=0, num_control=0, rows=list)
     said = [text for text in notes(config, prompts) if "clip_ratio" in text]
     assert sorted(text.split()[0] for text in said) == sorted(f"actor.{name}" for name in idle)
 
@@ -90,7 +90,10 @@ def test_a_clip_range_that_the_loss_does_not_read_has_no_reader_and_is_said(mode
 @pytest.mark.parametrize("driver", ["multi_turn.scheduler", "agent_function_path", "custom_generate_function_path"])
 def test_several_turns_without_tools_are_one_turn_unless_something_else_answers(driver):
     rollout = "actor_rollout_ref.rollout"
-    config, prompts = Config(), SimpleNamespace(num_filtered=0, num_truncated=0, num_bad=0, num_unseen=0, rows=list)
+    config, prompts = (
+        Config(),
+        SimpleNamespace(num_filtered=0, num_truncated=0, num_bad=0, num_unseen=0, num_control=0, rows=list),
+    )
     config.actor_rollout_ref.rollout.multi_turn.enable = True
     assert any("every trajectory is one assistant turn" in text for text in notes(config, prompts))
     config = compose([*OWN, f"{rollout}.{driver}=my.code"])

@@ -6,6 +6,7 @@ Sampled ids are never looked at again: the recorded stream is
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 from verl_mt.chat.delta import Delta, DeltaRenderer
 from verl_mt.chat.differences import common_prefix
-from verl_mt.chat.encode import Encoder
+from verl_mt.chat.encode import Encoder, compile_literals
 from verl_mt.chat.probe import (
     Problem,
     TemplateCapabilities,
@@ -27,7 +28,7 @@ from verl_mt.chat.probe import (
 from verl_mt.chat.render import CallShape, Renderer, normalise, probing
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.chat.turn_replay import turn_problems
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import Message, user_texts
 from verl_mt.data.media import MediaInput, describe, parts_of
 from verl_mt.errors import DataError, TemplateError
 
@@ -334,6 +335,19 @@ class ChatTemplate:
             return self._encoder.encode(text)
         hidden = self._encoder.hidden()
         return self._encoder.encode_hidden(hidden.hide(text), hidden)
+
+    def control_text(self, messages: Sequence[Message]) -> list[str]:
+        """Special tokens that the users' texts of a prompt become, such as `<|im_end|>`; empty where `trust_prompts` is
+        False."""
+        if not self.trust_prompts or self._special is None:
+            return []
+        return list(dict.fromkeys(found for text in user_texts(messages) for found in self._special.findall(text)))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        known = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {i for i, token in known.items() if token.special} | self.end_token_ids
+        return compile_literals(text for text, i in self._encoder.added.items() if i in special)
 
     def continuation_ids(self, text: str) -> list[int]:
         """Ids of foreign text in the middle of a turn: no control token, and no space that it does not begin with."""

@@ -6,7 +6,7 @@ templates render and what every user's code already handles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,16 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
     """What was thought before a message; None where it holds no such text."""
     texts = (message.get(key) for key in REASONING_KEYS)
     return next((text for text in texts if isinstance(text, str) and text), None)
+
+
+def user_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts that users say."""
+    for message in messages:
+        content = message.get("content") if message.get("role") == "user" else None
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                yield text
 
 
 @dataclass(frozen=True)

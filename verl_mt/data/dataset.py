@@ -9,6 +9,7 @@ is checked when it is loaded: what is wrong is said before the first training st
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,11 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 _INSTRUCTS = ("system", "developer")
 """Roles of a first message that takes the place of a system message."""
 _TOO_LONG = "an integer of more than 4300 digits. Write it as a text, or leave it out"
+_MESSAGES_AS_TEXT = re.compile(
+    r"""\s*+(?:array\(\s*+)?\[?+\s*+\{(?=.*["']role["']\s*+:)\s*+["'](?:role|content|messages)["']\s*+:.*[\]})]\s*""",
+    re.DOTALL,
+)
+"""JSON of messages, or what Python prints of them: a column that went through CSV, a data frame or a database."""
 _TOO_DEEP = "lists or objects are nested too deep to be read; flatten them, or keep them as text"
 
 
@@ -434,6 +440,12 @@ def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> 
     shown = _column(raw, columns.prompt, where)
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
+    if isinstance(shown, str) and not columns.as_it_is and _MESSAGES_AS_TEXT.fullmatch(shown):
+        raise DataError(
+            f"{where}: column {columns.prompt} holds messages written as text, {_short(shown)}: the model would read "
+            "brackets and quotes. Write a list of messages (json.loads, or ast.literal_eval where quotes are single); "
+            'where a user says exactly this, give [{"role": "user", "content": text}]'
+        )
     prompt = _messages(shown, f"{where}, column {columns.prompt}")
     prompt = begun_by_system(prompt, columns.system)
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
@@ -577,6 +589,9 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{where}: expected {{role: ..., content: ...}}, got {_short(value)}")
     message = {k: v for k, v in value.items() if v is not None or k == "content"}
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise DataError(f"{where}: tool_calls must be a list of calls, got {type(calls).__name__} {_short(calls)}")
     content = message.setdefault("content", None)
     if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
         raise DataError(

@@ -146,11 +146,24 @@ def _rates(size: float) -> tuple[float, float, float]:
 
 
 def prompt_words(subject: Subject) -> Iterator[Finding]:
-    """The prompts name tools that are offered, and do not hold the answer."""
-    found = [*_absent_tools(subject), *_leaked(subject.prompts)]
+    """The prompts name tools that are offered, and hold neither the answer nor control tokens."""
+    found = [*_absent_tools(subject), *_leaked(subject.prompts), *_control_tokens(subject)]
     yield from found
     if not found:
-        yield ok("they name no tool that is not offered, and do not hold the answer")
+        yield ok("they name no tool that is not offered, and hold neither the answer nor control tokens")
+
+
+def _control_tokens(subject: Subject) -> Iterator[Finding]:
+    held_out = (row for source in subject.val for row in source.rows)
+    rows = [*subject.train_rows(), *held_out]
+    having = [(row, found) for row in rows if (found := subject.known_chat.control_text(row.prompt))]
+    if having:
+        row, found = having[0]
+        yield warning(
+            f"{len(having)} of {len(rows)} rows hold control tokens in a user's text ({row.place}: "
+            f"{listing(map(repr, found))}): the model sees the end of a turn there",
+            "take them out of the rows, or set actor_rollout_ref.model.trust_prompts=False to keep them as plain text",
+        )
 
 
 def _absent_tools(subject: Subject) -> Iterator[Finding]:

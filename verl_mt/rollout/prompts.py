@@ -77,6 +77,10 @@ class PromptBuilder:
     num_truncated: int = 0
     num_bad: int = 0
     """Rows that were left out because they have no prompt."""
+    num_control: int = 0
+    """Prompts in which users' text becomes control tokens."""
+    first_control: str = ""
+    """The first of them, and its control tokens."""
     _cache: dict[int, Prompt] = field(default_factory=dict)
     _looked_at: list[DataRow] = field(default_factory=list)
 
@@ -100,6 +104,9 @@ class PromptBuilder:
         if self._far_too_long(row, tools):
             return None
         ids = self._ids(row, tools)
+        if control := self.chat.control_text(row.prompt):
+            self.num_control += 1
+            self.first_control = self.first_control or f"{row.place}: {listing(map(repr, control))}"
         too_long = len(ids) > self.max_prompt_length
         if too_long:
             if self.filter_overlong:

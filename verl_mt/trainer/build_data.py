@@ -175,6 +175,12 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
         )
     if prompts.num_truncated:
         yield f"{prompts.num_truncated} prompt(s) cut to {prompts.max_prompt_length} tokens ({prompts.truncation})"
+    if prompts.num_control:
+        yield (
+            f"{prompts.num_control} prompt(s) hold control tokens in a user's text ({prompts.first_control}): the "
+            "model sees the end of a turn there. Take them out of the rows, or set "
+            "actor_rollout_ref.model.trust_prompts=False to keep them as plain text"
+        )
     actor_and_ref = config.actor_rollout_ref
     if actor_and_ref.model.lora_rank and actor_and_ref.ref.offload:
         # verl's launch scripts set both.
