@@ -18,7 +18,8 @@ from parts_project import SYSTEM, Project, demonstration, rows
 from tables import before_release
 
 from verl_mt.doctor.findings import Finding
-from verl_mt.doctor.meaning import truth_text, wrong_text
+from verl_mt.doctor.forms import truth_text
+from verl_mt.doctor.meaning import wrong_text
 from verl_mt.doctor.oversights import _rates, _tools_named
 from verl_mt.errors import VerlMTError
 
@@ -349,8 +350,101 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     plain_project(project, reward, made)
 
 
+def bolts(project: Project, system: str, reward: str) -> None:
+    """Questions about bolts, and a form of the answer that a system message states."""
+    made = [
+        {"data_source": "weights", "prompt": f"Weigh {n} bolts of 3 g.", "ground_truth": str(3 * n)}
+        for n in range(1, 17)
+    ]
+    head = "import json\nimport re\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    plain_project(project, head + reward, made)
+    project.run["data"]["system"] = system
+
+
+def unquoted_form(project: Project) -> None:
+    bolts(
+        project,
+        "Work it out. Finish with RESULT=<number> on a line of its own.",
+        r"""    found = re.search(r"RESULT=(\d+)$", solution_str.strip())
+    return float(bool(found) and found[1] == ground_truth)
+""",
+    )
+
+
+def json_form(project: Project) -> None:
+    bolts(
+        project,
+        'Reply with a JSON object {"answer": <number>} and nothing else.',
+        """    try:
+        return float(str(json.loads(solution_str)["answer"]) == ground_truth)
+    except (ValueError, KeyError, TypeError):
+        return 0.0
+""",
+    )
+
+
+def form_of_the_source(project: Project) -> None:
+    """Only the reward's source knows it."""
+    bolts(
+        project,
+        "Say what the bolts weigh.",
+        r"""    found = re.search(r"weighs?\s+(\d+) grams", solution_str)
+    return float(bool(found) and found[1] == ground_truth)
+""",
+    )
+
+
+SQL = """
+import sqlite3
+
+from verl_mt.tools.function_tool import function_tool
+
+
+@function_tool
+def sql(query: str) -> str:
+    \"""Ask the database.
+
+    Args:
+        query: A statement of SQLite.
+    \"""
+    with sqlite3.connect("parts.sqlite") as database:
+        return str(database.execute(query).fetchall())
+"""
+
+
+def sql_tool(project: Project) -> None:
+    """A tool that refuses what the script makes up."""
+    project.write("sql_tool.py", SQL)
+    project.write("tools.yaml", yaml.safe_dump({"tools": [{"class_name": "sql_tool.py:sql", "config": {}}]}))
+    for row in (made := rows(0, 24)):
+        row["prompt"][0]["content"] = "You weigh parts. Use the tool `sql`. End with a line 'Answer: N'."
+        row["extra_info"] = {}
+    project.rows(made)
+    project.run["actor_rollout_ref"]["rollout"]["response_length"] = 512
+
+
+def secret_form(project: Project) -> None:
+    """A form that nobody can find: said, and no alarm."""
+    bolts(
+        project,
+        "Say what the bolts weigh.",
+        """    return float(solution_str.count("!") == int(ground_truth))
+""",
+    )
+
+
+UNSEEN = {
+    sql_tool: ["tool sql: calls with made-up arguments failed"],
+    secret_form: ["no form of the answer was found that the reward pays"],
+}
+"""What is not looked at in a healthy project."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [None, choices, unusual_form, solutions])
+@pytest.mark.parametrize(
+    "build",
+    [None, choices, unusual_form, solutions, unquoted_form, json_form, form_of_the_source, sql_tool, secret_form],
+)
 def test_a_healthy_project_raises_no_alarm(build, tmp_path, monkeypatch):
     """Written after the checks."""
     monkeypatch.chdir(tmp_path)
@@ -358,5 +452,8 @@ def test_a_healthy_project_raises_no_alarm(build, tmp_path, monkeypatch):
     if build is not None:
         build(project)
     found = project.examine([], demos="demos.jsonl" if build is None else None)
-    assert [f for f in found if f.status != "ok"] == []
+    unseen = [f for f in found if f.status == "skipped"]
+    assert [f for f in found if f.status not in ("ok", "skipped")] == []
+    assert len(unseen) == len(UNSEEN.get(build, []))
+    assert all(words in f.text and "--demos" in f.text for f, words in zip(unseen, UNSEEN.get(build, [])))
     assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == project.run

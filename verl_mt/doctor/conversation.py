@@ -4,6 +4,7 @@ an answer."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -13,8 +14,8 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import Message
 from verl_mt.data.large_files import LargeRows
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
-from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.scripted import Talk, called, said
+from verl_mt.doctor.findings import Finding, Subject, error, not_looked_at, ok, warning
+from verl_mt.doctor.scripted import Talk, called, example_arguments, said
 from verl_mt.errors import DataError
 from verl_mt.interactions.session import load_interactions
 from verl_mt.rewards.base import load_reward
@@ -29,6 +30,9 @@ _MAX_ROWS = 16
 """Rows of each entry whose prompts are rendered."""
 _MAX_PROMPTS = 2
 _ANSWER = "The answer is 1.\n#### 1"
+_UNREACHABLE = re.compile(r"(?i)\bconnection\b|refused|timed out|timeout|unreachable|name resolution|\b50[234]\b")
+"""What a server that is down is told by; such texts may hold the arguments, as a part of its address."""
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _LIMITS: dict[StopReason | None, Callable[[Subject], object]] = {
     StopReason.MAX_TOKENS_PER_TURN: lambda subject: subject.rollout.max_tokens_per_turn,
     StopReason.RESPONSE_LENGTH: lambda subject: subject.rollout.response_length,
@@ -271,11 +275,7 @@ def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding
     for name in names:
         broken, calls = counted[f"tools/{name}/errors"], counted[f"tools/{name}/calls"]
         if broken:
-            said = next((str(m.get("content")) for t in found for m in t.messages if m["role"] == "tool"), "")
-            yield warning(
-                f"tool {name}: {broken:.0f} of {calls:.0f} calls failed: {said[:200]}",
-                "start the server that it asks, or repair it: a model cannot learn to use a tool that always fails",
-            )
+            yield _failing_tool(subject, name, f"{broken:.0f} of {calls:.0f}", _answers(found)[0])
     full = [t for t in found if t.stop_reason == "context_full"]
     if full:
         yield warning(
@@ -285,8 +285,31 @@ def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding
         )
 
 
-def _talk(subject: Subject, prompt: Prompt) -> Talk:
+def _failing_tool(subject: Subject, name: str, share: str, answer: str) -> Finding:
+    """A tool that may refuse what was made up, and one that fails whatever it is asked, are not the same."""
+    asked = next(prompt for prompt in subject.prompts if prompt.tools and prompt.tools[0]["function"]["name"] == name)
+    first, second = (example_arguments(asked.tools[0], other=other) for other in (False, True))
+    again = _answers(subject.open_stage().play([_talk(subject, asked, other=True)], unlimited=True))
+    if first != second and again[0] != answer and not _UNREACHABLE.search(answer):
+        return not_looked_at(
+            f"tool {name}: calls with made-up arguments failed, {first} with {answer[:200]}; --demos FILE calls it "
+            "with arguments of your own"
+        )
+    return warning(
+        f"tool {name}: {share} calls failed{'' if first == second else ', whatever the arguments'}: {answer[:200]}",
+        "start the server that it asks, or repair it: a model cannot learn to use a tool that always fails",
+    )
+
+
+def _answers(played: list[Trajectory]) -> list[str]:
+    """What the tools said."""
+    found = [str(m.get("content")) for trajectory in played for m in trajectory.messages if m["role"] == "tool"]
+    return [_ADDRESS.sub("", text) for text in found] or [""]
+
+
+def _talk(subject: Subject, prompt: Prompt, *, other: bool = False) -> Talk:
     """A call, where there is a tool, and then an answer."""
     chat = subject.known_chat
-    call = called(chat, prompt.tools[0]) if prompt.tools and subject.rollout.agent_function_path is None else None
+    can_call = bool(prompt.tools) and subject.rollout.agent_function_path is None
+    call = called(chat, prompt.tools[0], other=other) if can_call else None
     return Talk(prompt, [*([call] if call else []), said(chat, _ANSWER)])

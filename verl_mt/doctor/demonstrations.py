@@ -14,7 +14,8 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.meaning import earned, truth_text
+from verl_mt.doctor.forms import truth_text
+from verl_mt.doctor.meaning import earned
 from verl_mt.doctor.scripted import Talk
 from verl_mt.errors import DataError
 from verl_mt.rollout.prompts import Prompt

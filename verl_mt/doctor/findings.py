@@ -25,6 +25,7 @@ from verl_mt.rollout.prompts import Prompt
 from verl_mt.tools.registry import ToolSet
 
 Status = Literal["ok", "warning", "error", "skipped"]
+_NEEDS = "needs "
 _LOOKS = {
     "ok": ("ok", "green"),
     "warning": ("warning", "yellow"),
@@ -126,6 +127,10 @@ def ok(text: str) -> Finding:
     return Finding("ok", text)
 
 
+def not_looked_at(text: str) -> Finding:
+    return Finding("skipped", text)
+
+
 def warning(text: str, fix: str) -> Finding:
     return Finding("warning", text, fix)
 
@@ -152,7 +157,7 @@ def run_checks(checks: Sequence[Check], subject: Subject) -> Iterator[Finding]:
         missing = [name for name in check.needs if name in failed]
         if missing:
             failed.add(check.name)
-            yield Finding("skipped", f"needs {' and '.join(missing)}", check=check.name)
+            yield Finding("skipped", f"{_NEEDS}{' and '.join(missing)}", check=check.name)
             continue
         for found in _look(check, subject):
             if found.status == "error":
@@ -172,10 +177,11 @@ def _look(check: Check, subject: Subject) -> Iterator[Finding]:
 
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> int:
-    """Print them; what could not be looked at is one line. Returns the exit status: 2 with errors, else 0."""
+    """Print them; the checks that need a failed one are one line. Returns the exit status: 2 with errors, else 0."""
     console = console or Console()
-    skipped = [found for found in findings if found.status == "skipped"]
-    findings = [found for found in findings if found.status != "skipped"]
+    counts = Counter(found.status for found in findings)
+    skipped = [found for found in findings if found.status == "skipped" and found.text.startswith(_NEEDS)]
+    findings = [found for found in findings if found not in skipped]
     if skipped:
         names, needed = (list(dict.fromkeys(words)) for words in zip(*((f.check, f.text) for f in skipped)))
         findings.append(Finding("skipped", f"{', '.join(names)} ({'; '.join(needed)})", check="not looked at"))
@@ -190,8 +196,6 @@ def show(findings: Sequence[Finding], console: Console | None = None) -> int:
             text.append(f"\n-> {found.fix}", style="cyan")
         table.add_row(Text(word, style=style), found.check, text)
     console.print(table)
-    counts = Counter(found.status for found in findings)
-    counts["skipped"] = len(skipped)
     console.print(
         f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['skipped']} skipped, {counts['ok']} ok"
     )

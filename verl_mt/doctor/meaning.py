@@ -11,34 +11,27 @@ from statistics import fmean
 from typing import Any
 
 from verl_mt.data.trajectory import Status, Trajectory
-from verl_mt.doctor.findings import Finding, Subject, ok, warning
+from verl_mt.doctor.findings import Finding, Subject, not_looked_at, ok, warning
+from verl_mt.doctor.forms import (
+    SLOT,
+    USUAL_FORMS,
+    asked_forms,
+    forms_of_source,
+    forms_shown,
+    own_forms,
+    shown,
+    truth_text,
+)
 from verl_mt.doctor.scripted import Talk, called, said
 from verl_mt.plugins import listing
 from verl_mt.rollout.prompts import Prompt
 
-_SLOT = "\0"
-"""Where the answer stands in a form."""
-_FORMS = tuple(
-    form.replace("@", _SLOT)
-    for form in (
-        "@", "#### @", r"\boxed{@}", "Answer: @", "The answer is @.", "<answer>@</answer>",
-        "<think>\nLet me see.\n</think>\n\n<answer>@</answer>",
-    )
-)  # fmt: skip
 _NOTHING = "I do not know."
 _ROWS_PER_SOURCE, _SOURCES = 2, 4
 _WRONG_FORMS = 3
 """A wrong answer is tried in so many, those that pay best with the truth in them; in the one that pays least, and in
 what the prompt asks for."""
-_LONGEST_TRUTH, _LONGEST_TEXT = 100, 4000
 _SAME = 1e-9
-
-_ASKS_FOR_ANSWER = re.compile(
-    r"(?i)(?:\b(?:with|as|form|format|write|line|like|say|give|end|finish|reply|respond)\b[^\n]{0,40}?|[`'\"“«*])"
-    r"((?:the )?(?:final )?answer(?: is)?:)(?!\s*\Z)"
-)
-_SPAN = re.compile(r"[`'\"“«]([^`'\"”»\n]{2,80})[`'\"”»]")
-_PLACEHOLDER = re.compile(r"<\w[\w ]{0,20}>|\[\w[\w ]{0,20}\]|\{\w{1,20}\}|\.\.\.|\b[NXn]\b")
 
 
 def truths(subject: Subject) -> Iterator[Finding]:
@@ -54,21 +47,6 @@ def truths(subject: Subject) -> Iterator[Finding]:
         yield ok(f"the rows have no short ground truth to ask it about{'' if subject.demos else '; --demos FILE does'}")
     for prompts in asked:
         yield from _Inquiry(subject, prompts).findings()
-
-
-def truth_text(truth: Any) -> str | None:
-    """A ground truth as a model would write it; None where it has none, or is no short text (test cases, rubrics)."""
-    if isinstance(truth, dict):
-        keys = [k for k in ("target", "targets", "answer", "value", "ground_truth", "label") if k in truth]
-        return truth_text(truth[keys[0]]) if keys else None
-    if isinstance(truth, list | tuple):
-        return truth_text(truth[0]) if truth else None
-    if isinstance(truth, float) and truth.is_integer():
-        truth = int(truth)
-    if not isinstance(truth, str | int | float):
-        return None
-    text = str(truth).strip()
-    return text if text and len(text) <= _LONGEST_TRUTH and "\n" not in text and text[0] not in "{[" else None
 
 
 def wrong_text(truth: str) -> str:
@@ -94,10 +72,13 @@ class _Inquiry:
     failed: list[Trajectory] = field(default_factory=list)
 
     def findings(self) -> Iterator[Finding]:
-        forms = [*dict.fromkeys([*_asked_forms(self.prompts[0]), *_own_forms(self.prompts[0]), *_FORMS])]
+        forms = [*dict.fromkeys([*asked_forms(self.prompts[0]), *own_forms(self.prompts[0]), *USUAL_FORMS])]
         right, wrong, nothing = self._ask(forms)
         if not _pays(right, wrong) and self._can_call():
             self.calls = True
+            right, wrong, nothing = self._ask(forms)
+        if not _pays(right, wrong) and (more := [f for f in self._forms_of_source() if f not in forms]):
+            forms += more
             right, wrong, nothing = self._ask(forms)
         prompt = self.prompts[0]
         where, text = prompt.row.place, truth_text(prompt.row.ground_truth)
@@ -116,8 +97,8 @@ class _Inquiry:
             best = max(paying, key=lambda form: right[form])
             yield from self._behind_a_call(best, right, wrong)
             yield ok(
-                f"the truth earns {right[best]:.4g} as {_shown(best)}, a wrong answer {wrong[best]:.4g}, none "
-                f"{nothing:.4g}" + ("; the truth by itself " + f"{right[_SLOT]:.4g}" if _SLOT not in paying else "")
+                f"the truth earns {right[best]:.4g} as {shown(best)}, a wrong answer {wrong[best]:.4g}, none "
+                f"{nothing:.4g}" + ("; the truth by itself " + f"{right[SLOT]:.4g}" if SLOT not in paying else "")
             )
             return
         yield from self._no_difference(where, str(text), how, (right, wrong, nothing))
@@ -137,20 +118,28 @@ class _Inquiry:
             return
         values = [*right.values(), *wrong.values(), nothing]
         better = [form for form in wrong if wrong[form] > right[form] + _SAME]
-        told = f"{where}: truth {text!r}, asked as {_forms_shown(right)}{how}"
+        told = f"{where}: truth {text!r}, asked as {forms_shown(right)}{how}"
         if max(values) - min(values) <= _SAME:
             if self.subject.rewarded_demos:
                 yield ok(f"{values[0]:.4g} for the truth in its usual forms; the demonstrations show what it rewards")
                 return
+            asked = asked_forms(self.prompts[0])
+            if values[0] <= 0 and not asked:
+                yield not_looked_at(
+                    f"no form of the answer was found that the reward pays, it is {values[0]:.4g} for right, wrong and "
+                    f"none ({told}); --demos FILE shows it finished conversations"
+                )
+                return
+            also = f", also for {listing(map(shown, asked))}, which the prompt asks for" if asked else ""
             yield warning(
-                f"the reward is {values[0]:.4g} for every answer: right, wrong and none ({told})",
-                "nothing can be learnt from a constant: see how the reward finds the answer in the text, and what it "
-                "compares it with; --demos FILE asks it about conversations of your own",
+                f"the reward is {values[0]:.4g} for every answer: right, wrong and none{also} ({told})",
+                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE asks it "
+                "about conversations of your own",
             )
         elif better:
             yield warning(
                 f"a wrong answer earns more than the right one: {wrong[better[0]]:.4g} against {right[better[0]]:.4g} "
-                f"as {_shown(better[0])} ({told})",
+                f"as {shown(better[0])} ({told})",
                 "look at the sign and the comparison in the reward",
             )
         elif self.subject.rewarded_demos:
@@ -167,14 +156,14 @@ class _Inquiry:
         self, forms: Sequence[str], right: dict[str, float], paying: Sequence[str]
     ) -> Iterator[Finding]:
         """The prompt asks for a form that earns nothing."""
-        asked = _asked_forms(self.prompts[0])
+        asked = asked_forms(self.prompts[0])
         if not asked or any(form in paying for form in asked):
             return
         row = self.prompts[0].row
         yield warning(
-            f"the prompt of {row.place} asks for {listing(map(_shown, asked))}, for which the reward "
+            f"the prompt of {row.place} asks for {listing(map(shown, asked))}, for which the reward "
             f"of the truth is {max(right[form] for form in asked):.4g}; it is {max(right[f] for f in paying):.4g} for "
-            f"{listing(map(_shown, paying[:3]))}",
+            f"{listing(map(shown, paying[:3]))}",
             "let the reward read the form that the prompt asks for (its regular expression, say), or change the prompt",
         )
 
@@ -183,14 +172,14 @@ class _Inquiry:
         if self.calls or not self._can_call():
             return
         self.calls = True
-        talks = [self._talk(p, form.replace(_SLOT, str(truth_text(p.row.ground_truth)))) for p in self.prompts]
+        talks = [self._talk(p, form.replace(SLOT, str(truth_text(p.row.ground_truth)))) for p in self.prompts]
         played = self.subject.open_stage().play(talks, unlimited=True)
         broken = any(name.endswith("/errors") and count for t in played for name, count in t.counters.items())
         found = fmean(map(earned, played))
         if found > wrong[form] + _SAME or broken:
             return
         yield warning(
-            f"the truth as {_shown(form)} earns {right[form]:.4g} as the only turn, and {found:.4g} as the last of "
+            f"the truth as {shown(form)} earns {right[form]:.4g} as the only turn, and {found:.4g} as the last of "
             "a conversation that called a tool before",
             "let the reward look at the last assistant message (extra_info.messages), whatever stands before it",
         )
@@ -199,7 +188,7 @@ class _Inquiry:
         """Mean reward of the truth in each form, of a wrong answer in those that pay best, and of no answer."""
         right = self._means(forms, wrong=False)
         by_pay = sorted(forms, key=lambda form: -right[form])
-        tried = dict.fromkeys([*by_pay[:_WRONG_FORMS], by_pay[-1], *_asked_forms(self.prompts[0])])
+        tried = dict.fromkeys([*by_pay[:_WRONG_FORMS], by_pay[-1], *asked_forms(self.prompts[0])])
         return right, self._means([*tried], wrong=True), self._means([_NOTHING], wrong=True)[_NOTHING]
 
     def _means(self, forms: Sequence[str], *, wrong: bool, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
@@ -207,7 +196,7 @@ class _Inquiry:
         for form in forms:
             for prompt, original in zip(prompts or self.prompts, self.prompts):
                 truth = str(truth_text(original.row.ground_truth))
-                talks.append(self._talk(prompt, form.replace(_SLOT, wrong_text(truth) if wrong else truth)))
+                talks.append(self._talk(prompt, form.replace(SLOT, wrong_text(truth) if wrong else truth)))
         played = self.subject.open_stage().play(talks, unlimited=True)
         self.failed += [t for t in played if t.status in (Status.FAILED, Status.ABORTED)]
         found = iter(played)
@@ -217,6 +206,9 @@ class _Inquiry:
         chat = self.subject.known_chat
         call = called(chat, prompt.tools[0]) if self.calls and prompt.tools else None
         return Talk(prompt, [*([call] if call else []), said(chat, answer)])
+
+    def _forms_of_source(self) -> list[str]:
+        return forms_of_source(self.subject.reward) if self.subject.reward is not None else []
 
     def _can_call(self) -> bool:
         rollout = self.subject.rollout
@@ -250,43 +242,6 @@ def earned(trajectory: Trajectory) -> float:
 def _pays(right: dict[str, float], wrong: dict[str, float]) -> list[str]:
     """Forms in which the truth earns more than a wrong answer."""
     return [form for form in wrong if right[form] > wrong[form] + _SAME]
-
-
-def _asked_forms(prompt: Prompt) -> list[str]:
-    """Forms that the prompt's own words ask for."""
-    text = _text_of(prompt)
-    found = [f"{match[1]} {_SLOT}" for match in _ASKS_FOR_ANSWER.finditer(text)]
-    found += [f"#### {_SLOT}"] if "####" in text else []
-    found += [rf"\boxed{{{_SLOT}}}"] if r"\boxed" in text else []
-    found += [f"<answer>{_SLOT}</answer>"] if "<answer>" in text else []
-    return list(dict.fromkeys(found))
-
-
-def _own_forms(prompt: Prompt) -> list[str]:
-    """Forms that the prompt quotes with a gap in them, and texts of the row that hold the truth (a solution)."""
-    quoted = [_PLACEHOLDER.sub(_SLOT, m[1], count=1) for m in _SPAN.finditer(_text_of(prompt))]
-    truth, row = truth_text(prompt.row.ground_truth) or "", prompt.row
-    texts = [value for value in {**row.extra_info, **row.raw}.values() if isinstance(value, str)]
-    shown = row.raw.get("prompt")
-    if isinstance(shown, list) and shown and shown[-1].get("role") == "assistant":
-        texts.append(str(shown[-1].get("content")))
-    holds = re.compile(rf"(?<![\w.]){re.escape(truth)}(?![\w]|\.\d)")
-    solutions = [holds.sub(_SLOT, t) for t in texts if len(t) <= _LONGEST_TEXT and t not in _text_of(prompt)]
-    return [form for form in [*quoted[:4], *solutions[:4]] if _SLOT in form]
-
-
-def _text_of(prompt: Prompt) -> str:
-    said_to_model = [m.get("content") for m in prompt.messages if m.get("role") in ("system", "developer", "user")]
-    return "\n".join(text for text in said_to_model if isinstance(text, str))
-
-
-def _shown(form: str) -> str:
-    words = " ".join(form.replace(_SLOT, "x").split())
-    return f"`{words if len(words) <= 60 else '...' + words[-50:]}`"
-
-
-def _forms_shown(forms: dict[str, float]) -> str:
-    return ", ".join(map(_shown, list(forms)[:5])) + (f" and {len(forms) - 5} more" if len(forms) > 5 else "")
 
 
 def _with_truth(prompt: Prompt, truth: Any) -> Prompt:

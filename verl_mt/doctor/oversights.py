@@ -15,7 +15,7 @@ from verl_mt.config.schema import DataConfig, given_keys
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataSource
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.meaning import truth_text
+from verl_mt.doctor.forms import truth_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.doors import has_own_loop
 from verl_mt.rollout.prompts import Prompt

@@ -123,35 +123,41 @@ def said(chat: ChatTemplate, text: str) -> list[int]:
     return [*chat.encode_text(f"{opened}{text}", neutral=False), min(chat.stop_token_ids)]
 
 
-def called(chat: ChatTemplate, tool: dict[str, Any]) -> list[int] | None:
-    """Ids of a turn that calls a tool with made-up arguments; None where the template writes no calls."""
-    written = written_call(chat, tool=tool, arguments=example_arguments(tool))
+def called(chat: ChatTemplate, tool: dict[str, Any], *, other: bool = False) -> list[int] | None:
+    """Ids of a turn that calls a tool with made-up arguments; None where the template writes no calls.
+
+    Args:
+        other: with different ones, where its schema leaves a choice.
+    """
+    written = written_call(chat, tool=tool, arguments=example_arguments(tool, other=other))
     if written is None:
         return None
     closed = "\n</think>\n\n" if chat.prefilled_reasoning and not written.in_reasoning else ""
     return [*chat.encode_text(f"{closed}{written.text}", neutral=False), min(chat.stop_token_ids)]
 
 
-def example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Some arguments that fit a tool's schema."""
+def example_arguments(schema: dict[str, Any], *, other: bool = False) -> dict[str, Any]:
+    """Some arguments that fit a tool's schema; `other`: different ones, where it leaves a choice."""
     parameters = schema["function"].get("parameters") or {}
     required = parameters.get("required") or list(parameters.get("properties") or {})
-    return {name: _example(parameters["properties"][name]) for name in required if name in parameters["properties"]}
+    known = parameters.get("properties") or {}
+    return {name: _example(known[name], other) for name in required if name in known}
 
 
-def _example(schema: dict[str, Any]) -> Any:
+def _example(schema: dict[str, Any], other: bool) -> Any:
     for key in ("const", "default"):
         if schema.get(key) is not None:
             return schema[key]
     if schema.get("enum"):
-        return schema["enum"][0]
+        return schema["enum"][-other]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return _example(schema[key][0])
+            return _example(schema[key][0], other)
     kind = schema.get("type", "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "array":
-        return [_example(schema.get("items") or {})] * max(1, schema.get("minItems", 1))
+        return [_example(schema.get("items") or {}, other)] * max(1, schema.get("minItems", 1))
     if kind == "object":
-        return {name: _example(schema["properties"][name]) for name in schema.get("required") or ()}
-    return {"integer": schema.get("minimum", 1), "number": schema.get("minimum", 1.0), "boolean": True}.get(kind, "1")
+        return {name: _example(schema["properties"][name], other) for name in schema.get("required") or ()}
+    number = schema.get("minimum", 1) + other
+    return {"integer": number, "number": float(number), "boolean": not other}.get(kind, "Paris" if other else "1")
