@@ -6,6 +6,7 @@ templates render and what every user's code already handles.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,12 @@ tool `tool_call_id` and `name`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Where templates look for the reasoning of a message: a rollout writes it under the key that its template reads."""
+
+MESSAGES_AS_TEXT = re.compile(
+    r"""\s*+(?:array\(\s*+)?\[?+\s*+\{(?=.*["']role["']\s*+:)\s*+["'](?:role|content|messages)["']\s*+:.*[\]})]\s*""",
+    re.DOTALL,
+)
+"""JSON of messages, or what Python prints of them: a column that went through CSV, a data frame or a database."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:

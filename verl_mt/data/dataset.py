@@ -9,7 +9,6 @@ is checked when it is loaded: what is wrong is said before the first training st
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from verl_mt.data.conversation import Message
+from verl_mt.data.conversation import MESSAGES_AS_TEXT, Message
 from verl_mt.data.media import place_media
 from verl_mt.errors import DataError, VerlMTError, error_text
 from verl_mt.plugins import listing, load_object, suggest
@@ -29,11 +28,6 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 _INSTRUCTS = ("system", "developer")
 """Roles of a first message that takes the place of a system message."""
 _TOO_LONG = "an integer of more than 4300 digits. Write it as a text, or leave it out"
-_MESSAGES_AS_TEXT = re.compile(
-    r"""\s*+(?:array\(\s*+)?\[?+\s*+\{(?=.*["']role["']\s*+:)\s*+["'](?:role|content|messages)["']\s*+:.*[\]})]\s*""",
-    re.DOTALL,
-)
-"""JSON of messages, or what Python prints of them: a column that went through CSV, a data frame or a database."""
 _TOO_DEEP = "lists or objects are nested too deep to be read; flatten them, or keep them as text"
 
 
@@ -440,7 +434,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> 
     shown = _column(raw, columns.prompt, where)
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
-    if isinstance(shown, str) and not columns.as_it_is and _MESSAGES_AS_TEXT.fullmatch(shown):
+    if isinstance(shown, str) and not columns.as_it_is and MESSAGES_AS_TEXT.fullmatch(shown):
         raise DataError(
             f"{where}: column {columns.prompt} holds messages written as text, {_short(shown)}: the model would read "
             "brackets and quotes. Write a list of messages (json.loads, or ast.literal_eval where quotes are single); "
