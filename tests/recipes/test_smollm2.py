@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from math import comb
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,6 +58,47 @@ HERE = [] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["actor_rollout_r
 
 QUESTION = "Ana has 12 boxes of 7 pens and gives 9 pens away. How many are left?"
 SOLUTION = "She has 12*7 = <<12*7=84>>84 pens.\nShe keeps 84-9 = <<84-9=75>>75 of them.\n#### 75"
+
+
+MEASURED = {
+    "supervised, not stopped": "supervised",
+    "GRPO, 30 steps, seed 1": "grpo_seed_1_30",
+    "GRPO, 30 steps, seed 2": "grpo_seed_2_30",
+    "**seed 1, 30 more steps": "grpo_mixed_1_60",
+    "**seed 2, 30 more steps": "grpo_mixed_2_60",
+    "rewards shuffled": "shuffled_30",
+    "tried: seed 1": "grpo_seed_1_60",
+    "tried: seed 2": "grpo_seed_2_60",
+}
+"""How a row of the page begins -> the file of its answers."""
+
+
+def exact_mcnemar(new: dict[str, bool], old: dict[str, bool]) -> float:
+    """p of two sides: questions that one model alone solves are as often the one's as the other's."""
+    gained, lost = (sum(a[q] and not b[q] for q in new) for a, b in ((new, old), (old, new)))
+    either = gained + lost
+    return min(1.0, 2 * sum(comb(either, k) for k in range(max(gained, lost), either + 1)) / 2**either)
+
+
+def test_differences_on_the_page_are_bold_where_they_are_significant(shared_data):
+    solved = {
+        name: {q: of[0] >= 1 for q, of in json.loads((RECIPE / "measured" / f"{name}.json").read_text()).items()}
+        for name in (*MEASURED.values(), "cold_140")
+    }
+    start = solved.pop("cold_140")
+    problems = [json.loads(line) for line in (shared_data / "tasks" / "gsm8k_test.jsonl").read_text().splitlines()]
+    short = {compare.key(p["question"]) for p in problems if p["answer"].count("<<") <= 2}
+    rows = {}
+    for line in (RECIPE / "README.md").read_text().splitlines():
+        if name := next((file for begin, file in MEASURED.items() if line.startswith(f"| {begin}")), None):
+            rows.setdefault(name, line.split("|")[2:5])
+    assert rows.keys() == solved.keys()
+    for name, cells in rows.items():
+        for cell, of_part in zip(cells, (start.keys(), short, start.keys() - short)):
+            new, old = ({q: of[q] for q in of_part & start.keys()} for of in (solved[name], start))
+            gain = 100 * (sum(new.values()) - sum(old.values())) / len(old)
+            assert f"{gain:+.1f} ±" in cell, (name, cell)
+            assert ("**" in cell) == (exact_mcnemar(new, old) < 0.05), (name, cell)
 
 
 def test_each_annotation_becomes_a_call_and_the_calculators_own_answer():

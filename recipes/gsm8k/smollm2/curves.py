@@ -71,7 +71,7 @@ def read(place: str) -> Run:
 
 
 def ends(values: list[float]) -> tuple[str, str]:
-    """Means of the first and the last steps, with half of their 95 % intervals over these steps."""
+    """Means of the first and the last steps, each ± 1.96 standard errors over these steps."""
 
     def shown(part: list[float]) -> str:
         half = 1.96 * stdev(part) / sqrt(len(part)) if len(part) > 1 else float("nan")
