@@ -82,7 +82,8 @@ def test_its_export_is_a_plain_model_with_the_adapter_beside_it(straight, tmp_pa
 def test_a_sharded_checkpoint_of_adapters_is_exported_too(straight, tmp_path):
     """As Ray workers leave it: the small part in state.pt, adapters in actor/."""
     (tmp_path / "run").mkdir()
-    shutil.copy(straight / "config.yaml", tmp_path / "run")
+    for name in ("config.yaml", ".origin"):
+        shutil.copy(straight / name, tmp_path / "run")
     state = checkpoint.load(straight / "checkpoints" / "step_000002")
     tensors = state["workers"]["actor"].pop("tensors")
     store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints")
