@@ -97,7 +97,7 @@ SCRIPTS = {
         data={"prompt_key": "messages", "label_key": "label", "train_files": "/root/gsm8k/train.parquet"},
         reward=("rm_hub", {"rm_type": "math"}), model="/root/Qwen2.5-0.5B-Instruct/", ranks=8, engine_ranks=1,
         aggregation="token-mean", validation=(["/root/gsm8k/test.parquet"], 20, 1, 1.0, 1.0, 1),
-        listed=["--deterministic-mode"],
+        listed=["--deterministic-mode", "--sglang-enable-deterministic-inference"],
     ),
     "scripts/run-moonlight-16B-A3B.sh": Resolved(
         status=3, batch=128, mini=32, n=8, per_turn=None, response=4096, steps=3000, data=MATH,
