@@ -76,9 +76,10 @@ class MCPBaseTool(BaseTool):
         self._states, self._remote_name = states, remote_name
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+        self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any = None, **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call the server's tool. The row's `execute_kwargs` are arguments, above those of the model.
+        """Call the server's tool, which gets no `agent_data`. The row's `execute_kwargs` are arguments, above those of
+        the model.
 
         Raises:
             DataError: the row names an argument that the tool does not have.
