@@ -463,6 +463,27 @@ def test_token_texts_of_torn_or_foreign_lines_are_left_out(tmp_path):
     assert file.read_bytes() == b'{"9": "g"}\n'
 
 
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ("1a 2a 1b 2b 3b", "1b 2b"),
+        ("0v 1a 1a 2a 2b 2v", "0v 1a 2b 2v"),
+        ("n 1a 2a 2v 1b", "n 1b"),
+        ("1a 2a 1b 3b", "1b"),
+    ],
+)
+def test_steps_that_stand_there_twice_keep_their_last_lines_on_resume(tmp_path, written, kept):
+    def line(word: str) -> bytes:
+        name = {"v": "val/accuracy", "n": "note"}.get(word[-1], "loss")
+        return json.dumps({**({"step": int(word[0])} if word != "n" else {}), name: word}).encode() + b"\n"
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(map(line, written.split())))
+    went = truncate_metrics(file, after_step=2)
+    assert file.read_bytes() == b"".join(map(line, kept.split()))
+    assert went == len(written.split()) - len(kept.split())
+
+
 def test_truncating_counts_what_went_and_keeps_lines_without_a_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = [b'{"note": 1}\n', b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3}\n', b'{"st']

@@ -258,7 +258,8 @@ def read_token_texts(folder: str | Path) -> dict[int, str]:
 
 
 def truncate_metrics(path: str | Path, after_step: int) -> int:
-    """Before a resumed run goes on: drop the lines of later steps and a torn last line. Returns how many went.
+    """Before a resumed run goes on: drop the lines of later steps, a torn last line, and what stands there twice; of a
+    step that was run again the last run counts. Returns how many went.
 
     The lines that stay, stay byte for byte.
     """
@@ -266,11 +267,20 @@ def truncate_metrics(path: str | Path, after_step: int) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    complete = _parse_lines(lines, path)
-    kept = [line for line, row in zip(lines, complete) if row.get("step", -1) <= after_step]
+    kept: list[tuple[int, frozenset[str], bytes]] = []
+    for line, row in zip(lines, _parse_lines(lines, path)):
+        step = row.get("step", -1)
+        if step > after_step:
+            continue
+        names = frozenset(row)
+        if step >= 0 and kept and step < kept[-1][0]:  # this step and those behind it were run again
+            kept = [one for one in kept if one[0] < step]
+        elif step >= 0 and kept and kept[-1][:2] == (step, names):  # other names are another line of the same step
+            kept.pop()
+        kept.append((step, names, line))
     if len(kept) != len(lines):
         with writing(path), atomic_file(path) as file:
-            file.writelines(kept)
+            file.writelines(line for _, _, line in kept)
     return len(lines) - len(kept)
 
 
