@@ -13,8 +13,11 @@ import threading
 import time
 
 import pytest
+import torch
 from hostile import EXCEPTIONS
 
+from verl_mt import plugins
+from verl_mt.plugins import import_file
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread, user_code_of
 
 
@@ -165,6 +168,45 @@ def test_in_daemon_thread_gives_value_or_exception():
     assert asyncio.run(in_daemon_thread(lambda x: x + 1, 1)) == 2
     with pytest.raises(ZeroDivisionError):
         asyncio.run(in_daemon_thread(lambda: 1 / 0))
+
+
+def in_float64(fails=False):
+    torch.set_default_dtype(torch.float64)
+    if fails:
+        raise ZeroDivisionError
+    return torch.get_default_dtype()
+
+
+async def later_in_float64(fails=False):
+    return in_float64(fails)
+
+
+@pytest.mark.parametrize("function", [in_float64, later_in_float64])
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_s_default_dtype_is_float32_again_after_code_that_changed_it(function, fails, caplog, monkeypatch):
+    monkeypatch.setattr(plugins, "_CHANGED_DTYPE", set())
+    code = UserCode(Plugin(), Base, "plug-in")
+    try:
+        found = asyncio.run(code.run(function, (), {"fails": fails}, timeout_s=60))
+        assert found == torch.float64 and not fails
+    except ZeroDivisionError:
+        assert fails
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert after == torch.float32
+    assert f"{function.__name__} set torch's default dtype to torch.float64" in caplog.text
+    caplog.clear()
+    asyncio.run(code.run(function, (), {}, timeout_s=60))
+    assert torch.get_default_dtype() == torch.float32 and not caplog.text, "it is told once"
+
+
+def test_a_file_that_changes_torch_s_default_dtype_when_it_is_imported_does_not_keep_it(tmp_path, caplog):
+    file = tmp_path / "wide.py"
+    file.write_text("import torch\ntorch.set_default_dtype(torch.float64)\n")
+    import_file(file)
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert after == torch.float32 and "wide.py set torch's default dtype" in caplog.text
 
 
 @pytest.mark.slow

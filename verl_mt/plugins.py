@@ -266,7 +266,36 @@ def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:
             raise
         text = error_text(error, named=True) + _instead_of(error)
         raise PluginError(f"{what}: {file} failed to import at {_where(error, file)}: {text}") from error
+    finally:
+        keep_default_dtype(str(file))
     return module
+
+
+def keep_default_dtype(whose: Any) -> None:
+    """After user code: torch's default dtype is the whole process's, and training would go on in another precision, or
+    end in an error far from here.
+
+    Args:
+        whose: code that has just run: a function, or a text that names it.
+    """
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "get_default_dtype"):  # another thread may be importing it
+        return
+    found = torch.get_default_dtype()
+    if found != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        name = whose if isinstance(whose, str) else code_place(getattr(whose, "func", whose))
+        log.log(
+            logging.DEBUG if name in _CHANGED_DTYPE else logging.WARNING,
+            "%s set torch's default dtype to %s, which is the whole process's; it is float32 again. Give your tensors "
+            "dtype=%s instead",
+            name, found, found,
+        )  # fmt: skip
+        _CHANGED_DTYPE.add(name)
+
+
+_CHANGED_DTYPE: set[str] = set()
+"""Code that was told so."""
 
 
 _INSTEAD = {
@@ -322,6 +351,8 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
         raise
     except BaseException as error:
         raise PluginError(f"{what}: importing {name} failed: {error_text(error, named=True)}") from error
+    finally:
+        keep_default_dtype(name)
 
 
 def code_place(function: Any) -> str:

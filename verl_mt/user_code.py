@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.errors import error_text
+from verl_mt.plugins import keep_default_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -448,9 +449,11 @@ async def _in_thread(
 
     def work() -> None:
         try:
-            reply.send(_Outcome(value=context.run(function, *args, **kwargs)))
+            outcome = _Outcome(value=context.run(function, *args, **kwargs))
         except BaseException as error:
-            reply.send(_Outcome(error=_as_exception(error)))
+            outcome = _Outcome(error=_as_exception(error))
+        keep_default_dtype(function)
+        reply.send(outcome)
 
     threading.Thread(target=work, daemon=True, name=name).start()
     return await reply.future
@@ -471,6 +474,8 @@ async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return _Outcome(error=NotAnException("raised KeyboardInterrupt"))
     except BaseException as error:
         return _Outcome(error=_as_exception(error))
+    finally:
+        keep_default_dtype(function)
 
 
 def _as_exception(error: BaseException) -> Exception:

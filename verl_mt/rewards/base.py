@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
-from verl_mt.plugins import Registry, import_file, listing, load_object, suggest
+from verl_mt.plugins import Registry, import_file, keep_default_dtype, listing, load_object, suggest
 from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
 from verl_mt.rewards.adapters import ORM, AsyncORM, OrmArguments, VerlBatchReward, VerlReward, adapt
 from verl_mt.rewards.contract import (
@@ -187,6 +187,8 @@ async def score_all(reward: Reward, items: Sequence[RewardInput]) -> list[Scores
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         problem, details = f"{label}: raised {error_text(error, named=True)}", traceback_text(error)
+    finally:
+        keep_default_dtype(label)
     if problem:
         return [RewardFailure(f"{problem} ({item.where})", details) for item in items]
     return [_as_result(value, label, item) for value, item in zip(found, items)]
