@@ -71,6 +71,35 @@ def test_a_loopback_connection_fails(interpreter):
     assert result.ending == "raised" and "PermissionError" in result.output
 
 
+def test_two_interpreters_cannot_talk_through_record_locks(sandbox, interpreter):
+    beginning = """
+        import fcntl, os, struct
+        handle = os.open(os.__file__, os.O_RDONLY)
+        def lock(how, place, kind=fcntl.F_RDLCK):
+            asked = struct.pack("hhqqi4x", kind, os.SEEK_SET, place, 1, 0)
+            return struct.unpack("hhqqi4x", fcntl.fcntl(handle, how, asked))[0]
+    """
+    other = sandbox.open()
+    try:
+        setting = "for place in (3, 7, 11):\n    lock(fcntl.F_SETLK, place), lock(fcntl.F_OFD_SETLK, place)"
+        asking = "[place for place in range(13) if lock(fcntl.F_GETLK, place, fcntl.F_WRLCK) != fcntl.F_UNLCK]"
+        assert interpreter.run(textwrap.dedent(beginning) + setting).ending == "ok"
+        assert other.run(textwrap.dedent(beginning) + asking).output.strip() == "[]"
+    finally:
+        other.close()
+
+
+def test_a_database_in_a_file_needs_no_locks(interpreter):
+    code = """
+        import sqlite3
+        with sqlite3.connect("a.db") as database:
+            database.execute("create table t (x)")
+            database.execute("insert into t values (42)")
+        sqlite3.connect("a.db").execute("select x from t").fetchone()
+    """
+    assert interpreter.run(textwrap.dedent(code)).output.strip() == "(42,)"
+
+
 def test_a_fork_bomb_starts_no_process(interpreter):
     before = len(os.listdir("/proc"))
     result = interpreter.run("import os\nwhile True:\n    os.fork()")

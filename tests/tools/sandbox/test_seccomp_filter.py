@@ -94,6 +94,7 @@ def test_arguments_decide_where_one_call_can_do_good_and_harm(column, machine):
     assert call(openat, 0, 1, os.O_RDONLY) == call(openat, 0, 1, os.O_WRONLY | os.O_TRUNC) == ALLOW
     assert call(openat, 0, 1, os.O_RDONLY | os.O_TRUNC) == DENY
     assert call(fcntl, 3, 1030) == ALLOW and call(fcntl, 3, 8) == call(fcntl, 3, 10) == DENY  # F_SETOWN, F_SETSIG
+    assert {call(fcntl, 3, how) for how in (6, 7, 37, 38)} == {IGNORE} and call(fcntl, 3, 5) == ALLOW  # locks
     assert call(ioctl, 3, 0x5401) == ALLOW and call(ioctl, 3, 0x5412) == call(ioctl, 3, 0x8901) == DENY  # TIOCSTI
     assert [call((316, 276), 1, 2, 3, 4, flags) for flags in (0, 1, 2, 4, 5)] == [ALLOW] * 3 + [DENY] * 2  # a device
     assert call(socketpair, 1) == ALLOW and call(socketpair, 2) == DENY

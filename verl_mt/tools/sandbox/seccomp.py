@@ -168,8 +168,11 @@ _O_TRUNC, _O_ACCMODE = 0o1000, 0o3
 _OPENING = (0, 1, 2, 1 | _O_TRUNC, 2 | _O_TRUNC)
 """Access modes with and without truncation. Opening with mode 0 or 3 and O_TRUNC empties a file that may not be
 written: before Linux 6.2 Landlock sees an opening for reading, or (mode 3) for nothing. Mode 3 alone is of no use."""
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Duplicating, flags and locks; not F_SETOWN and F_SETSIG, which send signals to others."""
+_FCNTL = (0, 1, 2, 3, 4, 5, 36, 1030, 1032)
+"""Duplicating, flags, asking for locks; not F_SETOWN and F_SETSIG, which send signals to others."""
+_LOCKING = (6, 7, 37, 38)
+"""F_SETLK, F_SETLKW and F_OFD_SETLK, F_OFD_SETLKW. A lock on a library's file is seen by every other interpreter, so
+that code could pass answers on. Nobody shares the files of its own folder: a lock there (sqlite3) may do nothing."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _AF_UNIX = 1
@@ -216,7 +219,7 @@ def _conditional() -> list[tuple[tuple[int | None, int | None], list[Instruction
         ((2, None), [*_arg(1), decides, *_one_of(_OPENING)]),  # open
         # renameat2 with nothing, RENAME_NOREPLACE or RENAME_EXCHANGE: RENAME_WHITEOUT leaves a device behind.
         ((316, 276), [*_arg(4), *_one_of((0, 1, 2))]),
-        ((72, 25), [*_arg(1), *_one_of(_FCNTL)]),  # fcntl
+        ((72, 25), [*_arg(1), *_ignored(_LOCKING), *_one_of(_FCNTL)]),  # fcntl
         ((16, 29), [*_arg(1), *_one_of(_IOCTL)]),  # ioctl
         ((53, 199), [*_arg(0), *_one_of((_AF_UNIX,))]),  # socketpair, which asyncio makes for itself
         ((44, 206), _null_pointer(4)),  # sendto without an address: on such a pair
@@ -236,6 +239,10 @@ def _one_of(values: tuple[int, ...]) -> list[Instruction]:
         (_RETURN, 0, 0, DENY),
         (_RETURN, 0, 0, ALLOW),
     ]
+
+
+def _ignored(values: tuple[int, ...]) -> list[Instruction]:
+    return [step for value in values for step in ((_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, IGNORE))]
 
 
 def _null_pointer(index: int) -> list[Instruction]:
