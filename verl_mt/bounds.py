@@ -19,7 +19,7 @@ MAX_FRAME_BYTES = 16 * 2**20
 """Of one message of an MCP server, and of one answer of it over HTTP. An image of 10 MB fits."""
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Of an answer of a search service, unpacked."""
+"""Of an answer of a search service, unpacked, and of a request to an agent's endpoint."""
 MAX_YAML_BYTES = 2_000_000
 MAX_YAML_VALUES = 100_000
 """Of a file that declares tools, interactions or servers: its size, and its values where anchors are written out."""

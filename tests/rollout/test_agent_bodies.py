@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from importlib.resources import files
@@ -14,6 +15,7 @@ from hostile import Unshowable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_mt.bounds import MAX_BODY_BYTES
 from verl_mt.chat.parsers import get_parser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.chat.template import ChatTemplate
@@ -21,7 +23,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.agent.endpoint import ChatRequest, RequestError, read_request
+from verl_mt.rollout.agent.endpoint import AgentServer, ChatRequest, RequestError, read_request
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -199,6 +201,40 @@ def test_every_malformed_body_is_answered_with_400_and_leaves_record_and_connect
     (record,) = trajectory.records
     trained = [i for i, bit in zip(record.token_ids, record.loss_mask) if bit]
     assert trained == [*spelled("hello"), EOS, *spelled("are"), EOS]
+
+
+def test_a_body_without_end_is_refused_and_without_its_key_nothing_is_told():
+    async def go() -> list[tuple[bytes, bytes]]:
+        server = AgentServer()
+
+        async def answer(body: Any) -> tuple[int, Any]:
+            raise AssertionError("nothing was to be asked")
+
+        url = urlsplit(await server.open(answer))
+        size = MAX_BODY_BYTES + 1
+        replies = []
+        try:
+            for line, body in (
+                (f"POST {url.path}/chat/completions", b" " * size),
+                (f"GET {url.path}/models", b""),
+                ("GET /guessed/v1/models", b""),
+            ):
+                reader, writer = await asyncio.open_connection(url.hostname, url.port)
+                head = (
+                    f"{line} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                )
+                writer.write(head.encode() + body)
+                reply = await reader.read()
+                replies.append((reply.partition(b"\r\n")[0], reply.rpartition(b"\r\n\r\n")[2]))
+                writer.close()
+        finally:
+            await server.close(url.geturl())
+        return replies
+
+    large, known, unknown = asyncio.run(go())
+    assert large[0].startswith(b"HTTP/1.1 413") and b"more than 16777216 bytes" in large[1]
+    assert known[0].startswith(b"HTTP/1.1 200") and b"policy" in known[1]
+    assert unknown[0].startswith(b"HTTP/1.1 404") and b"conversation_over" in unknown[1] and b"policy" not in unknown[1]
 
 
 def test_messages_that_the_template_refuses_are_told_so_and_leave_the_record_as_it_was(monkeypatch):

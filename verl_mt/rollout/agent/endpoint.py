@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mt.bounds import MAX_BODY_BYTES
 from verl_mt.data.conversation import Message, reasoning_of
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.user_values import WrongValue, bool_of, count_of, messages_of, plain_of, stops_of, text_of
@@ -306,6 +307,8 @@ class AgentServer:
             await asyncio.sleep(0.005)
 
     async def _models(self, request: Any) -> Any:
+        if request.path_params["key"] not in self._answers:
+            return _over()
         return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "verl_mt"}]})
 
     async def _complete(self, request: Any) -> Any:
@@ -313,9 +316,16 @@ class AgentServer:
 
         answer = self._answers.get(request.path_params["key"])
         if answer is None:
-            return _json(error_body("this conversation is over", "conversation_over"), 404)
+            return _over()
+        read = bytearray()
+        async for part in request.stream():
+            read += part
+            if len(read) > MAX_BODY_BYTES:
+                words = f"the body has more than {MAX_BODY_BYTES} bytes; send fewer or shorter messages"
+                # What is left of the body is not read: the connection cannot carry another request.
+                return _json(error_body(words, "invalid_request_error"), 413, {"Connection": "close"})
         try:
-            body = await request.json()
+            body = json.loads(read)
         except (ValueError, RecursionError) as error:
             return _json(error_body(f"the body is not JSON that can be read: {error}", "invalid_request_error"), 400)
         # Shielded: a client that hangs up does not leave half a turn in the record.
@@ -325,11 +335,15 @@ class AgentServer:
         return _json(content, status)
 
 
-def _json(content: Any, status: int = 200) -> Any:
+def _over() -> Any:
+    return _json(error_body("this conversation is over", "conversation_over"), 404)
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Any:
     """Signs beyond ASCII are escaped: half of a surrogate pair, which a model may write into a call, has no UTF-8."""
     from starlette.responses import Response
 
-    return Response(json.dumps(content), status, media_type="application/json")
+    return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 async def _events(content: list[Any]) -> Any:
