@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -140,6 +141,9 @@ def warm_workers() -> Iterator[None]:
 
     from verl_mt.rollout_workers import links
 
+    def begin(words: list[str], **kwargs: Any) -> Any:
+        return (warm_start.Popen if words[0] == sys.executable else subprocess.Popen)(words, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "subprocess", SimpleNamespace(**vars(links.subprocess) | {"Popen": warm_start.Popen}))
+        patch.setattr(links, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": begin}))
         yield

@@ -49,7 +49,7 @@ class Link(abc.ABC):
 
 class ProcessLink(Link):
     """A process of this machine, at the other end of a socket pair. It leads a process group of its own: Ctrl-C does
-    not reach it, and what its tools left behind ends with it."""
+    not reach it, and what its tools left behind ends with it, also when this process is killed."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -61,6 +61,13 @@ class ProcessLink(Link):
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
+        # When this process is gone, however it ended, the guard's input is closed. The worker itself may be importing,
+        # or in code that lets no other thread run; the kernel's signal (PR_SET_PDEATHSIG) leaves a worker's children.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._connection = Connection(ours.detach())
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
@@ -127,6 +134,10 @@ class ProcessLink(Link):
         with contextlib.suppress(subprocess.TimeoutExpired):
             if grace_s:
                 self._process.wait(grace_s)
+        self._guard.kill()
+        self._guard.wait()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
         deadline = time.monotonic() + _DYING_S
         with contextlib.suppress(ProcessLookupError):
             # The group exists as long as it has a member, so its id cannot have been given to anyone else.
