@@ -24,6 +24,9 @@ MAX_YAML_BYTES = 2_000_000
 MAX_YAML_VALUES = 100_000
 """Of a file that declares tools, interactions or servers: its size, and its values where anchors are written out."""
 
+MAX_TEMPLATE_CHARACTERS = 500_000
+"""Of a chat template, which is compiled at load; the longest in use have 20,000."""
+
 MAX_SCHEMA_VALUES = 20_000
 MAX_SCHEMA_CHARACTERS = 1_000_000
 """Of a tool's JSON Schema: values at any depth, letters of all its texts."""

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jinja2
 
+from verl_mt.bounds import MAX_TEMPLATE_CHARACTERS
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
@@ -212,6 +213,11 @@ class Renderer:
             raise TemplateError(
                 f"the tokenizer {name!r} has no chat template: base models have none. Use the chat model's folder, "
                 "or set actor_rollout_ref.model.custom_chat_template to a Jinja text or file"
+            )
+        if len(template) > MAX_TEMPLATE_CHARACTERS:
+            raise TemplateError(
+                f"{self._named} has {len(template)} characters; templates may have {MAX_TEMPLATE_CHARACTERS}. Shorten "
+                "it, or give actor_rollout_ref.model.custom_chat_template"
             )
         return template
 
