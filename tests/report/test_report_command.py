@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import http.client
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from run_lab import Lab, small_run
@@ -46,6 +49,28 @@ def test_a_whole_run_is_one_file_without_complaints(tmp_path, capsys):
     assert not re.search(
         r"""(?:src|href)\s*=\s*["'](?:https?:)?//""", re.sub(r"<script.*?</script>", "", text, flags=re.S)
     )
+
+
+def test_the_served_report_is_told_only_to_who_has_its_token(tmp_path):
+    small_run(tmp_path / "run", steps=1)
+    with ReportServer([str(tmp_path / "run")]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+
+        def status(path: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", path)
+            return connection.getresponse().status
+
+        root = urlsplit(server.url).path
+        (block, *_) = server.contents().blocks
+        pages = ["", "manifest.json", f"blob/{block}"]
+        assert len(root) > 20 and [status(root + page) for page in pages] == [200] * 3
+        assert [status(f"{wrong}{page}") for wrong in ("/", f"/{'x' * (len(root) - 2)}/") for page in pages] == [
+            403
+        ] * 6
+        assert status("/") == 403 and status(f"{root}../etc") == 404
+        server.shutdown()
 
 
 def test_the_policy_of_the_page_allows_its_own_script_and_no_other(tmp_path):

@@ -10,6 +10,7 @@ import html
 import importlib.util
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,8 @@ def _json_in_html(value: Mapping[str, Any]) -> str:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves `/` (the page), `/manifest.json` (what there is now) and `/blob/<id>`.
+    """Serves the page, `manifest.json` (what there is now) and `blob/<id>`, all under a token: every user of a machine
+    reaches its loopback.
 
     Args:
         paths: run directories.
@@ -109,6 +111,7 @@ class ReportServer(ThreadingHTTPServer):
         self._contents = self._collector.contents()
         self._blocks = dict(self._contents.blocks)
         self._read_at = time.monotonic()
+        self.root = f"/{secrets.token_urlsafe(16)}/"
         self.page = "".join(build_page(None, title="verl_mt report")).encode()
         try:
             super().__init__((_HOST, port), _Handler)
@@ -117,7 +120,8 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{_HOST}:{self.server_port}/"
+        """With the token."""
+        return f"http://{_HOST}:{self.server_port}{self.root}"
 
     def contents(self) -> Contents:
         """What the runs hold now; what they held before where they cannot be read at this moment."""
@@ -143,11 +147,15 @@ class _Handler(BaseHTTPRequestHandler):
         # A page of another site that resolves its own name to this machine sends that name: it gets nothing.
         if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
             self._send(b"this server answers on loopback only", "text/plain", HTTPStatus.FORBIDDEN)
-        elif self.path == "/":
+            return
+        root, path = self.path[: len(self.server.root)], self.path[len(self.server.root) :]
+        if not secrets.compare_digest(root.encode(), self.server.root.encode()):
+            self._send(b"open the whole address that the command printed", "text/plain", HTTPStatus.FORBIDDEN)
+        elif path == "":
             self._send(self.server.page, "text/html; charset=utf-8")
-        elif self.path == "/manifest.json":
+        elif path == "manifest.json":
             self._send(json.dumps(self.server.contents().manifest).encode(), "application/json")
-        elif self.path.startswith("/blob/") and (found := self.server.block(self.path[6:])) is not None:
+        elif path.startswith("blob/") and (found := self.server.block(path[5:])) is not None:
             self._send(found, "application/octet-stream", cache="max-age=31536000, immutable")
         else:
             self._send(b"not here", "text/plain", HTTPStatus.NOT_FOUND)
