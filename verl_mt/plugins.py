@@ -278,7 +278,7 @@ def keep_default_dtype(whose: Any) -> None:
     Args:
         whose: code that has just run: a function, or a text that names it.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "get_default_dtype"):  # another thread may be importing it
         return
     found = torch.get_default_dtype()
