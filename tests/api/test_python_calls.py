@@ -271,7 +271,7 @@ def test_what_holds_a_lock_is_not_sent_to_ranks_and_the_reason_is_said():
 
     def locked(log_probs, old_log_probs, advantages, mask, clip_low, clip_high):
         with lock:
-            return -advantages, {}
+            return -advantages * log_probs, {}
 
     require_travel({"object:soft": soft, "object:f": lambda x: x})
     with pytest.raises(PluginError, match=r"object:locked cannot be sent to the ranks: .*; it holds lock \(lock\)"):
@@ -302,7 +302,7 @@ def test_a_local_loss_goes_to_the_ranks_and_tools_with_locks_stay_here(tmp_path)
 
     def locked(log_probs, old_log_probs, advantages, mask, clip_low, clip_high):
         with lock:
-            return -advantages, {}
+            return -advantages * log_probs, {}
 
     keys = {**keys, "policy_loss__loss_mode": locked}
     with pytest.raises(PluginError, match="object:locked cannot be sent to the ranks"):
