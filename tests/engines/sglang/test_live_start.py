@@ -25,6 +25,7 @@ SHARED = Path("/dev/shm")
 def test_an_engine_starts_and_answers(lab: Lab, run, monkeypatch, start):
     monkeypatch.setattr(processes.subprocess, "Popen", start)
     engine = lab.engine()
+    before = set(SHARED.iterdir())  # engines of other tests in this process serve on
     started = []
     monkeypatch.setattr(start, "__init__", noting(start.__init__, started))
     try:
@@ -34,7 +35,8 @@ def test_an_engine_starts_and_answers(lab: Lab, run, monkeypatch, start):
         assert worst_difference(lab.module, lab.prompts[0].ids, said) < ROUNDING
         update = weight_update_for(engine.capabilities, lab.module, 1)
         run(engine.apply(update))
-        made = {path for path in SHARED.glob("verl_mt.*") if path.name.split(".")[2] in owners(engine)}
+        new = set(SHARED.glob("verl_mt.*")) - before
+        made = {path for path in new if path.name.split(".")[2] in owners(engine)}
         made |= {SHARED / path.name.split(".", 4)[4] for path in made}
         assert {path.name.split("_")[0] for path in made} == {"verl", "torch", "sglang"}
     finally:
