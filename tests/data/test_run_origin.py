@@ -51,7 +51,7 @@ def test_another_users_run_is_refused_with_the_code_that_it_names(run):
     with pytest.raises(ConfigError) as caught:
         require_trust(run, trust=False)
     said = str(caught.value)
-    assert said.startswith(f"{run / 'config.yaml'} was not written by a run of yours") and "--trust" in said
+    assert said.startswith(f"{run / 'config.yaml'} was not written by one of your runs") and "--trust" in said
     assert (
         "It names data.sampler=mine.sampler:Mine, reward.path=/somewhere/reward.py, reward.kwargs.judges[0]=a.b.C, "
         "actor_rollout_ref.model.trust_remote_code=true, "

@@ -143,6 +143,7 @@ def test_what_is_no_group_is_said_and_removed(tmp_path, caplog):
     (tmp_path / "b.pt").write_bytes(pack({"group": [1], "asked": ()}))
     (tmp_path / "old.pickle").write_bytes(pickle.dumps([1]))
     assert GroupSpool(tmp_path, 5).take(PLAN) == [] and names(tmp_path) == []
+    assert "1 group(s) of an earlier version are pickles" in caplog.text
     assert "a.pt is sampled again" in caplog.text and "TypeError: it holds a list" in caplog.text
 
 

@@ -58,7 +58,7 @@ def require_trust(run: Path, *, trust: bool) -> None:
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     names = f" It names {', '.join(named[:_SHOWN])}{more}." if named else ""
     raise ConfigError(
-        f"{file} was not written by a run of yours, or was changed since, and this command runs the code that it names."
+        f"{file} was not written by one of your runs, or was changed since. This command runs code that it names."
         f"{names} Read it, then give --trust (Python: trust=True)"
     )
 

@@ -43,8 +43,13 @@ class GroupSpool:
         self._folder = folder
         self._ready: dict[str, _Kept] = {}
         self._cannot = False
-        for path in sorted(folder.glob("*.pickle")):  # of an earlier version, which nobody unpickles
+        earlier = list(folder.glob("*.pickle"))
+        for path in earlier:
             path.unlink()
+        if earlier:
+            log.warning(
+                "%s: %d group(s) of an earlier version are pickles. They are sampled again", folder, len(earlier)
+            )
         for path in sorted(folder.glob("*.pt")):
             kept = self._read(path)
             if kept is not None and version is not None and max(_versions(kept.group), default=0) <= version:

@@ -97,7 +97,7 @@ class Replica:
         """The first life did not begin, or is not waited for: try again until one does.
 
         Args:
-            reason: why not, for who asks a replica that is given up.
+            reason: why not; the error of a replica that is given up names it.
         """
         self._supervisor = asyncio.ensure_future(self._supervise(reason))
 
